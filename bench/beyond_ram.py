@@ -11,7 +11,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -21,14 +20,15 @@ from pathlib import Path
 import data
 import ours
 import publish
+from data import DataSpec
 from processes import make_cold
-from publish import ratios, spread, take_turns
+from publish import spread, take_turns
+from tables import compare, cpu_us, speeds
 
 from fastgpu.storage import store
 
 CGROUPS = Path("/sys/fs/cgroup")
-SHAPE = (3, 128, 128)
-ROW_BYTES = 3 * 128 * 128
+SPEC = DataSpec("rows", 40_000, (3, 128, 128), 256)
 PROCESS_BYTES = 500 << 20
 """What a process needs besides the page cache."""
 TIMES_FREE = (1.25, 1.6, 2.5, 5.0)
@@ -51,7 +51,7 @@ def memory_limit(n_bytes: int) -> Iterator[Path]:
 
 
 def measure(way: str, path: Path, limit: int) -> dict[str, float]:
-    """Rows/s and CPU time of one process under the limit."""
+    """What `run_feed` prints in a process under the limit."""
     make_cold([path])
     with memory_limit(limit) as procs:
         command = ["sh", "-c", f'echo $$ > {procs}; exec "$@"', "sh", sys.executable, __file__, "--child", way, path]
@@ -60,48 +60,43 @@ def measure(way: str, path: Path, limit: int) -> dict[str, float]:
 
 
 def run_feed(way: str, path: Path) -> None:
-    """Print rows/s and CPU time for each row of the epochs after the first one."""
+    """Read the epochs, and print rows, seconds and CPU seconds of all but the first one."""
     store.AROUND_PAGE_CACHE = 0.0 if way == "around" else float("inf")
     rows = ours.open_rows(path)
     assert rows.around_page_cache == (way == "around")
     # Small pools, because they count as memory of the process.
-    with closing(ours.open_feed(rows, 256, n_readers=2, pool_batches=5)) as feed:
+    with closing(ours.open_feed(rows, SPEC.batch_size, n_readers=2, pool_batches=5)) as feed:
         for epoch in range(1 + EPOCHS):
             if epoch == 1:
                 t0, cpu_before_s = time.perf_counter(), time.process_time()
             n_rows = sum(pool.plan.n_rows for pool in feed.pools(epoch))
     seconds, cpu_s = time.perf_counter() - t0, time.process_time() - cpu_before_s
-    print(json.dumps({"rows/s": EPOCHS * n_rows / seconds, "CPU us/row": 1e6 * cpu_s / (EPOCHS * n_rows)}))
+    print(json.dumps({"rows": EPOCHS * n_rows, "seconds": seconds, "cpu_s": cpu_s}))
 
 
 def main() -> None:
     args = publish.parser(__doc__).parse_args()
-    n_rows = 4_000 if args.quick else 40_000
+    spec = SPEC.small() if args.quick else SPEC
+    data.make(spec)
     rows = []
     results = {}
-    with tempfile.TemporaryDirectory() as name:
-        path = Path(name) / "rows.h5"
-        data.write(path, n_rows, data.numbered(n_rows, SHAPE))
-        for times_free in TIMES_FREE:
-            limit = PROCESS_BYTES + int(path.stat().st_size / times_free)
-            ways = {way: partial(measure, way, path, limit) for way in WAYS}
-            measured = take_turns(f"{times_free} x", ways, args.rounds)
-            results[f"{times_free:g}"] = measured
-            rates = {way: [each["rows/s"] for each in measured[way]] for way in WAYS}
-            cells = [spread(rates[way], ",.0f") for way in WAYS]
-            cells.append(spread(ratios(rates["around"], rates["through"]), ".2f"))
-            cells += [spread([each["CPU us/row"] for each in measured[way]], ",.0f") for way in WAYS]
-            rows.append([f"{times_free:g}", *cells])
+    for times_free in TIMES_FREE:
+        limit = PROCESS_BYTES + int(spec.h5.stat().st_size / times_free)
+        ways = {way: partial(measure, way, spec.h5, limit) for way in WAYS}
+        measured = results[f"{times_free:g}"] = take_turns(f"{times_free} x", ways, args.rounds)
+        cells = [spread(speeds(measured, way), ",.0f") for way in WAYS]
+        cells.append(spread(compare(measured, *WAYS), ".2f"))
+        cells += [spread(cpu_us(measured, way), ",.0f") for way in WAYS]
+        rows.append([f"{times_free:g}", *cells])
     columns = ["size / free memory", *(f"{way}, rows/s" for way in WAYS), "around / through"]
     columns += [f"{way}, CPU us/row" for way in WAYS]
     note = (
-        f"{n_rows:,} rows of {ROW_BYTES:,} bytes in blocks of 2 MiB; {EPOCHS} epochs after the first one, two readers; "
-        "median, minimum and maximum; ratios within a round. The free memory is what a cgroup leaves beside "
+        f"{spec.n_rows:,} rows of {spec.row_bytes:,} bytes in blocks of 2 MiB, two readers; {EPOCHS} epochs after the "
+        "first one; median, minimum and maximum; ratios within a round. The free memory is what a cgroup leaves beside "
         f"{PROCESS_BYTES >> 20} MiB for the process."
     )
-    publish.write_result(
-        "beyond-ram", [publish.Table("files larger than the memory", columns, rows, note)], results, args
-    )
+    table = publish.Table("files larger than the memory", columns, rows, note)
+    publish.write_result("beyond-ram", [table], results, args)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,8 @@
-"""The contenders of bench/run.py loader beside the peers: this project, plain DataLoaders, and limits."""
+"""The contenders of bench/run.py loader beside the peers: this project, plain DataLoaders, and limits.
+
+Those of bench/run.py layouts are this project with the same rows in other blocks, compressed, or checked. `convert.py`
+writes the fastest of these layouts. The rows are smooth pictures with a little noise, which filters can compress.
+"""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -9,18 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import hdf5plugin
 import numpy as np
 import ours
 import torch
-from peers import Batch, Contender, H5Rows, Task, npy_arrays, permutation
-from torch.utils.data import DataLoader, TensorDataset
+from peers import Batch, Contender, Task, convert_once, h5py_rows, loader, npy_arrays
+from torch.utils.data import TensorDataset
 
-from fastgpu.dataset.source import ItemDataset
 from fastgpu.feed.tiers import Feed
 from fastgpu.process.config import Tier
 
-COPY_BYTES = 2 << 20
-"""Bytes that the memcpy limit copies at a time."""
+BLOCK_BYTES = 2 << 20
+"""Bytes of a block as convert.py writes it, which the memcpy limit copies at a time, too."""
+DEFAULT_LAYOUT = "blocks of 2 MiB"
 
 
 def fastgpu(task: Task, *, tier: Tier) -> Contender:
@@ -28,21 +33,9 @@ def fastgpu(task: Task, *, tier: Tier) -> Contender:
     return from_feed(ours.open_feed(ours.open_rows(task.h5), task.batch_size, tier=tier), [task.h5])
 
 
-def fastgpu_items(task: Task) -> Contender:
-    """This project over a torch Dataset in memory, whose items worker processes read."""
-    items = TensorDataset(*map(torch.from_numpy, in_memory(task.h5)))
-    rows = ItemDataset("rows", items, {name: name for name in ours.IMAGES})
-    return from_feed(ours.open_feed(rows, task.batch_size, n_readers=task.n_workers), [])
-
-
 def from_feed(feed: Feed, files: list[Path]) -> Contender:
     """The images and labels of a feed."""
-
-    def epoch(number: int) -> Iterator[Batch]:
-        for batch in ours.batches(feed, number):
-            yield batch["images"], batch["labels"]
-
-    return Contender(files, epoch)
+    return Contender(files, lambda number: ((each["images"], each["labels"]) for each in ours.batches(feed, number)))
 
 
 def in_memory(h5: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -58,57 +51,35 @@ def mapped_rows(task: Task) -> TensorDataset:
     return TensorDataset(torch.from_numpy(images), torch.from_numpy(np.load(arrays / "labels.npy")))
 
 
-def h5py_rows(task: Task, *, workers: bool = True, cache_bytes: int | None = None) -> Contender:
-    """A DataLoader over rows of the HDF5 file: what most people write first."""
-    return plain(task, H5Rows(task.h5, cache_bytes), [task.h5], workers=workers)
+def ram_rows(task: Task) -> TensorDataset:
+    """Tensors in memory."""
+    return TensorDataset(*map(torch.from_numpy, in_memory(task.h5)))
 
 
-def memmap_rows(task: Task, *, workers: bool = True) -> Contender:
-    """A DataLoader over rows of a memory-mapped array."""
-    return plain(task, mapped_rows(task), [task.folder / "arrays" / "images.npy"], workers=workers)
+def memmap(task: Task, *, workers: int | None = None) -> Contender:
+    """A DataLoader over these rows."""
+    source = loader(task, rows=mapped_rows, workers=workers)
+    return source._replace(files=[task.folder / "arrays" / "images.npy"])
 
 
-def ram_rows(task: Task, *, workers: bool = True) -> Contender:
-    """A DataLoader over tensors in memory."""
-    return plain(task, TensorDataset(*map(torch.from_numpy, in_memory(task.h5))), [], workers=workers)
-
-
-def plain(task: Task, dataset: Any, files: list[Path], *, workers: bool) -> Contender:
-    """torch's DataLoader, fully shuffled. workers: whether it has worker processes."""
-    n_workers = task.n_workers if workers else 0
-    generator = torch.Generator().manual_seed(task.seed)
-    options = {"num_workers": n_workers, "persistent_workers": workers, "generator": generator}
-    loader = DataLoader(dataset, task.batch_size, shuffle=True, drop_last=True, **options)
-    return Contender(files, lambda number: loader)
-
-
-def copies(task: Task, *, gather: bool) -> Contender:
-    """A limit: as many threads as this project has readers copy rows in memory to recycled batches.
-
-    gather: copy rows in shuffled order by numpy.take, which no shuffling loader can do without. Otherwise copy
-    neighbouring rows in pieces of 2 MiB, as fast as the machine can.
-    """
+def memcpy(task: Task) -> Contender:
+    """A limit: as many threads as this project has readers copy neighbouring rows in pieces of 2 MiB to used memory."""
     images, labels = in_memory(task.h5)
     threads = ThreadPoolExecutor(ours.READERS)
     n_ahead = 2 * ours.READERS  # for each thread one batch that it fills and a full one; the loop holds one of them
     buffers = cycle([np.zeros((task.batch_size, *images.shape[1:]), np.uint8) for _ in range(n_ahead)])
-    step = max(1, COPY_BYTES // images[0].nbytes)
+    n_rows = len(labels) // task.batch_size * task.batch_size
+    step = max(1, BLOCK_BYTES // images[0].nbytes)
 
     def copy(rows: np.ndarray, out: np.ndarray) -> Batch:
-        if gather:
-            np.take(images, rows, axis=0, out=out, mode="clip")
-            return out, labels[rows]
         for start in range(0, len(rows), step):
             part = out[start : start + step]
             np.copyto(part, images[rows[start] :][: len(part)])
         return out, labels[rows]
 
     def epoch(number: int) -> Iterator[Batch]:
-        order = permutation(len(labels), task.batch_size, task.seed, number)
-        if not gather:
-            order = np.arange(order.size).reshape(order.shape)
         coming = deque()
-        for rows in order:
+        for rows in np.arange(n_rows).reshape(-1, task.batch_size):
             coming.append(threads.submit(copy, rows, next(buffers)))
             if len(coming) == n_ahead:
                 yield coming[0].result()
@@ -119,25 +90,50 @@ def copies(task: Task, *, gather: bool) -> Contender:
     return Contender([], epoch)
 
 
+def layout(task: Task, *, name: str, block_bytes: int | None = BLOCK_BYTES, **options: Any) -> Contender:
+    """The rows of the task in a file of another layout. block_bytes: of a chunk. options: of h5py's create_dataset."""
+
+    def write(target: Path) -> None:
+        with h5py.File(task.h5) as source, h5py.File(target, "w") as file:
+            images = source["images"]
+            if block_bytes:
+                block_rows = max(1, block_bytes // (images.nbytes // len(images)))
+                options["chunks"] = (min(block_rows, len(images)), *images.shape[1:])
+            file.create_dataset("images", data=images[:], **options)
+            file["labels"] = source["labels"][:]
+
+    path = task.h5 if name == DEFAULT_LAYOUT else convert_once(task.folder / f"{name.replace(' ', '-')}.h5", write)
+    return from_feed(ours.open_feed(ours.open_rows(path), task.batch_size), [path])
+
+
 OURS = "fastgpu, disk"
 H5PY = "h5py, workers"
 MEMMAP = "memmap, workers"
 RAM = "RAM, workers"
 MEMCPY = "memcpy limit"
-CONTENDERS: dict[str, Callable[[Task], Contender]] = {
-    OURS: partial(fastgpu, tier="disk"),
-    "fastgpu, host": partial(fastgpu, tier="host"),
-    "fastgpu, device": partial(fastgpu, tier="device"),
-    "fastgpu, torch Dataset": fastgpu_items,
-    "h5py, in process": partial(h5py_rows, workers=False),
-    "h5py, in process, no cache": partial(h5py_rows, workers=False, cache_bytes=0),
-    H5PY: h5py_rows,
-    "h5py, workers, no cache": partial(h5py_rows, cache_bytes=0),
-    "h5py, workers, 1 GiB cache": partial(h5py_rows, cache_bytes=1 << 30),
-    "memmap, in process": partial(memmap_rows, workers=False),
-    MEMMAP: memmap_rows,
-    "RAM, in process": partial(ram_rows, workers=False),
-    RAM: ram_rows,
-    "gather limit": partial(copies, gather=True),
-    MEMCPY: partial(copies, gather=False),
+LOADERS: dict[str, Callable[[Task], Contender]] = {
+    **{f"fastgpu, {tier}": partial(fastgpu, tier=tier) for tier in ("disk", "host", "device")},
+    "h5py, in process": partial(loader, rows=h5py_rows, workers=0),
+    "h5py, in process, no cache": partial(loader, rows=partial(h5py_rows, cache_bytes=0), workers=0),
+    H5PY: partial(loader, rows=h5py_rows),
+    "h5py, workers, no cache": partial(loader, rows=partial(h5py_rows, cache_bytes=0)),
+    "h5py, workers, 1 GiB cache": partial(loader, rows=partial(h5py_rows, cache_bytes=1 << 30)),
+    "memmap, in process": partial(memmap, workers=0),
+    MEMMAP: memmap,
+    "RAM, in process": partial(loader, rows=ram_rows, workers=0),
+    RAM: partial(loader, rows=ram_rows),
+    MEMCPY: memcpy,
 }
+LAYOUT_OPTIONS: dict[str, dict[str, Any]] = {
+    DEFAULT_LAYOUT: {},
+    "in one piece": {"block_bytes": None, "chunks": None},
+    "chunks of 1 row": {"block_bytes": 1},
+    "chunks of 64 MiB": {"block_bytes": 64 << 20},
+    "chunks that split rows": {"block_bytes": None, "chunks": True},
+    "gzip": {"compression": "gzip", "compression_opts": 1},
+    "lz4": hdf5plugin.LZ4(),
+    "zstd": hdf5plugin.Zstd(clevel=1),
+    "fletcher32": {"fletcher32": True},
+}
+LAYOUTS = {name: partial(layout, name=name, **options) for name, options in LAYOUT_OPTIONS.items()}
+CONTENDERS = {**LOADERS, **LAYOUTS}

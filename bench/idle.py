@@ -6,17 +6,17 @@ The page docs/why-is-my-gpu-idle.md of a project shows them. The name of a conte
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import islice
+from itertools import repeat
 from typing import Any
 
 import h5py
 import numpy as np
 import ours
 import torch
-from peers import Contender, Task
+from peers import Contender, Items, Task, loader
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from fastgpu.images.augment import random_crop, random_flip
 
@@ -24,20 +24,6 @@ STEP_S = 0.02
 """Time that a simulated device needs for a batch."""
 N_UNEVEN = 21
 """One of so many batches takes ten times as long as the others."""
-
-
-class Items(Dataset[Any]):
-    """Items that a function makes each time one is asked for, as most Datasets do."""
-
-    def __init__(self, n_rows: int, item: Callable[[int], Any]):
-        self.n_rows = n_rows
-        self.item = item
-
-    def __len__(self) -> int:
-        return self.n_rows
-
-    def __getitem__(self, row: int) -> Any:
-        return self.item(row)
 
 
 def images_of(task: Task) -> np.ndarray:
@@ -94,9 +80,9 @@ def png_files(task: Task) -> Items:
 def waiting(task: Task) -> Items:
     """Rows that take 1 ms each without using a CPU, like small files on a network file system."""
 
-    def item(row: int) -> int:
+    def item(row: int) -> tuple[int]:
         time.sleep(0.001)
-        return row
+        return (row,)
 
     return Items(1_000_000, item)
 
@@ -104,20 +90,13 @@ def waiting(task: Task) -> Items:
 def uneven(task: Task) -> Items:
     """Rows for which two workers need 0.9 of the device's time in the mean. Some batches take ten times as long."""
 
-    def item(row: int) -> int:
+    def item(row: int) -> tuple[int]:
         if row % task.batch_size == 0:
             is_slow = row // task.batch_size % N_UNEVEN == 0
             time.sleep(2 * 0.9 * STEP_S * (10 if is_slow else 1) * N_UNEVEN / (N_UNEVEN + 9))
-        return row
+        return (row,)
 
     return Items(1_000_000, item)
-
-
-def loader(task: Task, *, items: Callable[[Task], Items], workers: int) -> Contender:
-    """A DataLoader with so many worker processes."""
-    options = {"num_workers": workers, "persistent_workers": workers > 0}
-    batches = DataLoader(items(task), task.batch_size, shuffle=True, drop_last=True, **options)
-    return Contender([], lambda number: ([batch[0]] if isinstance(batch, list) else [batch] for batch in batches))
 
 
 def before_device(task: Task, *, prefetch_factor: int) -> Contender:
@@ -125,9 +104,9 @@ def before_device(task: Task, *, prefetch_factor: int) -> Contender:
     batches = DataLoader(uneven(task), task.batch_size, num_workers=2, prefetch_factor=prefetch_factor or None)
 
     def epoch(number: int) -> Iterator[Any]:
-        for batch in batches if prefetch_factor else islice(iter(lambda: torch.zeros(task.batch_size), None), 1000):
+        for batch in batches if prefetch_factor else repeat([torch.zeros(task.batch_size)], 1000):
             time.sleep(STEP_S)
-            yield [batch]
+            yield batch
 
     return Contender([], epoch)
 
@@ -146,15 +125,15 @@ def feed(task: Task, *, augments: bool = False) -> Contender:
 
 
 CONTENDERS: dict[str, Callable[[Task], Contender]] = {
-    "cifar: each image in the Dataset, 0 workers": partial(loader, items=tutorial, workers=0),
-    "cifar: each image in the Dataset, 2 workers": partial(loader, items=tutorial, workers=2),
+    "cifar: each image in the Dataset, 0 workers": partial(loader, rows=tutorial, workers=0),
+    "cifar: each image in the Dataset, 2 workers": partial(loader, rows=tutorial, workers=2),
     "cifar: disk tier, batches augmented on this CPU": partial(feed, augments=True),
     "cifar: disk tier, without augmentation": feed,
-    "faces: pixel strings of a CSV, 0 workers": partial(loader, items=pixel_strings, workers=0),
-    "faces: pixel strings of a CSV, 2 workers": partial(loader, items=pixel_strings, workers=2),
-    **{f"faces: PNG files, {n} workers": partial(loader, items=png_files, workers=n) for n in (0, 1, 2, 4)},
+    "faces: pixel strings of a CSV, 0 workers": partial(loader, rows=pixel_strings, workers=0),
+    "faces: pixel strings of a CSV, 2 workers": partial(loader, rows=pixel_strings, workers=2),
+    **{f"faces: PNG files, {n} workers": partial(loader, rows=png_files, workers=n) for n in (0, 1, 2, 4)},
     "faces: disk tier, converted once": feed,
-    **{f"waiting: 1 ms a row, {n} workers": partial(loader, items=waiting, workers=n) for n in (0, 1, 2, 4, 8)},
+    **{f"waiting: 1 ms a row, {n} workers": partial(loader, rows=waiting, workers=n) for n in (0, 1, 2, 4, 8)},
     "uneven: the device alone": partial(before_device, prefetch_factor=0),
     **{f"uneven: prefetch_factor {n}": partial(before_device, prefetch_factor=n) for n in (1, 2, 8, 32)},
 }

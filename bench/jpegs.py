@@ -1,6 +1,6 @@
 """The contenders of bench/run.py encoded: each decodes JPEG files, and yields shuffled batches of 224 x 224 pixels.
 
-All have the bytes of the same files in the page cache, take parts as torchvision's RandomResizedCrop does (8 to 100 %
+All have the same images in the page cache, take parts as torchvision's RandomResizedCrop does (8 to 100 %
 of the area), and have a thread or process for each CPU. FFCV and DALI resize by code of their own and yield
 (B, H, W, C), all others resize by torch with antialiasing and yield (B, C, H, W). Nothing is flipped or normalised.
 """
@@ -8,8 +8,6 @@ of the area), and have a thread or process for each CPU. FFCV and DALI resize by
 from __future__ import annotations
 
 import random
-import runpy
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import project
+import project  # noqa: F401
 import torch
 import torch.nn.functional as F
-from peers import Contender, Task, convert_once, permutation, spdl_pipeline
+from peers import Contender, Items, Task, convert_once, ffcv_loader, loader, permutation, spdl_pipeline
 from PIL import Image, ImageOps
-from torch.utils.data import DataLoader, Dataset
 
 from fastgpu.images.parts import N_DRAWS, Box, random_box
 
@@ -34,7 +31,7 @@ RATIO = (3 / 4, 4 / 3)
 
 def files_of(task: Task) -> list[Path]:
     """The JPEG files of a task, beside its HDF5 file."""
-    return sorted((task.folder / "jpegs").iterdir())
+    return sorted((task.folder / "source").rglob("*.jpg"))
 
 
 def all_files(task: Task) -> list[Path]:
@@ -47,11 +44,11 @@ def a_box(height: int, width: int) -> Box:
     return random_box([random.random() for _ in range(N_DRAWS)], height, width, MIN_SCALE)
 
 
-def by_simplejpeg(data: bytes | np.ndarray) -> torch.Tensor:
+def by_simplejpeg(path: Path) -> torch.Tensor:
     """Decoder and resize as a user of both libraries writes them."""
     import simplejpeg  # which a machine that runs bench/gpu.py may lack
 
-    pixels = simplejpeg.decode_jpeg(data)
+    pixels = simplejpeg.decode_jpeg(path.read_bytes())
     top, left, height, width = a_box(*pixels.shape[:2])
     part = np.ascontiguousarray(pixels[top : top + height, left : left + width])
     return F.interpolate(torch.from_numpy(part).permute(2, 0, 1)[None], SIZE, mode="bilinear", antialias=True)[0]
@@ -66,93 +63,60 @@ def by_pillow(path: Path) -> torch.Tensor:
         return torch.from_numpy(resized).permute(2, 0, 1).contiguous()
 
 
-def read_by_simplejpeg(path: Path) -> torch.Tensor:
-    return by_simplejpeg(path.read_bytes())
-
-
 def feed(task: Task) -> Contender:
     """This project's feed, with as many rows ahead as a DataLoader has."""
     import ours  # whose packages the peers' environment lacks
 
-    rows = ours.open_jpegs(task.h5, SIZE, MIN_SCALE)
+    from fastgpu.feed.sources import decode_images
+
+    rows = decode_images(ours.open_rows(task.h5), SIZE, min_scale=MIN_SCALE)
     pools = ours.open_feed(rows, task.batch_size, n_readers=task.n_workers, pool_batches=1)
     return Contender(all_files(task), lambda number: ((batch["images"],) for batch in ours.batches(pools, number)))
 
 
 def bare(task: Task) -> Contender:
-    """A limit: `by_simplejpeg` in a loop over bytes in memory, in one thread."""
+    """A limit: `by_simplejpeg` in a loop, in one thread."""
     torch.set_num_threads(1)
-    files = [np.fromfile(path, np.uint8) for path in files_of(task)]
+    files = files_of(task)
 
     def epoch(number: int) -> Iterator[tuple[list[torch.Tensor]]]:
-        for rows in permutation(len(files), task.batch_size, 0, number):
+        for rows in permutation(len(files), task.batch_size, number):
             yield ([by_simplejpeg(files[row]) for row in rows],)
 
-    return Contender([], epoch)
+    return Contender(files, epoch)
 
 
-class Files(Dataset[Any]):
-    """What `read` makes of the files of a task, as a tuple."""
-
-    def __init__(self, task: Task, read: Callable[[Path], Any]) -> None:
-        self.paths = files_of(task)
-        self.read = read
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def __getitem__(self, row: int) -> tuple[Any]:
-        return (self.read(self.paths[row]),)
+def items_of(task: Task, *, read: Callable[[Path], Any]) -> Items:
+    """What `read` makes of each file of a task, as a tuple."""
+    paths = files_of(task)
+    return Items(len(paths), lambda row: (read(paths[row]),))
 
 
 def data_loader(task: Task, *, read: Callable[[Path], torch.Tensor]) -> Contender:
     """torch's DataLoader over the files."""
-    options = {"shuffle": True, "drop_last": True, "num_workers": task.n_workers, "persistent_workers": True}
-    loader = DataLoader(Files(task, read), task.batch_size, **options)
-    return Contender(all_files(task), lambda number: loader)
-
-
-class Picture(np.ndarray):
-    """Pixels that know the file from which they were decoded."""
-
-    jpeg: np.ndarray
-
-
-def picture(path: Path) -> Picture:
-    import simplejpeg
-
-    data = np.fromfile(path, np.uint8)
-    pixels = simplejpeg.decode_jpeg(data).view(Picture)
-    pixels.jpeg = data
-    return pixels
+    return loader(task, rows=partial(items_of, read=read))._replace(files=all_files(task))
 
 
 def ffcv(task: Task, *, mode: str = "jpg") -> Contender:
-    """FFCV: RGBImageField, RandomResizedCropRGBImageDecoder, OrderOption.RANDOM, os_cache=True, compiled.
+    """FFCV: RGBImageField, RandomResizedCropRGBImageDecoder, compiled.
 
-    The field would encode the pixels anew; here it keeps the bytes of the files. mode: proportion stores a random half
-    of the images as pixels.
+    The field encodes the pixels anew, in the quality of the files. mode: proportion stores a random half of the images
+    as pixels.
     """
-    import ffcv.fields.rgb_image as rgb
-    from ffcv.loader import Loader, OrderOption
+    import simplejpeg
+    from ffcv.fields import RGBImageField
+    from ffcv.fields.rgb_image import RandomResizedCropRGBImageDecoder
     from ffcv.transforms import ToTensor
     from ffcv.writer import DatasetWriter
 
     def write(target: Path) -> None:
-        rgb.encode_jpeg = lambda pixels, quality: pixels.jpeg
-        writer = DatasetWriter(str(target), {"image": rgb.RGBImageField(mode)}, num_workers=task.n_workers)
-        writer.from_indexed_dataset(Files(task, picture))
+        fields = {"image": RGBImageField(mode, jpeg_quality=92)}
+        pixels = items_of(task, read=lambda path: simplejpeg.decode_jpeg(path.read_bytes()))
+        DatasetWriter(str(target), fields, num_workers=task.n_workers).from_indexed_dataset(pixels)
 
-    loader = Loader(
-        str(convert_once(task.folder / f"{mode}.beton", write)),
-        batch_size=task.batch_size,
-        num_workers=task.n_workers,
-        os_cache=True,
-        order=OrderOption.RANDOM,
-        seed=task.seed,
-        drop_last=True,
-        pipelines={"image": [rgb.RandomResizedCropRGBImageDecoder(SIZE, (MIN_SCALE, 1), RATIO), ToTensor()]},
-    )
+    path = convert_once(task.folder / f"{mode}.beton", write)
+    decoder = RandomResizedCropRGBImageDecoder(SIZE, (MIN_SCALE, 1), RATIO)
+    loader = ffcv_loader(task, path, {"image": [decoder, ToTensor()]})
     return Contender(all_files(task), lambda number: loader)
 
 
@@ -165,7 +129,7 @@ def dali(task: Task) -> Contender:
     from nvidia.dali.pipeline import Pipeline
 
     files = [str(path) for path in files_of(task)]
-    pipeline = Pipeline(task.batch_size, num_threads=task.n_workers, device_id=None, seed=task.seed)
+    pipeline = Pipeline(task.batch_size, num_threads=task.n_workers, device_id=None, seed=0)
     with pipeline:
         data, _ = fn.readers.file(files=files, shuffle_after_epoch=True)
         parts = fn.decoders.image_random_crop(data, random_area=(MIN_SCALE, 1), random_aspect_ratio=RATIO)
@@ -196,7 +160,7 @@ def spdl(task: Task) -> Contender:
                 yield paths[row]
 
     torch.set_num_threads(1)
-    builder = PipelineBuilder().add_source(source()).pipe(read_by_simplejpeg, concurrency=task.n_workers)
+    builder = PipelineBuilder().add_source(source()).pipe(by_simplejpeg, concurrency=task.n_workers)
     pipeline = spdl_pipeline(builder.aggregate(task.batch_size).pipe(torch.stack).add_sink(2), task.n_workers + 1)
     n_batches = len(paths) // task.batch_size
     return Contender(all_files(task), lambda number: ((pipeline.get_item(),) for _ in range(n_batches)))
@@ -216,16 +180,12 @@ def pillow_alone(task: Task) -> Contender:
 
 def convert(task: Task) -> Contender:
     """convert.py in this process, once it has been imported. An epoch writes all files to one HDF5 file of pixels."""
-    source, target = task.folder / "source", task.folder / "converted.h5"
-    words = ["convert.py", "images", str(source), str(target), "--size", str(SIZE[0]), "--force"]
+    from convert import main, parse  # whose packages the peers' environment lacks
+
+    words = ["images", str(task.folder / "source"), str(task.folder / "converted.h5")]
 
     def epoch(number: int) -> Iterator[tuple[list[Path]]]:
-        sys.argv = words
-        try:
-            runpy.run_path(str(project.FOLDER / "convert.py"), run_name="__main__")
-        except SystemExit as end:
-            if end.code:
-                raise RuntimeError(f"convert.py ended with {end.code}") from None
+        assert main(parse([*words, "--size", str(SIZE[0]), "--force"])) == 0
         yield (files_of(task),)
 
     return Contender([], epoch)
@@ -240,7 +200,7 @@ CONVERT = "500x375: convert.py, centre"
 CENTRE = "500x375: Pillow in one thread, centre"
 CONTENDERS: dict[str, Callable[[Task], Contender]] = {
     OURS: feed,
-    "DataLoader + simplejpeg": partial(data_loader, read=read_by_simplejpeg),
+    "DataLoader + simplejpeg": partial(data_loader, read=by_simplejpeg),
     PILLOW: partial(data_loader, read=by_pillow),
     BARE: bare,
     CONVERT: convert,

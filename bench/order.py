@@ -37,17 +37,11 @@ def block_rows_of(spec: DataSpec) -> np.ndarray:
     return np.diff(starts, append=spec.n_rows).astype(np.int32)
 
 
-def epoch_rows(order: BlockSampler, epoch: int) -> np.ndarray:
-    """(rows,) int64: the row numbers of an epoch in training order."""
-    return np.concatenate([plan.row_ids for plan in order.pools(epoch)])
-
-
 def chi2_per_df(labels: np.ndarray, batch_size: int, n_classes: int) -> float:
-    """How far the label counts of a batch are from the shares of the file: the mean over the batches.
+    """The mean over whole batches of sum over k of (n_k - e)^2 / e / (n_classes - 1).
 
-    sum over k of (n_k - e)^2 / e / (n_classes - 1), where n_k rows of the batch are of class k and e = batch_size /
-    n_classes are expected: all classes are equally frequent. labels: (rows,) in training order. An incomplete last
-    batch is left out.
+    n_k rows of a batch are of class k, and e = batch_size / n_classes are expected: all classes are equally frequent.
+    labels: (rows,) in training order.
     """
     n_batches = len(labels) // batch_size
     expected = batch_size / n_classes
@@ -57,49 +51,29 @@ def chi2_per_df(labels: np.ndarray, batch_size: int, n_classes: int) -> float:
     return float(np.square(counts - expected).sum() / expected / n_batches / (n_classes - 1))
 
 
-def mates_again(first: np.ndarray, second: np.ndarray, batch_size: int, n_rows: int) -> float:
-    """How often two rows of a batch share a batch in the next epoch, too, as a multiple of a full shuffle's.
-
-    first, second: row numbers of two epochs in training order. n_rows: rows of the file.
-    """
-    batches = np.full((2, n_rows), -1)
-    for number, rows in enumerate((first, second)):
-        batches[number, rows] = np.arange(len(rows)) // batch_size
-    in_both = batches[:, (batches >= 0).all(0)]  # an epoch may leave out the end of a canonical rank
-    _, shared = np.unique(in_both[0] * n_rows + in_both[1], return_counts=True)
-    pairs = [float((counts * (counts - 1)).sum()) for counts in (shared, *map(np.bincount, in_both))]
-    n = in_both.shape[1]
-    return pairs[0] * n * (n - 1) / (pairs[1] * pairs[2])
-
-
-def qualities(data: DataSpec, batch_size: int, pool_blocks: tuple[int, ...] = POOL_BLOCKS) -> list[dict[str, float]]:
+def qualities(data: DataSpec, batch_size: int) -> list[dict[str, float]]:
     """Pools of each size and of 256 MiB, which is what `auto` chooses; at last, with 0 blocks, a full shuffle."""
     rng = np.random.default_rng(0)
     sorted_labels = np.arange(data.n_rows) * N_CLASSES // data.n_rows
-    random_labels = rng.permutation(sorted_labels)
+    labels = {"chi2_sorted": sorted_labels, "chi2_random": rng.permutation(sorted_labels)}
     block_rows = block_rows_of(data)
-    n_epochs = max(2, -(-MIN_BATCHES * batch_size // data.n_rows))
+    n_epochs = -(-MIN_BATCHES * batch_size // data.n_rows)
     auto = max(1, min(data.n_rows, POOL_BYTES // data.row_bytes) // batch_size)
     results = []
-    sizes = {max(1, round(n * block_rows[0] / batch_size)) for n in pool_blocks} | {auto}
+    sizes = {max(1, round(n * block_rows[0] / batch_size)) for n in POOL_BLOCKS} | {auto}
     for pool_batches in (*sorted(sizes), 0):
         if pool_batches:
             shard = Shard(canonical_ranks=CANONICAL_RANKS)
             order = BlockSampler(block_rows, batch_size, shard=shard, pool_batches=pool_batches)
-            epochs = [epoch_rows(order, epoch) for epoch in range(n_epochs)]
+            epochs = [np.concatenate([plan.row_ids for plan in order.pools(epoch)]) for epoch in range(n_epochs)]
         else:
             epochs = [rng.permutation(data.n_rows) for _ in range(n_epochs)]
-        results.append(
-            {
-                "batch_size": batch_size,
-                "pool_batches": pool_batches,
-                "pool_blocks": pool_batches * batch_size / int(block_rows[0]),
-                "is_auto": pool_batches == auto,
-                "chi2_sorted": fmean(chi2_per_df(sorted_labels[rows], batch_size, N_CLASSES) for rows in epochs),
-                "chi2_random": fmean(chi2_per_df(random_labels[rows], batch_size, N_CLASSES) for rows in epochs),
-                "mates_again": mates_again(*epochs[:2], batch_size, data.n_rows),
-            }
-        )
+        measured = {
+            name: fmean(chi2_per_df(of_rows[rows], batch_size, N_CLASSES) for rows in epochs)
+            for name, of_rows in labels.items()
+        }
+        pool = {"pool_batches": pool_batches, "pool_blocks": pool_batches * batch_size / int(block_rows[0])}
+        results.append({"batch_size": batch_size, "is_auto": pool_batches == auto, **pool, **measured})
     return results
 
 
@@ -123,39 +97,32 @@ def begin_epoch(n_rows: int) -> dict[str, float]:
 
 def tables(results: dict[str, list[dict[str, float]]], starts: list[dict[str, float]]) -> list[publish.Table]:
     """starts: results of `begin_epoch`"""
-    every = [each for of_data in results.values() for each in of_data]
-    auto = [each["chi2_random"] for each in every if each["is_auto"]]
-    full = [each["chi2_random"] for each in every if not each["pool_batches"]]
-    start_s, start_mb = median(each["seconds"] for each in starts), median(each["bytes"] for each in starts) / 1e6
-    targets = [
-        [
-            "chi2/df of a batch's labels, file in random order, pools by `auto`",
-            f"{min(auto):.3f} to {max(auto):.3f}",
-            f"a full shuffle's: {min(full):.3f} to {max(full):.3f}",
-        ],
-        [
-            f"an epoch of 10^9 rows in 10^7 blocks begins on one of {SCALE_RANKS:,} ranks",
-            f"{start_s:.1f} s, {start_mb:,.0f} MB",
-            "< 2 s, < 200 MB",
-        ],
-    ]
     rows = []
+    chi2: dict[str, list[float]] = {"auto": [], "all": []}
     for name, of_data in results.items():
         for each in of_data:
-            pool = f"{each['pool_batches']}{' (auto)' if each['is_auto'] else ''}" if each["pool_batches"] else "all"
-            numbers = [f"{each[key]:.2f}" for key in ("chi2_sorted", "chi2_random", "mates_again")]
-            rows.append([name, str(each["batch_size"]), pool, f"{each['pool_blocks']:.0f}", *numbers])
-    columns = ["rows", "batch size", "batches in a pool", "blocks in a pool"]
-    columns += ["sorted file: chi2/df", "random file: chi2/df", "batch mates again"]
+            kind = "auto" if each["is_auto"] else "" if each["pool_batches"] else "all"
+            if kind:
+                chi2[kind].append(each["chi2_random"])
+            numbers = [f"{each[key]:.2f}" for key in ("chi2_sorted", "chi2_random")]
+            sizes = [f"{each[key]:.0f}" for key in ("batch_size", "pool_batches", "pool_blocks")]
+            rows.append([name, *sizes, kind, *numbers])
+    auto, full = (f"{min(values):.3f} to {max(values):.3f}" for values in chi2.values())
+    start_s, start_mb = median(each["seconds"] for each in starts), median(each["bytes"] for each in starts) / 1e6
+    begins = f"an epoch of 10^9 rows in 10^7 blocks begins on one of {SCALE_RANKS:,} ranks"
+    targets = [
+        ["chi2/df of a batch's labels, file in random order, pools by `auto`", auto, f"a full shuffle's: {full}"],
+        [begins, f"{start_s:.1f} s, {start_mb:,.0f} MB", "< 2 s, < 200 MB"],
+    ]
+    columns = ["rows", "batch size", "batches in a pool", "blocks in a pool", "", "sorted file: chi2/df"]
     note = (
-        f"All: a full shuffle. Blocks of 2 MiB, {CANONICAL_RANKS} canonical ranks. Again: how often two rows of a "
-        "batch share one in the next epoch, too, as a multiple of a full shuffle's. A file in random order gives "
+        f"All: a full shuffle. Blocks of 2 MiB, {CANONICAL_RANKS} canonical ranks. A file in random order gives "
         "batches like those of a full shuffle, whatever the size of the pools. In a file that is sorted by class, "
         "chi2/df is about 1 + batch size / blocks of a pool: their number counts, not their size."
     )
     return [
         publish.Table("targets", publish.TARGET_COLUMNS, targets),
-        publish.Table("shuffle quality", columns, rows, note),
+        publish.Table("shuffle quality", [*columns, "random file: chi2/df"], rows, note),
     ]
 
 
@@ -166,7 +133,6 @@ def main() -> None:
     results = {}
     for data in QUICK if args.quick else SETS:
         results[data.name] = [each for batch_size in (256, 1024) for each in qualities(data, batch_size)]
-        publish.say(f"{data.name}: done")
     publish.write_result("order", tables(results, starts), {"qualities": results, "starts": starts}, args)
 
 

@@ -1,14 +1,12 @@
 """This project as train.py wires it, on a CPU and without a training step: the rows of a file, and their batches."""
 
 from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 
 import project  # noqa: F401
 import torch
 
 from fastgpu.feed.sizes import choose_canonical_ranks, choose_pool_batches, choose_readers
-from fastgpu.feed.sources import decode_images
 from fastgpu.feed.tiers import Feed, Placement, make_feed
 from fastgpu.process.config import Tier
 from fastgpu.process.machine import available_cpus
@@ -27,11 +25,6 @@ def open_rows(path: Path, names: tuple[str, ...] = IMAGES) -> Dataset:
     return open_store("FILE", str(path), {name: name for name in names})
 
 
-def open_jpegs(path: Path, size: tuple[int, int], min_scale: float) -> Dataset:
-    """The encoded images of a file, of which each epoch decodes other parts."""
-    return decode_images(open_rows(path), size, min_scale=min_scale)
-
-
 def open_feed(
     rows: Dataset, batch_size: int, *, tier: Tier = "disk", n_readers: int = READERS, pool_batches: int | None = None
 ) -> Feed:
@@ -46,12 +39,3 @@ def batches(feed: Feed, epoch: int) -> Iterator[Rows]:
     """The batches of an epoch."""
     for pool in feed.pools(epoch):
         yield from pool.rows.batches(feed.order.batch_size)
-
-
-def endless(feed: Feed) -> Iterator[Rows]:
-    """Batches, epoch after epoch. The feed is closed with the generator."""
-    try:
-        for epoch in count():
-            yield from batches(feed, epoch)
-    finally:
-        feed.close()

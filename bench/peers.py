@@ -8,25 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import math
 import os
 import queue
 import shutil
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
 import numpy.typing as npt
+from torch.utils.data import DataLoader
 
 Batch = tuple[Any, Any]
 """Images, uint8 (B, C, H, W), and labels (B,): arrays or tensors."""
 RowIds = npt.NDArray[np.int64]
-BLOCK_BYTES = 1 << 26
-"""Bytes that a conversion reads from the HDF5 file at a time."""
 LARGE_ROW_BYTES = 1 << 14
 """From this size on, DALI is faster with a setting that costs more for each row."""
 PEERS = ("ffcv", "dali", "spdl", "grain")
@@ -45,7 +46,6 @@ class Task(NamedTuple):
     batch_size: int
     n_workers: int
     """Worker processes, or threads of a peer that has no worker processes."""
-    seed: int
 
 
 class Contender(NamedTuple):
@@ -80,14 +80,9 @@ def npy_arrays(h5: Path, folder: Path) -> Path:
 
     def write(target: Path) -> None:
         target.mkdir()
-        shape = shape_of(h5)
-        images = np.lib.format.open_memmap(target / "images.npy", "w+", np.uint8, shape)
-        n_rows = max(1, BLOCK_BYTES // math.prod(shape[1:]))
         with h5py.File(h5) as file:
-            for start in range(0, shape[0], n_rows):
-                images[start : start + n_rows] = file["images"][start : start + n_rows]
-            np.save(target / "labels.npy", file["labels"][:].astype(np.int64))
-        images.flush()
+            for name in ("images", "labels"):
+                np.save(target / f"{name}.npy", file[name][:])
 
     return convert_once(folder / "arrays", write)
 
@@ -101,7 +96,6 @@ class Arrays:
         self.images = np.asarray(np.load(folder / "images.npy", mmap_mode="r"))
         self.labels = np.load(folder / "labels.npy")
         self.batch_size = task.batch_size
-        self.seed = task.seed
 
     def new_batch(self) -> npt.NDArray[np.uint8]:
         return np.zeros((self.batch_size, *self.images.shape[1:]), np.uint8)
@@ -112,7 +106,7 @@ class Arrays:
 
     def order(self, number: int) -> RowIds:
         """(batches, batch_size): the row numbers of an epoch."""
-        return permutation(len(self.images), self.batch_size, self.seed, number)
+        return permutation(len(self.images), self.batch_size, number)
 
 
 def fixed_batch(task: Task) -> Contender:
@@ -121,60 +115,78 @@ def fixed_batch(task: Task) -> Contender:
     return Contender([], lambda number: [(batch, batch)] * 10)
 
 
-def permutation(n_rows: int, batch_size: int, seed: int, number: int) -> RowIds:
+def permutation(n_rows: int, batch_size: int, number: int) -> RowIds:
     """(batches, batch_size): row numbers of epoch `number`, fully shuffled. Rows that fill no batch are left out."""
-    order = np.random.default_rng((seed, number)).permutation(n_rows)
+    order = np.random.default_rng(number).permutation(n_rows)
     return order[: n_rows // batch_size * batch_size].reshape(-1, batch_size)
 
 
-class H5Rows:
-    """(image, label) by row number. Each process opens the file. The labels are in memory."""
+@dataclass
+class Items:
+    """A map-style Dataset whose items a function makes."""
 
-    def __init__(self, h5: Path, cache_bytes: int | None = None) -> None:
-        """cache_bytes: size of the chunk cache of h5py. None: its default, 8 MiB since HDF5 2.0."""
-        self.h5 = h5
-        self.options = {} if cache_bytes is None else {"rdcc_nbytes": cache_bytes}
-        self.images: h5py.Dataset | None = None
-        with h5py.File(h5) as file:
-            self.labels = file["labels"][:]
+    n_rows: int
+    item: Callable[[int], Any]
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return self.n_rows
 
-    def __getitem__(self, index: int) -> tuple[npt.NDArray[Any], int]:
-        if self.images is None:
-            self.images = h5py.File(self.h5, **self.options)["images"]
-        return self.images[index], int(self.labels[index])
+    def __getitem__(self, row: int) -> Any:
+        return self.item(row)
+
+
+def h5py_rows(task: Task, cache_bytes: int | None = None) -> Items:
+    """(image, label) of the HDF5 file: what most people write first. The labels are in memory.
+
+    cache_bytes: size of the chunk cache of h5py. None: its default, 8 MiB since HDF5 2.0.
+    """
+    options = {} if cache_bytes is None else {"rdcc_nbytes": cache_bytes}
+    images = cache(lambda: h5py.File(task.h5, **options)["images"])  # each process opens the file
+    with h5py.File(task.h5) as file:
+        labels = file["labels"][:]
+    return Items(len(labels), lambda row: (images()[row], int(labels[row])))
+
+
+def loader(task: Task, *, rows: Callable[[Task], Any], workers: int | None = None, **options: Any) -> Contender:
+    """torch's DataLoader, fully shuffled. workers: processes; None for one on each CPU."""
+    n_workers = task.n_workers if workers is None else workers
+    options |= {"num_workers": n_workers, "persistent_workers": n_workers > 0}
+    batches = DataLoader(rows(task), task.batch_size, shuffle=True, drop_last=True, **options)
+    return Contender([task.h5], lambda number: batches)
+
+
+def ffcv_loader(task: Task, path: Path, pipelines: dict[str, Any]) -> Any:
+    """OrderOption.RANDOM (a full shuffle); os_cache=True maps the file, as the performance guide advises if it fits in
+    memory."""
+    from ffcv.loader import Loader, OrderOption
+
+    return Loader(
+        str(path),
+        batch_size=task.batch_size,
+        num_workers=task.n_workers,
+        os_cache=True,
+        order=OrderOption.RANDOM,
+        seed=0,
+        drop_last=True,
+        pipelines=pipelines,
+    )
 
 
 def ffcv(task: Task) -> Contender:
-    """FFCV: raw NDArrayField rows (no image codec), OrderOption.RANDOM (a full shuffle), os_cache=True, compiled.
-
-    `os_cache=True` maps the file, as the performance guide advises if the dataset fits in memory. Before the first
-    epoch, the kernels are compiled and one batch is read.
-    """
+    """FFCV: raw NDArrayField rows (no image codec), compiled, one batch of which is read before the first epoch."""
     from ffcv.fields import IntField, NDArrayField
     from ffcv.fields.decoders import IntDecoder, NDArrayDecoder
-    from ffcv.loader import Loader, OrderOption
     from ffcv.transforms import ToTensor
     from ffcv.writer import DatasetWriter
 
     def write(target: Path) -> None:
         image = NDArrayField(dtype=np.dtype("uint8"), shape=shape_of(task.h5)[1:])
         writer = DatasetWriter(str(target), {"image": image, "label": IntField()}, num_workers=task.n_workers)
-        writer.from_indexed_dataset(H5Rows(task.h5))
+        writer.from_indexed_dataset(h5py_rows(task))
 
     path = convert_once(task.folder / "rows.beton", write)
-    loader = Loader(
-        str(path),
-        batch_size=task.batch_size,
-        num_workers=task.n_workers,
-        os_cache=True,
-        order=OrderOption.RANDOM,
-        seed=task.seed,
-        drop_last=True,
-        pipelines={"image": [NDArrayDecoder(), ToTensor()], "label": [IntDecoder(), ToTensor()]},
-    )
+    pipelines = {"image": [NDArrayDecoder(), ToTensor()], "label": [IntDecoder(), ToTensor()]}
+    loader = ffcv_loader(task, path, pipelines)
     batches = iter(loader)
     next(batches, None)
     batches.close()
@@ -186,12 +198,8 @@ def ffcv(task: Task) -> Contender:
 
     def epoch(number: int) -> Iterator[Batch]:
         loader.next_epoch = number  # the order is a function of seed and epoch number
-        batches = iter(loader)
-        try:
-            for images, labels in batches:
-                yield images, labels[:, 0]
-        finally:
-            batches.close()
+        for images, labels in loader:
+            yield images, labels[:, 0]
 
     return Contender([path], epoch)
 
@@ -212,13 +220,11 @@ def dali(task: Task) -> Contender:
     ring = [] if gives_views else [rows.new_batch() for _ in range(n_slots)]
     in_flight: list[Any] = [None] * n_slots  # keeps views and labels that DALI has not read yet
     order: Iterator[RowIds] = iter(())
-    n_calls = 0
+    slots = cycle(range(n_slots))
 
     def source() -> tuple[Any, Any]:
-        nonlocal n_calls
         row_ids = next(order)  # its StopIteration tells DALI that the epoch has ended
-        slot = n_calls % n_slots
-        n_calls += 1
+        slot = next(slots)
         if gives_views:
             batch = [rows.images[row] for row in row_ids.tolist()], rows.labels[row_ids]
         else:
@@ -235,17 +241,11 @@ def dali(task: Task) -> Contender:
     def epoch(number: int) -> Iterator[Batch]:
         nonlocal order
         order = iter(rows.order(number))
-        try:
-            with contextlib.suppress(StopIteration):
-                while True:
-                    images, labels = pipeline.run()
-                    yield np.asarray(images.as_tensor()), np.asarray(labels.as_tensor())
-        finally:  # batches that were prefetched for an epoch that was given up are taken, so that the next starts clean
-            order = iter(())
-            with contextlib.suppress(StopIteration):
-                while True:
-                    pipeline.run()
-            pipeline.reset()
+        with contextlib.suppress(StopIteration):
+            while True:
+                images, labels = pipeline.run()
+                yield np.asarray(images.as_tensor()), np.asarray(labels.as_tensor())
+        pipeline.reset()
 
     return Contender(rows.files, epoch)
 
@@ -269,37 +269,30 @@ def spdl(task: Task) -> Contender:
     from spdl.pipeline import PipelineBuilder
 
     rows = Arrays(task)
-    orders: queue.SimpleQueue[tuple[object, RowIds]] = queue.SimpleQueue()
+    orders: queue.SimpleQueue[RowIds] = queue.SimpleQueue()
     free: queue.SimpleQueue[npt.NDArray[np.uint8]] = queue.SimpleQueue()
     for _ in range(task.n_workers + 4):
         free.put(rows.new_batch())
 
-    def source() -> Iterator[tuple[object, RowIds]]:
+    def source() -> Iterator[RowIds]:
         while threading.main_thread().is_alive():  # or SPDL's thread would keep the interpreter alive
             with contextlib.suppress(queue.Empty):
                 yield orders.get(timeout=0.2)
 
-    def gather(item: tuple[object, RowIds]) -> tuple[object, Batch]:
-        mark, row_ids = item
-        return mark, rows.gather(row_ids, free.get())
+    def gather(row_ids: RowIds) -> Batch:
+        return rows.gather(row_ids, free.get())
 
     builder = PipelineBuilder().add_source(source()).pipe(gather, concurrency=task.n_workers).add_sink(2)
     pipeline = spdl_pipeline(builder, task.n_workers)
 
     def epoch(number: int) -> Iterator[Batch]:
-        mark = object()  # of the batches of this epoch: an epoch that was given up may have left some behind
         order = rows.order(number)
         for row_ids in order:
-            orders.put((mark, row_ids))
-        n_left = len(order)
-        while n_left:
-            batch_mark, batch = pipeline.get_item()
-            try:
-                if batch_mark is mark:
-                    n_left -= 1
-                    yield batch
-            finally:
-                free.put(batch[0])
+            orders.put(row_ids)
+        for _ in order:
+            batch = pipeline.get_item()
+            yield batch
+            free.put(batch[0])
 
     return Contender(rows.files, epoch)
 

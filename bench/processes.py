@@ -2,9 +2,7 @@
 
 import ctypes
 import json
-import mmap
 import os
-import selectors
 import signal
 import subprocess
 import sys
@@ -20,8 +18,6 @@ from publish import FailedError
 
 HERE = Path(__file__).parent
 PEERS_PYTHON = HERE / ".venv-peers" / "bin" / "python"
-GRACE_S = 5
-"""Seconds that a worker has to end by itself."""
 READ_BYTES = 8 << 20
 """Size of a read of the sequential limit: large enough that the disk limits the speed, not the system calls."""
 
@@ -39,8 +35,7 @@ class Process:
             raise FailedError("not installable: bench/.venv-peers is not there; make bench-peers makes it")
         self.log = spec.folder / f"{name.replace(', ', '-').replace(' ', '-')}.log"
         python = str(PEERS_PYTHON) if is_peer else sys.executable
-        seed = 0
-        args = [name, spec.h5, spec.folder, spec.batch_size, n_workers, seed]
+        args = [name, spec.h5, spec.folder, spec.batch_size, n_workers]
         with self.log.open("w") as log:
             self.popen = subprocess.Popen(
                 [python, HERE / "worker.py", *map(str, args)],
@@ -48,54 +43,31 @@ class Process:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 start_new_session=True,
+                text=True,
             )
 
-    def ask(self, do: str, timeout_s: float, **values: Any) -> dict[str, Any]:
+    def ask(self, do: str, **values: Any) -> dict[str, Any]:
         """Send one command and return its answer. Raises FailedError."""
         self._signal(signal.SIGCONT)
-        try:
-            self.popen.stdin.write(json.dumps({"do": do, **values}).encode() + b"\n")
-            self.popen.stdin.flush()
-        except BrokenPipeError:
-            raise FailedError(self._last_words()) from None
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.popen.stdout, selectors.EVENT_READ)
-            if not selector.select(timeout_s):
-                self.close(0)
-                raise FailedError(f"no answer to {do!r} in {timeout_s:.0f} s")
+        with suppress(BrokenPipeError):
+            print(json.dumps({"do": do, **values}), file=self.popen.stdin, flush=True)
         line = self.popen.stdout.readline()
-        self._signal(signal.SIGSTOP)
         if not line:
-            raise FailedError(self._last_words())
+            raise FailedError(f"failed: it ended with status {self.popen.wait()}, see {self.log.name}")
+        self._signal(signal.SIGSTOP)
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             reason = "not installable" if answer["absent"] else "failed"
             raise FailedError(" ".join(f"{reason}: {answer['error']}".split())[:200])
         return answer
 
-    def _last_words(self) -> str:
-        with suppress(subprocess.TimeoutExpired):
-            self.popen.wait(GRACE_S)
-        return f"failed: it ended with status {self.popen.poll()}, see {self.log.name}"
-
     def __enter__(self) -> "Process":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        self.close(0 if kind else GRACE_S)
-
-    def close(self, grace_s: float = GRACE_S) -> None:
-        """End the process and everything that it started. It is safe to call this twice."""
-        if self.popen.stdout.closed:
-            return
-        self._signal(signal.SIGCONT)
-        with suppress(BrokenPipeError):
-            self.popen.stdin.close()  # the worker ends when there are no more commands
-        with suppress(subprocess.TimeoutExpired):
-            self.popen.wait(grace_s)
-        self._signal(signal.SIGKILL)  # for children that it left behind, or for the worker itself
+    def __exit__(self, *error: object) -> None:
+        """End the process and everything that it started."""
+        self._signal(signal.SIGKILL)
         self.popen.wait()
-        self.popen.stdout.close()
 
     def _signal(self, number: signal.Signals) -> None:
         """Send a signal to the whole process group."""
@@ -111,13 +83,10 @@ def kept_warm(paths: Iterable[str | Path]) -> Iterator[None]:
     """
     libc = ctypes.CDLL(None)
     mappings = []
-    for path in map(Path, paths):
+    for path in paths:
         read_through(path)
-        if path.stat().st_size:
-            mapped = np.memmap(path, np.uint8, "r")
-            libc.mlock(ctypes.c_void_p(mapped.ctypes.data), ctypes.c_size_t(len(mapped)))
-            mappings.append(mapped)
-            del mapped  # `mappings` alone keeps it
+        mappings.append(np.memmap(path, np.uint8, "r"))
+        libc.mlock(ctypes.c_void_p(mappings[-1].ctypes.data), ctypes.c_size_t(len(mappings[-1])))
     yield
     mappings.clear()  # the end of a mapping unlocks it
 
@@ -132,26 +101,20 @@ def make_cold(paths: Iterable[str | Path]) -> float:
     for path in files:
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    return sum(map(cached_bytes, files)) / max(1, sum(path.stat().st_size for path in files))
+    return cached_bytes(files) / max(1, sum(path.stat().st_size for path in files))
 
 
-def cached_bytes(path: Path) -> int:
-    """Bytes of the file that are in memory, by mincore(2). It writes a byte for each page; the lowest bit says so."""
-    if not path.stat().st_size:
-        return 0
-    mapped = np.memmap(path, np.uint8, "r")
-    pages = np.zeros(-(-len(mapped) // mmap.PAGESIZE), np.uint8)
-    address = ctypes.c_void_p(mapped.ctypes.data)
-    if ctypes.CDLL(None).mincore(address, ctypes.c_size_t(len(mapped)), ctypes.c_void_p(pages.ctypes.data)):
-        raise OSError(f"mincore fails for {path}")
-    return int((pages & 1).sum()) * mmap.PAGESIZE
+def cached_bytes(paths: list[Path]) -> int:
+    """Bytes of the files that are in memory, in whole pages."""
+    command = ["fincore", "--bytes", "--noheadings", "--output=RES", *paths]
+    return sum(map(int, subprocess.check_output(command).split())) if paths else 0
 
 
-def read_through(path: Path) -> float:
+def read_through(path: str | Path) -> float:
     """Seconds that it takes to read the file from beginning to end: the limit for cold files."""
     buffer = bytearray(READ_BYTES)
     t0 = time.perf_counter()
-    with path.open("rb", buffering=0) as file:
+    with Path(path).open("rb", buffering=0) as file:
         while file.readinto(buffer):
             pass
     return time.perf_counter() - t0

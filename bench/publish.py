@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import h5py
 import torch
@@ -27,11 +27,10 @@ RESULTS = ROOT / "bench" / "results"
 README = ROOT / "bench" / "README.md"
 IN_README = ("loader", "order", "decode", "encoded", "recsys", "diagnose", "gpu")
 """The benchmarks with targets in bench/README.md, in this order."""
-MARKERS = re.compile(r"(?s)(<!-- results:begin -->\n).*(<!-- results:end -->\n)")
+MARKERS = re.compile(r"(?s)(?<=<!-- results:begin -->\n).*(?=<!-- results:end -->\n)")
 TARGET_COLUMNS = ["what", "measured", "required / goal"]
 """Columns of a table "targets": a change must not fall below the required value."""
 NOT_MEASURED = "not measured"
-T = TypeVar("T")
 
 
 class FailedError(Exception):
@@ -61,29 +60,23 @@ def parser(description: str) -> argparse.ArgumentParser:
     return options
 
 
-def say(text: str) -> None:
-    """Print progress to stderr."""
-    print(text, file=sys.stderr, flush=True)
-
-
-def take_turns(title: str, ways: Mapping[str, Callable[[], T]], n_rounds: int) -> dict[str, list[T] | str]:
+def take_turns(title: str, ways: Mapping[str, Callable[[], Any]], n_rounds: int) -> dict[str, Any]:
     """{way: what it returned in each round, or why it failed}.
 
     Every other round goes backwards, so that a drift of the speed of the machine evens out.
     """
-    results: dict[str, list[T]] = {name: [] for name in ways}
-    failed: dict[str, str] = {}
+    results: dict[str, Any] = {name: [] for name in ways}
     for number in range(n_rounds):
-        names = list(reversed(ways)) if number % 2 else list(ways)
-        for name in names:
-            if name in failed:
+        for name in reversed(ways) if number % 2 else ways:
+            if isinstance(results[name], str):
                 continue
             try:
-                results[name].append(ways[name]())
+                said = ways[name]()
+                results[name].append(said)
             except FailedError as failure:
-                failed[name] = str(failure)
-            say(f"{title}, round {number + 1}: {name}: {failed.get(name) or results[name][-1]}")
-    return {**results, **failed}
+                said = results[name] = str(failure)
+            print(f"{title}, round {number + 1}: {name}: {said}", file=sys.stderr, flush=True)
+    return results
 
 
 def spread(values: Sequence[float], form: str, unit: str = "") -> str:
@@ -93,15 +86,12 @@ def spread(values: Sequence[float], form: str, unit: str = "") -> str:
     return f"{median(values):{form}}{unit} [{min(values):{form}}-{max(values):{form}}]"
 
 
-def ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
-    """The ratio in each round; none if one of the two was not measured."""
-    return [a / b for a, b in zip(values, others, strict=True)] if values and others else []
-
-
 def machine() -> dict[str, str]:
     """Hardware, versions, date and commit, on which the numbers depend. Nothing in it names a host or a person."""
     model = re.search(r"(?m)^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text())
     has_gpu = torch.cuda.is_available()
+    git = ["git", "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
+    commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False)
     return {
         "cpu": model[1] if model else platform.machine(),
         "cores": str(len(os.sched_getaffinity(0))),
@@ -112,26 +102,21 @@ def machine() -> dict[str, str]:
         **{name: version(name) for name in ("torch", "numpy", "h5py")},
         "hdf5": h5py.version.hdf5_version,
         "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
-        "commit": _commit(),
+        "commit": commit.stdout.strip() or "unknown",
     }
 
 
 def write_result(what: str, tables: Sequence[Table], data: Mapping[str, Any], args: argparse.Namespace) -> Path:
-    """Write the page of a benchmark. args: of its `parser`."""
-    folder = args.out or (Path(tempfile.mkdtemp(prefix="bench-")) if args.quick else RESULTS)
-    command = " ".join(["python", f"bench/{Path(sys.argv[0]).name}", *sys.argv[1:]])
-    return write(what, tables, data, command, folder=folder)
+    """Write the page of a benchmark and its JSON, and print the path of the page. Returns that path.
 
-
-def write(what: str, tables: Sequence[Table], data: Mapping[str, Any], command: str, *, folder: Path = RESULTS) -> Path:
-    """Write a page of results and its JSON, and print the path of the page. Returns that path.
-
-    data: the values from which the tables were made; they go to the JSON. command: how to measure them again.
+    data: the values from which the tables were made; they go to the JSON. args: of its `parser`.
     """
+    folder = args.out or (Path(tempfile.mkdtemp(prefix="bench-")) if args.quick else RESULTS)
+    folder.mkdir(parents=True, exist_ok=True)
     facts = machine()
     year, month = facts["date"].split("-")[:2]
     path = folder / f"{what}_{_hardware(facts)}_{year}{month}.md"
-    folder.mkdir(parents=True, exist_ok=True)
+    command = " ".join(["python", f"bench/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     content = {"machine": facts, "command": command, "tables": [table._asdict() for table in tables], "data": data}
     path.with_suffix(".json").write_text(json.dumps(content, separators=(",", ":")) + "\n")
     page = f"# {what}\n\nMade by `{command}`.\n\n"
@@ -159,12 +144,6 @@ def targets(folder: Path = RESULTS) -> str:
     return Table("", [*TARGET_COLUMNS, "page"], rows).markdown()
 
 
-def insert(readme: str, block: str) -> str:
-    """The text of bench/README.md with `block` between its two markers."""
-    assert MARKERS.search(readme), "bench/README.md has lost its lines results:begin and results:end"
-    return MARKERS.sub(lambda match: match[1] + block + match[2], readme)
-
-
 def _hardware(facts: Mapping[str, str]) -> str:
     """A short name for file names: `nvidia-h200`, or `2-core-xeon` if there is no GPU."""
     if facts["gpu"] != "none":
@@ -173,16 +152,5 @@ def _hardware(facts: Mapping[str, str]) -> str:
     return f"{facts['cores']}-core-{family[1].lower() if family else platform.machine()}"
 
 
-def _commit() -> str:
-    """The commit of this repository. New results do not count as changes: a benchmark may run after another one."""
-    git = ["git", "-C", str(ROOT)]
-    try:
-        head = subprocess.check_output([*git, "rev-parse", "--short=12", "HEAD"], text=True, stderr=subprocess.DEVNULL)
-        changed = subprocess.check_output([*git, "status", "--porcelain", "--", ".", ":!bench/results"], text=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return head.strip() + (" with changes" if changed else "")
-
-
 if __name__ == "__main__":
-    README.write_text(insert(README.read_text(), targets()))
+    README.write_text(MARKERS.sub(lambda match: targets(), README.read_text()))

@@ -13,13 +13,12 @@ import numpy as np
 import ours
 import torch
 import torch.nn.functional as F
-from peers import Contender, Task, permutation
+from peers import Contender, Task, loader, permutation
 from scipy import sparse
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import TensorDataset
 
 from fastgpu.process.config import Tier
-from fastgpu.rows.rows import Rows
 from workloads.recsys import AutoEncoder, Workload
 
 MODEL = Workload.Options(hidden_dim=600, latent_dim=200, dropout=0.5, variational=True, kl_weight=0.2)
@@ -41,7 +40,7 @@ def toarray(task: Task, *, dtype: type = np.float32) -> Contender:
     matrix = read_matrix(task).astype(dtype)
 
     def epoch(number: int) -> Iterator[tuple[Tensor]]:
-        for rows in permutation(matrix.shape[0], task.batch_size, task.seed, number):
+        for rows in permutation(matrix.shape[0], task.batch_size, number):
             yield (torch.from_numpy(matrix[rows].toarray()).float(),)
 
     return Contender([], epoch)
@@ -50,8 +49,7 @@ def toarray(task: Task, *, dtype: type = np.float32) -> Contender:
 def dense_rows(task: Task) -> Contender:
     """A DataLoader over the first users, which are dense in memory."""
     dense = torch.from_numpy(read_matrix(task)[:MAX_DENSE_USERS].toarray())
-    loader = DataLoader(dense, task.batch_size, shuffle=True, drop_last=True, num_workers=task.n_workers)
-    return Contender([], lambda number: ((batch,) for batch in loader))
+    return loader(task, rows=lambda task: TensorDataset(dense))
 
 
 def feed(task: Task, *, tier: Tier = "disk") -> Contender:
@@ -68,11 +66,6 @@ def dense_loss(model: AutoEncoder, x_BI: Tensor) -> Tensor:
     logits_BI = model.output(model.decode(drawn_BL))
     divergence = -0.5 * (1 + log_var_BL - mean_BL.square() - log_var_BL.exp()).sum(1).mean()
     return -(F.log_softmax(logits_BI, 1) * x_BI).sum(1).mean() + model.options.kl_weight * divergence
-
-
-def sparse_loss(model: AutoEncoder, batch: Rows) -> Tensor:
-    """The loss of the workload, which needs no instance of it."""
-    return Workload.loss(None, model, batch)
 
 
 def step(task: Task, *, rows: Callable[[Task], Contender], loss: Callable[[AutoEncoder, Any], Tensor]) -> Contender:
@@ -104,5 +97,5 @@ CONTENDERS: dict[str, Callable[[Task], Contender]] = {
     "feed: fastgpu, host tier": partial(feed, tier="host"),
     "feed: fastgpu, device tier": partial(feed, tier="device"),
     DENSE_STEP: partial(step, rows=toarray, loss=dense_loss),
-    SPARSE_STEP: partial(step, rows=feed, loss=sparse_loss),
+    SPARSE_STEP: partial(step, rows=feed, loss=partial(Workload.loss, None)),
 }

@@ -68,14 +68,12 @@ def first_point_s(arguments: list[str], folder: Path) -> float:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     t0 = time.perf_counter()
     with subprocess.Popen(command, cwd=project.FOLDER, env=environment, stdout=sys.stderr) as process:
-        try:
-            while not any(path.stat().st_size for path in runs.rglob("metrics.jsonl")):
-                if process.poll() is not None:
-                    raise SystemExit(f"error: {' '.join(command)} ended before its first point")
-                time.sleep(0.005)
-            return time.perf_counter() - t0
-        finally:
-            process.kill()
+        while not any(path.stat().st_size for path in runs.rglob("metrics.jsonl")):
+            assert process.poll() is None, f"{' '.join(command)} ended before its first point"
+            time.sleep(0.005)
+        seconds = time.perf_counter() - t0
+        process.kill()
+    return seconds
 
 
 def import_s() -> float:
@@ -93,20 +91,18 @@ def main() -> None:
         folder = Path(name)
         cases = make_cases(folder, is_quick=args.quick)
         ways = {TORCH: import_s, **{case: partial(first_point_s, words, folder) for case, words in cases.items()}}
-        results = take_turns("start", ways, args.rounds + 1)
-    for rounds in results.values():
-        del rounds[0]  # it warms the page cache
-    rows = []
+        results = {way: times[1:] for way, times in take_turns("start", ways, args.rounds + 1).items()}
+    rows = []  # the first round, which warms the page cache, does not count
     for case, limit_s in LIMITS_S.items():
         rest = [whole - torch for whole, torch in zip(results[case], results[TORCH], strict=True)]
         cells = [spread(values, ".2f") for values in (results[TORCH], results[case], rest)]
         rows.append([case, *cells, f"< {limit_s:g}"])
+    columns = ["case", TORCH, "first point of the log", "rest", "required"]
     note = (
         "Seconds of whole processes; median, minimum and maximum. Rest: the time to the first point without that of "
         "the import: other imports, config, files, model, the first pool of up to 256 MiB and the first step, on "
         "a CPU in one thread."
     )
-    columns = ["case", TORCH, "first point of the log", "rest", "required"]
     publish.write_result("start", [publish.Table("seconds to the first point", columns, rows, note)], results, args)
 
 

@@ -1,6 +1,6 @@
 """The results of bench/run.py as tables: medians, spreads, and ratios that are taken round by round."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -9,7 +9,7 @@ import ours
 import recsys
 from contenders import MEMCPY, OURS
 from peers import FIXED, is_peer
-from publish import NOT_MEASURED, TARGET_COLUMNS, Table, ratios, spread
+from publish import NOT_MEASURED, TARGET_COLUMNS, Table, spread
 
 Results = Mapping[str, list[dict[str, float]] | str]
 """{contender: results of worker.run, or why it failed}"""
@@ -21,18 +21,17 @@ MAX_LOAD = 0.87
 def tables(suite: str, results: Mapping[str, Any]) -> list[Table]:
     """The targets of a suite, then one table for each mode and data set."""
     page = [Table("targets", TARGET_COLUMNS, TARGETS[suite](results))] if suite in TARGETS else []
-    for mode, make in {"warm": _warm, "accelerator": _accelerator, "cold": _cold}.items():
-        page += [make(results["data"][name], measured) for name, measured in results[mode].items()]
+    for mode, make in {"warm": _speeds, "accelerator": _accelerator, "cold": _speeds}.items():
+        page += [make(mode, results["data"][name], measured) for name, measured in results[mode].items()]
     return page
 
 
 def loader_targets(results: Mapping[str, Any]) -> list[list[str]]:
-    celeba = results["warm"].get("celeba", {})
-    cifar = results["warm"].get("cifar", {})
+    celeba, cifar = (results["warm"].get(name, {}) for name in ("celeba", "cifar"))
     cold = results["cold"].get("celeba", {})
     memcpy = spread(compare(celeba, OURS, MEMCPY), ".2f")
     sequential = spread(compare(cold, OURS, SEQUENTIAL), ".2f")
-    return [
+    rows = [
         ["CelebA rows, warm: disk tier / best h5py + DataLoader", against(celeba, OURS, is_h5py), "4x / 6x"],
         ["CelebA rows, warm: disk tier / memcpy by as many threads", memcpy, "0.75 / 0.9"],
         ["CelebA rows, warm: disk tier / best peer", against(celeba, OURS, is_peer), "1x / 1.3x"],
@@ -40,8 +39,8 @@ def loader_targets(results: Mapping[str, Any]) -> list[list[str]]:
         ["CIFAR rows, warm: disk tier / best peer", against(cifar, OURS, is_peer), "1.2x / 2x"],
         ["CelebA rows, cold: disk tier / sequential read", sequential, "0.8 / 0.95"],
         ["CelebA rows, cold: disk tier / best peer", against(cold, OURS, is_peer), "1.2x / 1.5x"],
-        ["worst feed ratio where supply >= 1.15 x demand", worst_feed_ratio(results, OURS), "0.99 / 0.995"],
     ]
+    return [*rows, worst_feed_ratio(results, OURS)]
 
 
 def encoded_targets(results: Mapping[str, Any]) -> list[list[str]]:
@@ -59,7 +58,7 @@ def encoded_targets(results: Mapping[str, Any]) -> list[list[str]]:
         ["feed / (CPUs x decoder and resize in a thread)", ratio(jpegs.BARE, n_cpus=ours.CPUS), "0.9 / 0.97"],
         ["CPU time of the feed / FFCV", costs, "1 / 0.8"],
         ["feed / FFCV with half of the images as pixels", ratio(jpegs.MIXED), "-"],
-        ["worst feed ratio where supply >= 1.15 x demand", worst_feed_ratio(results, jpegs.OURS), "0.99 / 0.995"],
+        worst_feed_ratio(results, jpegs.OURS),
     ]
     rows = [[f"JPEG of 500 x 375 to random parts: {what}", *cells] for what, *cells in rows]
     converted = ratio(jpegs.CENTRE, of=jpegs.CONVERT, n_cpus=ours.CPUS)
@@ -81,76 +80,55 @@ def recsys_targets(results: Mapping[str, Any]) -> list[list[str]]:
 TARGETS = {"loader": loader_targets, "encoded": encoded_targets, "recsys": recsys_targets}
 
 
-def _warm(data: Mapping[str, Any], contenders: Results) -> Table:
+def _speeds(mode: str, data: Mapping[str, Any], contenders: Results) -> Table:
     first = next(iter(contenders))
-    columns = ["contender", "rows/s", "x the first", "CPU us a row"]
     rows = []
     for name, rounds in contenders.items():
-        if isinstance(rounds, str):
-            rows.append([name, rounds, "", ""])
-        else:
-            times = spread(compare(contenders, name, first), ",.2f")
-            rows.append(
-                [name, spread(speeds(contenders, name), ",.0f"), times, spread(cpu_us(contenders, name), ",.1f")]
-            )
+        times = spread(compare(contenders, name, first), ",.2f")
+        cells = [spread(speeds(contenders, name), ",.0f"), times, spread(cpu_us(contenders, name), ",.1f")]
+        rows.append([name, *([rounds, "", ""] if isinstance(rounds, str) else cells)])
     note = (
         f"Batches of {data['batch_size']} rows in host memory. Where a name says nothing else, {ours.CPUS} worker "
         f"processes or threads of a peer, {ours.READERS} reader threads and threads of the limits. Every contender may "
         "use every core. CPU time is that of the process and its children. Random parts of JPEG files, 8 to 100 % of "
         "the area, become 224 x 224 pixels."
     )
-    return Table(f"warm, {data['name']}: {_describe(data)}", columns, rows, note)
+    if mode == "cold":
+        cached = max(each["cached"] for name in contenders for each in rounds_of(contenders, name))
+        note += (
+            " One epoch in a new process, after its files were evicted from the page cache: at most "
+            f"{100 * cached:.1f} % of them stayed. Below a virtual machine, the host may still hold parts of the file, "
+            "for the sequential read as well."
+        )
+    title = f"{mode}, {data['name']}: {data['n_rows']:,} rows of {' x '.join(map(str, data['shape']))}"
+    return Table(title, ["contender", "rows/s", "x the first", "CPU us a row"], rows, note)
 
 
-def _accelerator(data: Mapping[str, Any], by_load: Mapping[str, Results]) -> Table:
-    rows = []
-    for name in next(iter(by_load.values())):
-        feed = feed_ratios(by_load, name)
-        rows.append([name, *(spread(values, ".3f") for values in feed.values())])
+def _accelerator(mode: str, data: Mapping[str, Any], by_load: Mapping[str, Results]) -> Table:
+    names = next(iter(by_load.values()))
+    rows = [[name, *(spread(compare(each, name, FIXED), ".3f") for each in by_load.values())] for name in names]
     note = (
         "Feed ratio: rows/s of a contender / rows/s of the fixed batch, in front of a device that is busy for some "
         f"time with each batch of {data['batch_size']} rows and takes no CPU time. Columns: demand of the device / "
         "supply of our disk tier, which is measured just before; 0.87 means a supply of 1.15 x the demand."
     )
-    return Table(f"accelerator, {data['name']}: feed ratio", ["contender", *by_load], rows, note)
+    return Table(f"{mode}, {data['name']}: feed ratio", ["contender", *by_load], rows, note)
 
 
-def _cold(data: Mapping[str, Any], contenders: Results) -> Table:
-    columns = ["contender", "rows/s", "/ sequential read", "still cached before, maximum"]
-    rows = []
-    for name, rounds in contenders.items():
-        if isinstance(rounds, str):
-            rows.append([name, rounds, "", ""])
-            continue
-        cached = f"{100 * max(each['cached'] for each in rounds):.1f} %"
-        against = spread(compare(contenders, name, SEQUENTIAL), ".2f")
-        rows.append([name, spread(speeds(contenders, name), ",.0f"), against, cached])
-    note = (
-        "One epoch in a new process, after its files were evicted from the page cache; worker processes: "
-        f"{ours.CPUS}, reader threads: {ours.READERS}. Below a virtual machine, the host may still hold parts of the "
-        "file, for the sequential read as well."
-    )
-    return Table(f"cold, {data['name']}: {_describe(data)}", columns, rows, note)
-
-
-def _describe(data: Mapping[str, Any]) -> str:
-    return f"{data['n_rows']:,} rows of {' x '.join(map(str, data['shape']))}"
-
-
-def rows_per_s(result: Mapping[str, float]) -> float:
-    return result["rows"] / result["seconds"]
+def rounds_of(contenders: Results, name: str | None) -> list[dict[str, float]]:
+    """The rounds of a contender; none if it did not take part or failed."""
+    rounds = contenders.get(name or "", [])
+    return [] if isinstance(rounds, str) else rounds
 
 
 def speeds(contenders: Results, name: str | None) -> list[float]:
-    """Rows per second in each round; none if the contender did not take part or failed."""
-    rounds = contenders.get(name or "", [])
-    return [] if isinstance(rounds, str) else [rows_per_s(each) for each in rounds]
+    """Rows per second in each round."""
+    return [each["rows"] / each["seconds"] for each in rounds_of(contenders, name)]
 
 
 def cpu_us(contenders: Results, name: str) -> list[float]:
-    """CPU microseconds for each row in each round; none if the contender did not take part or failed."""
-    rounds = contenders.get(name, [])
-    return [] if isinstance(rounds, str) else [1e6 * each["cpu_s"] / each["rows"] for each in rounds]
+    """CPU microseconds for each row in each round."""
+    return [1e6 * each["cpu_s"] / each["rows"] for each in rounds_of(contenders, name)]
 
 
 def compare(contenders: Results, name: str, other: str | None) -> list[float]:
@@ -158,9 +136,9 @@ def compare(contenders: Results, name: str, other: str | None) -> list[float]:
     return ratios(speeds(contenders, name), speeds(contenders, other))
 
 
-def feed_ratios(by_load: Mapping[str, Results], name: str) -> dict[str, list[float]]:
-    """{load: speed of a contender / speed of the fixed batch in each round}"""
-    return {load: compare(contenders, name, FIXED) for load, contenders in by_load.items()}
+def ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
+    """The ratio in each round; none if one of the two was not measured."""
+    return [a / b for a, b in zip(values, others, strict=True)] if values and others else []
 
 
 def against(contenders: Results, name: str, belongs: Callable[[str], bool]) -> str:
@@ -170,11 +148,12 @@ def against(contenders: Results, name: str, belongs: Callable[[str], bool]) -> s
     return f"{spread(compare(contenders, name, best), '.2f', 'x')} ({best})" if best else NOT_MEASURED
 
 
-def worst_feed_ratio(results: Mapping[str, Any], name: str) -> str:
+def worst_feed_ratio(results: Mapping[str, Any], name: str) -> list[str]:
     """The feed ratio at the worst of the loads that count."""
     by_load = next(iter(results["accelerator"].values()), {})
-    counted = [values for load, values in feed_ratios(by_load, name).items() if float(load) <= MAX_LOAD and values]
-    return spread(min(counted, key=median, default=[]), ".3f")
+    counted = [compare(each, name, FIXED) for load, each in by_load.items() if float(load) <= MAX_LOAD]
+    worst = spread(min(filter(None, counted), key=median, default=[]), ".3f")
+    return ["worst feed ratio where supply >= 1.15 x demand", worst, "0.99 / 0.995"]
 
 
 def is_h5py(name: str) -> bool:

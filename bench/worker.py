@@ -6,9 +6,11 @@ others are measured.
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from importlib import import_module
 from itertools import count
 from pathlib import Path
@@ -20,6 +22,8 @@ import psutil
 
 Stream = Iterator[Any]
 """Batches, and None where an epoch ends."""
+MAX_S = 900
+"""Longest time of a command. The first one makes the contender: a peer converts the file first."""
 
 
 def endless(contender: peers.Contender) -> Stream:
@@ -106,56 +110,44 @@ def cpu_s() -> float:
     process = psutil.Process()
     total_s = 0.0
     for each in (process, *process.children(recursive=True)):
-        try:
+        with suppress(psutil.NoSuchProcess):
             total_s += sum(each.cpu_times()[:4])  # user, system, and both of the children that were waited for
-        except psutil.NoSuchProcess:
-            continue
     return total_s
 
 
-MODULES = ("peers", "jpegs", "contenders", "layouts", "idle", "recsys")
+MODULES = ("peers", "jpegs", "contenders", "idle", "recsys")
 """Where contenders are. The peers' environment has the packages that the first two need, not those of the others."""
 
 
 def find(name: str) -> Callable[[peers.Task], peers.Contender]:
     """What makes the contender of this name."""
-    for module in MODULES:
-        if make := import_module(module).CONTENDERS.get(name):
-            return make
-    raise KeyError(name)
-
-
-class Worker:
-    """A contender and the commands that it understands: each public method is one."""
-
-    def __init__(self, name: str, task: peers.Task) -> None:
-        self.h5 = task.h5
-        self.contender = find(name)(task)
-        self.stream = endless(self.contender)
-
-    def files(self) -> dict[str, Any]:
-        return {"files": [str(path) for path in self.contender.files]}
-
-    def check(self, max_s: float) -> dict[str, int]:
-        return check(self.stream, peers.shape_of(self.h5), max_s)
-
-    def run(self, lead_s: list[float] | None, span_s: list[float], step_s: float) -> dict[str, float]:
-        return run(self.stream, lead_s, span_s, step_s)
+    return next(make for module in MODULES if (make := import_module(module).CONTENDERS.get(name)))
 
 
 def main() -> None:
+    """Answer commands: "files", "check" with its `max_s`, and "run" with the arguments of `run`."""
     name, h5, folder, *numbers = sys.argv[1:]
     task = peers.Task(Path(h5), Path(folder), *map(int, numbers))
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever a library prints goes to the log
-    worker: Worker | None = None
+    contender = None
     for line in sys.stdin:
+        signal.alarm(MAX_S)  # ends this process
         command = json.loads(line)
+        do = command.pop("do")
         try:
-            worker = worker or Worker(name, task)
-            answer = getattr(worker, command.pop("do"))(**command)
+            if not contender:
+                contender = find(name)(task)
+                stream = endless(contender)
+            if do == "files":
+                answer = {"files": [str(path) for path in contender.files]}
+            elif do == "check":
+                answer = check(stream, peers.shape_of(task.h5), **command)
+            else:
+                answer = run(stream, **command)
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}", "absent": isinstance(error, ImportError)}
+        signal.alarm(0)
         print(json.dumps(answer), file=answers)
 
 

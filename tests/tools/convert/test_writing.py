@@ -98,7 +98,7 @@ def test_rows_that_do_not_come_are_not_lost_in_silence(tmp_path, monkeypatch):
 
 def test_a_target_in_the_way_is_refused(tmp_path, monkeypatch):
     (tmp_path / "train.h5").touch()
-    with pytest.raises(UserError, match="train.h5 exists; --force replaces it"):
+    with pytest.raises(UserError, match="train.h5 exists; --force replaces a file"):
         write_files({"": Numbers(3)}, tmp_path / "train.h5")
     with pytest.raises(OSError, match="File exists: .*train.h5"):
         write_files({"": Numbers(3)}, tmp_path / "train.h5/x.h5")

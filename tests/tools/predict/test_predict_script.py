@@ -111,7 +111,7 @@ def test_nothing_is_replaced_without_force_and_a_folder_never(tmp_path, minimal_
     assert target.stat().st_size > 3
     target.unlink()
     (target / "inside").mkdir(parents=True)
-    with pytest.raises(UserError, match=f"{target.name} is a folder"):
+    with pytest.raises(UserError, match=f"{target.name} exists"):
         run(minimal_run, *words, "--force")
     assert [path.name for path in tmp_path.rglob("*")] == [target.name, "inside"]
 

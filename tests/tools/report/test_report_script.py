@@ -51,7 +51,7 @@ def test_what_cannot_be_read_or_written_is_one_line(tmp_path):
     for folder, message in (
         ("nowhere", "nowhere has no points in metrics.jsonl; name the folder of a run, such as runs/first"),
         (tmp_path, f"[Errno 21] Is a directory: '{tmp_path}/metrics.jsonl'"),
-        (tmp_path / "a", f"{tmp_path}/a/report.html is a folder; name a file"),
+        (tmp_path / "a", f"[Errno 21] Is a directory: '{tmp_path}/a/report.html'"),
     ):
         done = run(folder)
         assert (done.returncode, done.stderr) == (2, f"error: {message}\n")
