@@ -63,7 +63,7 @@ def run_feed(way: str, path: Path) -> None:
     """Read the epochs, and print rows, seconds and CPU seconds of all but the first one."""
     store.AROUND_PAGE_CACHE = 0.0 if way == "around" else float("inf")
     rows = ours.open_rows(path)
-    assert rows.around_page_cache == (way == "around")
+    assert rows.file.is_direct == (way == "around")
     # Small pools, because they count as memory of the process.
     with closing(ours.open_feed(rows, SPEC.batch_size, n_readers=2, pool_batches=5)) as feed:
         for epoch in range(1 + EPOCHS):

@@ -60,6 +60,7 @@ def make(spec: DataSpec, n_classes: int | None = None) -> None:
     if spec.h5.exists():
         return
     labels = np.arange(spec.n_rows)
+    spec.folder.mkdir(parents=True, exist_ok=True)
     images = np.resize(pictures(min(spec.n_rows, N_PICTURES), spec.shape), (spec.n_rows, *spec.shape))
     images.reshape(spec.n_rows, -1)[:, :4] = labels.astype("<u4").view(np.uint8).reshape(-1, 4)
     fields = {"images": Field(images.dtype, spec.shape), "labels": Field(labels.dtype, ())}

@@ -10,9 +10,8 @@ from harness import PLAN, numbers_of, reads_of
 from scattered import read_scattered
 
 from fastgpu.process.launch import RankError
-from fastgpu.storage import file as file_module
 from fastgpu.storage import store as store_module
-from fastgpu.storage.file import OpenFile, is_in_page_cache, split_group
+from fastgpu.storage.file import OpenFile, split_group
 from fastgpu.storage.store import open_store
 
 FIELDS = {"images": "images", "labels": "labels"}
@@ -39,40 +38,32 @@ def test_a_path_may_name_a_group():
 # ---------------------------------------------------------------------------------------------- page cache
 
 
-def test_cached_bytes_are_those_of_the_file(file, content, monkeypatch):
-    monkeypatch.setattr(file_module, "is_in_page_cache", lambda descriptor, offset: True)
-    assert file.cached(1234, 500).tobytes() == content[1234:1734]
-    monkeypatch.setattr(file_module, "is_in_page_cache", lambda descriptor, offset: False)
-    assert file.cached(1234, 500) is None
-    assert file.read(1234, 500).tobytes() == content[1234:1734]
+def answer_of_the_kernel(monkeypatch, answer: int | OSError) -> tuple[list[int], list[int]]:
+    """Let preadv with flags answer so. Returns lists of the offsets of calls: with flags, and without."""
+    real = os.preadv
+    asked_offsets, read_offsets = [], []
+
+    def preadv(descriptor, buffers, offset, flags=0):
+        if not flags:
+            read_offsets.append(offset)
+            return real(descriptor, buffers, offset)
+        asked_offsets.append(offset)
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(os, "RWF_NOWAIT", 8, raising=False)
+    monkeypatch.setattr(os, "preadv", preadv)
+    return asked_offsets, read_offsets
 
 
 def test_each_time_another_byte_is_asked_about_because_the_answer_keeps_its_page_in_memory(file, monkeypatch):
-    offsets = []
-    monkeypatch.setattr(file_module, "is_in_page_cache", lambda descriptor, offset: bool(offsets.append(offset)))
+    offsets, _ = answer_of_the_kernel(monkeypatch, 0)
     for _ in range(100):
         assert file.cached(100, 1000) is None
     assert 100 <= min(offsets) < 300
     assert 900 <= max(offsets) < 1100
     assert len(set(offsets)) > 50
-
-
-def answer_of_the_kernel(monkeypatch, answer: int | OSError) -> list[int]:
-    """Let preadv with flags answer so. Returns the list that the offsets of all calls without flags are added to."""
-    real = os.preadv
-    read_offsets = []
-
-    def preadv(descriptor, buffers, offset, flags=0):
-        if flags and isinstance(answer, OSError):
-            raise answer
-        if flags:
-            return answer
-        read_offsets.append(offset)
-        return real(descriptor, buffers, offset)
-
-    monkeypatch.setattr(os, "RWF_NOWAIT", 8, raising=False)
-    monkeypatch.setattr(os, "preadv", preadv)
-    return read_offsets
 
 
 @pytest.mark.parametrize(
@@ -84,16 +75,20 @@ def answer_of_the_kernel(monkeypatch, answer: int | OSError) -> list[int]:
         (OSError(errno.EOPNOTSUPP, "not supported"), False),  # as file systems on a network
     ],
 )
-def test_what_the_kernel_says_about_the_page_cache(file, monkeypatch, answer, expected):
+def test_bytes_are_mapped_if_the_kernel_says_that_they_are_in_the_page_cache(
+    file, content, monkeypatch, answer, expected
+):
     answer_of_the_kernel(monkeypatch, answer)
-    with Path(file.path).open("rb") as opened:
-        assert is_in_page_cache(opened.fileno(), 10) is expected
+    data = file.cached(1234, 500)
+    assert (data is not None) == expected
+    data = file.read(1234, 500) if data is None else data
+    assert data.tobytes() == content[1234:1734]
 
 
 @pytest.mark.parametrize("answer", [1, BlockingIOError(errno.EAGAIN, "would wait for the disk")])
 def test_rows_are_copied_out_of_the_mapping_only_where_they_are_cached(write, monkeypatch, answer):
     store = open_store("data.train", write(40, BIG), FIELDS)
-    read_offsets = answer_of_the_kernel(monkeypatch, answer)
+    _, read_offsets = answer_of_the_kernel(monkeypatch, answer)
     assert numbers_of(read_scattered(store)["images"]) == list(range(40))
     assert bool(read_offsets) == (answer != 1)
 
@@ -117,7 +112,7 @@ def has_direct_reads(path: str) -> bool:
 
 
 def pages_in_cache(path: str) -> set[int]:
-    """The numbers of the pages of a file that are in the page cache. `is_in_page_cache` would begin to read others."""
+    """The numbers of the pages of a file that are in the page cache. To ask the kernel would begin to read others."""
     with Path(path).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         array = np.frombuffer(mapped, np.uint8)
         flags = np.zeros(-(-len(array) // mmap.PAGESIZE), np.uint8)
@@ -130,12 +125,12 @@ def pages_in_cache(path: str) -> set[int]:
 
 def test_a_file_that_the_memory_cannot_hold_leaves_no_rows_in_the_page_cache(write, monkeypatch):
     path = write(1000, BIG)
-    assert not open_store("data.train", path, FIELDS).around_page_cache
+    assert not open_store("data.train", path, FIELDS).file.is_direct
     if not has_direct_reads(path):
         pytest.skip("the file system of the tests has no direct reads")
     monkeypatch.setattr(store_module, "AROUND_PAGE_CACHE", 0.0)
     store = open_store("data.train", path, FIELDS)
-    assert store.around_page_cache
+    assert store.file.is_direct
     with Path(path).open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -155,7 +150,7 @@ def test_a_file_system_without_direct_reads_is_read_as_usual(write, monkeypatch)
     monkeypatch.setattr(os, "open", refuse)
     monkeypatch.setattr(store_module, "AROUND_PAGE_CACHE", 0.0)
     store = open_store("data.train", write(40, BIG), FIELDS)
-    assert not store.around_page_cache
+    assert not store.file.is_direct
     assert numbers_of(read_scattered(store)["images"]) == list(range(40))
 
 

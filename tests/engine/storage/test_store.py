@@ -8,8 +8,8 @@ from harness import PLAN, numbered, numbers_of, reads_of
 from scattered import read_scattered
 
 from fastgpu.process.launch import UserError
-from fastgpu.storage import file as file_module
 from fastgpu.storage import store as store_module
+from fastgpu.storage.file import OpenFile
 from fastgpu.storage.store import HDF5Dataset, expand, open_store
 
 FIELDS = {"images": "images", "labels": "labels"}
@@ -133,9 +133,9 @@ def test_rows_that_do_not_lie_in_the_page_cache_in_one_piece_as_they_are_cannot_
     write, tmp_path, monkeypatch
 ):
     path = write(40, BIG)
-    monkeypatch.setattr(file_module, "is_in_page_cache", lambda descriptor, offset: False)
+    monkeypatch.setattr(OpenFile, "cached", lambda *_: None)
     assert not is_found(path)
-    monkeypatch.setattr(file_module, "is_in_page_cache", lambda descriptor, offset: True)
+    monkeypatch.setattr(OpenFile, "cached", lambda file, offset, count: file.mapped[offset : offset + count])
     assert is_found(path)
     assert not is_found([path, write(40, BIG, name="more.h5")])
     assert not is_found(write(40, BIG, name="gzip.h5", compression="gzip"))

@@ -110,7 +110,7 @@ def _has_digests(data: h5py.Dataset) -> bool:
 
 def _describe(data: h5py.Dataset) -> Stored:
     chunk = data.chunks or data.shape
-    filters = " + ".join(each.name for each in codecs.filters_of(data))
+    filters = " + ".join(name for _, _, name in codecs.filters_of(data))
     has_digests = _has_digests(data)
     blocks = f"blocks {chunk} of {prod(chunk) * data.dtype.itemsize / 2**20:.2f} MiB, {filters or 'plain'}"
     text = f"{data.name}  {data.dtype} {data.shape}  {blocks}, {'SHA-256' if has_digests else 'no checksums'}"

@@ -110,7 +110,7 @@ class Supply:
 def open_supplies(loop: Loop, order: BlockSampler) -> dict[str, Supply]:
     """real: the feed of a run; cached: a feed from files that reads the same few blocks again and again."""
     supplies = {"real": Supply(loop, order)}
-    reads_apart = isinstance(loop.source, HDF5Dataset) and not loop.source.around_page_cache  # from decoding
+    reads_apart = isinstance(loop.source, HDF5Dataset) and not loop.source.file.is_direct  # from decoding
     if loop.placement.tier == "disk" and reads_apart:
         supplies["cached"] = Supply(loop, first_blocks(loop.source, order))
     return supplies
@@ -253,7 +253,7 @@ def measure(
             busy_s=busy_s or None,
             syncs=syncs,
             cpu_share=Rounds(cpu_shares),
-            is_uncached=getattr(loop.source, "around_page_cache", False),
+            is_uncached=isinstance(loop.source, HDF5Dataset) and loop.source.file.is_direct,
         )
         if world.broadcast(stop(measured)):
             break

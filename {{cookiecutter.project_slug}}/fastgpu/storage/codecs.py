@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 import h5py
 import numpy as np
@@ -18,26 +18,20 @@ if find_spec("hdf5plugin"):
     import_module("hdf5plugin")  # from here on the HDF5 library knows blosc, lz4, zstd and more
 
 Bytes = bytes | bytearray | memoryview
-
-
-class Filter(NamedTuple):
-    """A filter that was applied to the chunks of a dataset. `code` is HDF5's number of it."""
-
-    code: int
-    parameters: tuple[int, ...]
-    name: str
+Filter = tuple[int, tuple[int, ...], str]
+"""(HDF5's number of a filter, its parameters, its name)"""
 
 
 def filters_of(data: h5py.Dataset) -> list[Filter]:
     """The filters of a dataset, in the order in which they are applied."""
     properties = data.id.get_create_plist()
     found = [properties.get_filter(number) for number in range(properties.get_nfilters())]
-    return [Filter(code, parameters, name.decode().partition(";")[0]) for code, _, parameters, name in found]
+    return [(code, parameters, name.decode().partition(";")[0]) for code, _, parameters, name in found]
 
 
 def can_decode(filters: Sequence[Filter]) -> bool:
     """Whether `decode` knows all of the filters."""
-    return all(each.code in _DECODERS for each in filters)
+    return all(code in _DECODERS for code, _, _ in filters)
 
 
 def decode(data: Bytes, filters: Sequence[Filter], skipped: int, size: int) -> Bytes:
@@ -47,9 +41,9 @@ def decode(data: Bytes, filters: Sequence[Filter], skipped: int, size: int) -> B
     would not shrink. Raises ValueError if the bytes are damaged.
     """
     try:
-        for number in reversed(range(len(filters))):
+        for number, (code, parameters, _) in reversed([*enumerate(filters)]):
             if not skipped >> number & 1:
-                data = _DECODERS[filters[number].code](data, filters[number].parameters, size)
+                data = _DECODERS[code](data, parameters, size)
     except (zlib.error, RuntimeError, ValueError) as error:
         raise ValueError(f"cannot be decoded ({error})") from None
     if len(data) != size:

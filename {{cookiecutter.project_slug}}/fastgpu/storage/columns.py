@@ -4,7 +4,7 @@ one of these two, and `ImageColumn` (images/column.py).
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -69,11 +69,6 @@ class RaggedColumn:
     def __len__(self) -> int:
         return len(self.indptr) - 1
 
-    @property
-    def lengths(self) -> np.ndarray:
-        """(rows,) int32: number of values in each row."""
-        return np.diff(self.indptr).astype(np.int32)
-
     def fingerprint(self) -> bytes:
         """The SHA-256 of `indptr`, and what stands for the values."""
         return hashlib.sha256(self.indptr.data).digest() + self.values.fingerprint()
@@ -107,7 +102,7 @@ class ColumnDataset(Dataset):
     def __init__(
         self,
         name: str,
-        parts: Sequence[Mapping[str, Column]],
+        parts: Sequence[Mapping[str, Any]],
         part_blocks: Sequence[np.ndarray],
         attributes: dict[str, Any],
     ):
@@ -120,13 +115,10 @@ class ColumnDataset(Dataset):
         self.attributes = attributes
         self.fields = {field: column.field for field, column in parts[0].items()}
         self.lengths = {}
-        for field in self.fields:
-            columns = [part[field] for part in parts]
-            lengths = [column.lengths for column in columns if isinstance(column, RaggedColumn)]
-            if lengths:
-                self.lengths[field] = np.concatenate(lengths)
-                mean_values = float(self.lengths[field].mean())
-                self.fields[field] = self.fields[field]._replace(mean_values=mean_values)
+        for name, field in self.fields.items():
+            if field.is_ragged:
+                self.lengths[name] = np.concatenate([np.diff(part[name].indptr).astype(np.int32) for part in parts])
+                self.fields[name] = field._replace(mean_values=float(self.lengths[name].mean()))
 
     def column(self, name: str) -> np.ndarray | None:
         """One field of all rows, (rows, *shape). None if it is ragged, or not in memory."""

@@ -6,6 +6,7 @@ import random
 import threading
 from functools import cached_property
 from io import FileIO
+from math import ceil
 
 import h5py
 import numpy as np
@@ -15,7 +16,7 @@ from fastgpu.process.launch import RankError
 READ_AHEAD_BYTES = 128 << 10
 """Linux reads at most this many bytes ahead for one `posix_fadvise`."""
 PAGE_BYTES = 4096
-"""Reads begin and end at multiples of this, as those around the page cache have to. No common disk asks for more."""
+"""Reads around the page cache begin and end at multiples of this. No common disk asks for more."""
 HUGE_PAGE_BYTES = 2 << 20
 RESTORE = "restore the file, then go on with run.resume=auto"
 
@@ -26,17 +27,6 @@ def split_group(path: str) -> tuple[str, str]:
     """(file, group) of `file.h5::/group`; the group of a plain `file.h5` is "/"."""
     file, _, group = path.partition("::")
     return file, group or "/"
-
-
-def is_in_page_cache(descriptor: int, offset: int) -> bool:
-    """Whether the byte at `offset` of a file can be read without the disk, as far as the kernel tells.
-
-    Linux does not tell for file systems on a network.
-    """
-    try:
-        return os.preadv(descriptor, [bytearray(1)], offset, os.RWF_NOWAIT) == 1  # 0: the file was cut just now
-    except OSError:
-        return False
 
 
 class OpenFile:
@@ -81,9 +71,15 @@ class OpenFile:
 
     def read(self, offset: int, count: int) -> np.ndarray:
         """(count,) uint8 in scratch memory of this thread. They are valid until the thread calls `read` again."""
-        begin = offset - offset % PAGE_BYTES
+        begin = offset - offset % PAGE_BYTES if self.is_direct else offset
         needed = offset + count - begin
-        memory = scratch(-(-needed // PAGE_BYTES) * PAGE_BYTES, "file")
+        if self.is_direct:
+            size = ceil(needed / PAGE_BYTES) * PAGE_BYTES
+            memory = scratch(size + 2 * HUGE_PAGE_BYTES, "direct")  # so large that NumPy asks for huge pages
+            start = -memory.ctypes.data % HUGE_PAGE_BYTES  # a disk fills those in few requests
+            memory = memory[start : start + size]
+        else:  # no whole pages: a copy to a place in a page that is a little behind the one it comes from is slow
+            memory = scratch(needed, "file")
         n_read = os.preadv(self._source.fileno(), [memory.data], begin)
         if n_read < needed:  # a signal or the limit of 2 GiB ended the call early, or the file was cut
             self.preadv([memory[n_read:needed].data], begin + n_read)
@@ -104,7 +100,11 @@ class OpenFile:
         """
         if self.is_direct:
             return None
-        is_cached = is_in_page_cache(self._raw.fileno(), offset + self._rng.randrange(max(1, count)))
+        byte = offset + self._rng.randrange(count)
+        try:
+            is_cached = os.preadv(self._raw.fileno(), [bytearray(1)], byte, os.RWF_NOWAIT)  # 0: it was cut just now
+        except OSError:  # not in memory, or on a network, of which Linux does not tell
+            return None
         return self.mapped[offset : offset + count] if is_cached else None
 
     @cached_property
@@ -112,11 +112,11 @@ class OpenFile:
         """(bytes,) uint8: the mapped file. Each of its pages that is not in memory costs a page fault."""
         return np.frombuffer(mmap.mmap(self._raw.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
 
-    def read_h5(self, dataset: str, start: int, out: np.ndarray) -> None:
-        """Read rows start, start + 1, ... through the HDF5 library, which decodes them under its one lock."""
+    def read_h5(self, dataset: str, start: int, n_rows: int) -> np.ndarray:
+        """The rows start, start + 1, ... as far as there are any, by the HDF5 library, which holds its one lock."""
         try:
             self._h5 = self._h5 or h5py.File(self.path, "r")
-            self._h5[dataset].read_direct(out, np.s_[start : start + len(out)])
+            return np.asarray(self._h5[dataset][start : start + n_rows])
         except (OSError, RuntimeError, ValueError, KeyError) as error:
             text = " ".join(str(error).split())
             raise RankError(f"{self.path}: {dataset} from row {start} on cannot be read ({text}); {RESTORE}") from None
@@ -126,19 +126,15 @@ def _open_direct(path: str) -> FileIO | None:
     """A file without the page cache. None if the file system has no such reads."""
     try:
         direct = FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT), "rb")
-        os.preadv(direct.fileno(), [scratch(PAGE_BYTES, "file").data], 0)
+        os.preadv(direct.fileno(), [mmap.mmap(-1, PAGE_BYTES)], 0)
     except OSError:
         return None
     return direct
 
 
 def scratch(size: int, purpose: str) -> np.ndarray:
-    """(size,) uint8 that belong to this thread until it asks again for `purpose`. The steady loop allocates nothing.
-
-    They begin at a huge page: a disk fills those in few requests.
-    """
+    """(size,) uint8 that belong to this thread until it asks again for `purpose`. The steady loop allocates nothing."""
     memory = _thread_local.__dict__
     if purpose not in memory or len(memory[purpose]) < size:
-        new = np.empty(size + 2 * HUGE_PAGE_BYTES, np.uint8)  # so large that NumPy asks for huge pages
-        memory[purpose] = new[-new.ctypes.data % HUGE_PAGE_BYTES :]
+        memory[purpose] = np.empty(size, np.uint8)
     return memory[purpose][:size]

@@ -6,6 +6,7 @@ Bytes in the page cache come out of a mapping of the file, others by one preadv 
 import hashlib
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import h5py
 import numpy as np
@@ -64,9 +65,9 @@ class Layout:
         splits_rows = bool(data.chunks) and data.chunks[1:] != data.shape[1:]
         self._needs_h5py = splits_rows or not codecs.can_decode(self._filters) or not row_bytes
         """Whether only the HDF5 library can find or decode the rows."""
-        for each in self._filters:
-            if self._needs_h5py and not h5py.h5z.filter_avail(each.code):
-                raise UserError(f"{name} is compressed by {each.name}: pip install hdf5plugin, which can undo that")
+        for code, _, filter_name in self._filters:
+            if self._needs_h5py and not h5py.h5z.filter_avail(code):
+                raise UserError(f"{name} is compressed by {filter_name}: pip install hdf5plugin, which can undo that")
         self._chunks = self._find_chunks(data)
         """(chunks, 3) int64: first byte, number of bytes in the file, and skipped filters (see `codecs.decode`)."""
         digests = data.parent.get(f"{DIGESTS}/{data.name.rpartition('/')[2]}")
@@ -120,13 +121,13 @@ class Layout:
     def read(self, ranges: Iterable[Range], out: np.ndarray, plan: PoolPlan | None = None) -> None:
         """Copy the rows of each range to their places in `out`, (rows, *shape), C-contiguous. Thread-safe.
 
-        The kernel is told first about all bytes that are not in memory, so that few threads keep a disk busy. The
+        The kernel is told first about all bytes that are missing in memory, so that few threads keep a disk busy. The
         copies out of the mapping come last, in one go: each of them displaces code and data from the CPU's caches.
         Raises OSError or RankError if the bytes cannot be had, are damaged, or were changed meanwhile.
         """
         self._file.check_unchanged()
         row_bytes = self.field.row_bytes
-        pieces = []
+        pieces: tuple[list[Any], list[Any]] = ([], [])  # missing in memory, or there
         for start, places in ranges:
             done = 0
             while done < len(places):
@@ -137,20 +138,19 @@ class Layout:
                 if not self._takes_whole_chunks:
                     offset += row * row_bytes
                     n_bytes = len(of_chunk) * row_bytes
-                    row = 0
                 data = self._file.cached(offset, n_bytes) if n_bytes else None
                 if data is None:
                     self._file.will_need(offset, n_bytes)
-                pieces.append((data, (chunk, offset, n_bytes), row, of_chunk))
+                pieces[data is not None].append((data, (chunk, offset, n_bytes), row, of_chunk))
         current = None
-        for data, where, row, of_chunk in sorted(pieces, key=lambda piece: piece[0] is not None):
+        for data, where, row, of_chunk in (*pieces[0], *pieces[1]):
             if data is None and self._scatters:
                 self._scatter(where[1], of_chunk, out)
                 continue
             if where != current:  # a whole chunk is decoded once for all pieces of it that come one after the other
                 stored = self._decode(where[0], self._file.read(*where[1:]) if data is None else data)
                 current = where
-            rows = stored[row : row + len(of_chunk)]
+            rows = stored[row : row + len(of_chunk)] if self._takes_whole_chunks else stored
             if self._n_items is not None and not 0 <= rows.min() <= rows.max() < self._n_items:
                 raise RankError(  # such a number would crash the device much later
                     f"{self.name}: item numbers {rows.min()} to {rows.max()} are not in 0 to {self._n_items - 1}, as "
@@ -162,10 +162,7 @@ class Layout:
     def _decode(self, chunk: int, data: np.ndarray) -> np.ndarray:
         """(rows, *shape): those of the bytes, which are a whole chunk if it has filters. Valid until the next read."""
         if self._needs_h5py:
-            start = chunk * self.chunk_rows
-            rows = np.empty((min(self.chunk_rows, self._n_rows - start), *self.field.shape), self._dtype)
-            self._file.read_h5(self._path, start, rows)
-            return rows
+            return self._file.read_h5(self._path, chunk * self.chunk_rows, self.chunk_rows)
         content: codecs.Bytes = data.data
         if self._filters:
             size = self.chunk_rows * self.field.row_bytes

@@ -4,9 +4,10 @@ Converted files say it in attributes: `class_names`, `target_names`, `item_ids`,
 """
 
 from itertools import zip_longest
-from typing import Any, Protocol
+from types import SimpleNamespace
 
 from fastgpu.process.launch import UserError, warn
+from fastgpu.rows.contract import Dataset
 
 NUMBERED = {"item_ids": "items", "class_names": "labels", "target_names": "columns of labels"}
 """{attribute that says what numbers stand for: the numbers}"""
@@ -14,14 +15,11 @@ MAX_NAMES = 20
 """Names that a warning lists."""
 
 
-class Described(Protocol):
-    """A source, or a file of one."""
-
-    name: str
-    attributes: dict[str, Any]
+Source = Dataset | SimpleNamespace
+"""Anything with a name and attributes."""
 
 
-def check_meaning(key: str, first: Described, other: Described, *, labels: bool = True) -> None:
+def check_meaning(key: str, first: Source, other: Source, *, labels: bool = True) -> None:
     """Compare what numbers stand for in two sources, and how their images were prepared. key: names the sources.
 
     Raises UserError if a number means one thing in one source and another thing in the other. Prints a warning if only
@@ -31,9 +29,9 @@ def check_meaning(key: str, first: Described, other: Described, *, labels: bool 
     for attribute, numbers in NUMBERED.items() if labels else [("item_ids", "items")]:
         names, others = (list(map(str, source.attributes.get(attribute, ()))) for source in (first, other))
         if names and others:
-            for number, (name, found) in enumerate(zip_longest(names, others, fillvalue="missing")):
-                is_lacking = attribute == "class_names" and number >= min(len(names), len(others))
-                if name != found and not is_lacking:  # a file may have fewer classes
+            n_compared = min(len(names), len(others)) if attribute == "class_names" else None  # may be of fewer classes
+            for number, (name, found) in enumerate([*zip_longest(names, others, fillvalue="missing")][:n_compared]):
+                if name != found:
                     raise UserError(
                         f"{key}: number {number} of the {numbers} is {found} in {other.name} and {name} in "
                         f"{first.name} (attribute {attribute}); convert them together"

@@ -31,44 +31,31 @@ until the next epoch asks for them: under a third of them, if the blocks come in
 LOOK_AT_VALUES = 1 << 16
 """How many values of a CSR matrix are looked at to find out whether they matter."""
 
-Stored = InMemory | Layout | RaggedColumn
-
 
 class HDF5Dataset(ColumnDataset):
     """The rows of one or more HDF5 files, one file after the other. Safe to use after a fork."""
 
-    def __init__(
-        self,
-        name: str,
-        parts: Sequence[Mapping[str, Stored]],
-        part_blocks: Sequence[np.ndarray],
-        attributes: dict[str, Any],
-        *,
-        file: OpenFile,
-    ):
-        """file: the first one."""
-        super().__init__(name, parts, part_blocks, attributes)
-        self.around_page_cache = file.is_direct
-        """Whether rows are read from the disk in each epoch, because the memory could not keep them."""
+    def __init__(self, *args: Any, file: OpenFile):
+        """file: the first one. args: see `ColumnDataset`."""
+        super().__init__(*args)
         self.file = file
-        self.stored = parts
+        self.stored = self.parts
         """The columns as they lie in the files; those of `parts` may be decoded."""
 
     @cached_property
     def digest(self) -> str:
         """Of all rows if the files have checksums, else of some. Raises UserError."""
-        prints = [column.fingerprint() for part in self.stored for column in part.values()]
-        return hashlib.sha256(b"".join(prints)).hexdigest()[:12]
+        fingerprints = [column.fingerprint() for part in self.stored for column in part.values()]
+        return hashlib.sha256(b"".join(fingerprints)).hexdigest()[:12]
 
     def jobs(self, plan: PoolPlan, out: Mapping[str, Out], n_rows: int) -> Iterator[Callable[[], None]]:
         """See `Dataset.jobs`. Rows of one file that are in the page cache are gathered in the order of the pool."""
         sources: list[tuple[np.ndarray, np.ndarray]] = []
         for name, column in self.parts[0].items() if len(self.parts) == 1 else ():
-            target = out[name]
             rows = column.in_memory(plan.reads.ranges()) if isinstance(column, InMemory | Layout) else None
-            if rows is None or not isinstance(target, np.ndarray):
+            if rows is None:
                 break
-            sources.append((rows, target[: plan.n_rows].reshape(plan.n_rows, -1).view(np.uint8)))
+            sources.append((rows, np.asarray(out[name])[: plan.n_rows].reshape(plan.n_rows, -1).view(np.uint8)))
         if len(sources) < len(self.fields):
             return super().jobs(plan, out, n_rows)
         row_ids = plan.row_ids
@@ -105,9 +92,7 @@ def open_store(key: str, paths: str | Sequence[str], fields: Mapping[str, str]) 
                     f"{key}: {other.name} holds {name} as {field}, {first.name} as {first.fields[name]}; files must "
                     "agree"
                 )
-    if not others:
-        return first
-    name = f"{first.name} and {len(others)} more"
+    name = first.name + (f" and {len(others)} more" if others else "")
     attributes = first.attributes | _pool_statistics(files)
     blocks = [file.block_rows for file in files]
     return HDF5Dataset(name, [file.stored[0] for file in files], blocks, attributes, file=first.file)
@@ -162,7 +147,7 @@ def _open(key: str, path: str, group: str, fields: Mapping[str, str], *, around_
     if n_rows < max(1, *lengths.values()):
         raise UserError(f"{where} has fields of lengths {lengths}; give each as many rows, and at least one")
     largest = max(opened.values(), key=lambda column: column.field.row_bytes)
-    columns: dict[str, Stored] = {**opened}
+    columns: dict[str, InMemory | Layout | RaggedColumn] = {**opened}
     for field, column in opened.items():  # small ones in memory, so that a block costs one read: of the largest
         if column is largest or n_rows * column.field.row_bytes > COLUMN_BYTES:
             continue
@@ -212,14 +197,12 @@ def _open_column(root: h5py.Group, name: str, where: str, file: OpenFile) -> Lay
 
 def _read_n_items(group: h5py.Group, indices: h5py.Dataset, where: str) -> int:
     """The number of items of a CSR matrix. Raises UserError if the group is not one, or its indices are no numbers."""
-    attributes = attributes_of(group)
-    kind = attributes.get("encoding-type", "csr_matrix")
-    shape = attributes.get("shape")
-    n_items = shape[1] if isinstance(shape, list) and len(shape) == 2 else 0
-    is_matrix = 1 <= n_items <= MAX_VALUES and indices.dtype.kind in "ui" and indices.ndim == 1
-    if kind != "csr_matrix" or not is_matrix:
-        raise UserError(
-            f"{where} should be a CSR matrix with the attribute shape, (rows, items), and whole numbers as indices; it "
-            f"is a {kind} with {shape}, {indices.dtype}: `python convert.py arrays` writes one"
-        )
-    return int(n_items)
+    attributes = {"encoding-type": "csr_matrix", "shape": None} | attributes_of(group)
+    match attributes["encoding-type"], attributes["shape"], indices.dtype.kind, indices.ndim:
+        case "csr_matrix", [_, int(n_items)], "u" | "i", 1 if 1 <= n_items <= MAX_VALUES:
+            return n_items
+    found = f"a {attributes['encoding-type']} with {attributes['shape']}, {indices.dtype}"
+    raise UserError(
+        f"{where} should be a CSR matrix with the attribute shape, (rows, items), and whole numbers as indices; it is "
+        f"{found}: `python convert.py arrays` writes one"
+    )
