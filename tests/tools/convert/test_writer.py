@@ -90,12 +90,11 @@ def test_any_hdf5_tool_reads_what_was_written(tmp_path, compression):
 def test_blocks_are_whole_rows_of_two_mib_in_one_piece(tmp_path):
     shape = (3, 64, 64)
     fields = {"images": Field(np.dtype("u1"), shape), "labels": Field(np.dtype("i8"), ())}
-    assert choose_block_rows(100_000, fields) == {"images": 170, "labels": 100_000}
-    assert (
-        choose_block_rows(10**9, fields)["labels"] == 170
-    )  # too long to be held in memory: blocks as those of the images
-    assert choose_block_rows(3, fields) == {"images": 1, "labels": 3}
-    assert choose_block_rows(2560, {"images": Field(np.dtype("u1"), shape)}) == {"images": 10}  # still 256 blocks
+    images, labels = fields.values()
+    assert [choose_block_rows(100_000, field, images) for field in (images, labels)] == [170, 100_000]
+    assert choose_block_rows(10**9, labels, images) == 170  # too long for memory: blocks as those of the images
+    assert [choose_block_rows(3, field, images) for field in (images, labels)] == [1, 3]
+    assert choose_block_rows(2560, images, images) == 10  # still 256 blocks
     write(tmp_path / "rows.h5", 2560, fields, {"images": np.zeros((2560, *shape), "u1"), "labels": np.arange(2560)})
     with h5py.File(tmp_path / "rows.h5") as file:
         data = file["images"]

@@ -57,10 +57,18 @@ def write_rows(
     """
     n_came = 0
     statistics = ImageStatistics({} if "mean" in attributes else fields, n_rows)
+    filters = {} if compression == "none" else {"compression": compression}
+    widest = max(fields.values(), key=lambda field: field.row_bytes)
+    columns: dict[str, Column | RaggedColumn] = {}
     # Without a cache, blocks are written at once, so that a full disk is told where it can be handled.
     file = h5py.File(path, "w", libver="latest", rdcc_nbytes=0)
     try:
-        columns = _make_columns(file, n_rows, fields, {} if compression == "none" else {"compression": compression})
+        for name, field in fields.items():
+            if field.is_ragged:
+                columns[name] = RaggedColumn(file.create_group(name), field, n_rows, filters)
+            else:
+                block_rows = choose_block_rows(n_rows, field, widest)
+                columns[name] = Column(file, name, field, block_rows=block_rows, filters=filters, n_rows=n_rows)
         for rows in batches:
             statistics.add(rows, n_came)
             for name, column in columns.items():
@@ -79,19 +87,6 @@ def write_rows(
     return n_came, attributes
 
 
-def _make_columns(
-    file: h5py.File, n_rows: int, fields: Mapping[str, Field], filters: Mapping[str, Any]
-) -> "dict[str, Column | RaggedColumn]":
-    block_rows = choose_block_rows(n_rows, fields)
-    columns: dict[str, Column | RaggedColumn] = {}
-    for name, field in fields.items():
-        if field.is_ragged:
-            columns[name] = RaggedColumn(file.create_group(name), field, n_rows, filters)
-        else:
-            columns[name] = Column(file, name, field, block_rows=block_rows[name], filters=filters, n_rows=n_rows)
-    return columns
-
-
 def write_attributes(group: h5py.Group, attributes: Mapping[str, Any]) -> None:
     """Write attributes. Text has a fixed length: HDF5 keeps that of any length in a heap, where damage goes unseen."""
     for name, value in attributes.items():
@@ -102,25 +97,15 @@ def write_attributes(group: h5py.Group, attributes: Mapping[str, Any]) -> None:
         group.attrs[name] = array
 
 
-# ---------------------------------------------------------------------------------------------- datasets
+def choose_block_rows(n_rows: int, field: Field, widest: Field) -> int:
+    """Rows of a block of a field that is not ragged: about 2 MiB of whole rows.
 
-
-def choose_block_rows(n_rows: int, fields: Mapping[str, Field]) -> dict[str, int]:
-    """{field: rows of a block} for the fields that are not ragged: about 2 MiB of whole rows.
-
-    All fields share the blocks of the largest field, except those that readers keep in memory as a whole. The blocks
-    of a small file are smaller: a run needs one for each rank, and many to shuffle.
+    All fields share the blocks of the widest one, except those that readers keep in memory as a whole. The blocks of a
+    small file are smaller: a run needs one for each rank, and many to shuffle.
     """
-    widest = max(fields.values(), key=lambda field: field.row_bytes)
-    shared = max(1, min(BLOCK_BYTES // max(1, widest.row_bytes), n_rows // MIN_BLOCKS))
-    block_rows = {}
-    for name, field in fields.items():
-        if field.is_ragged:
-            continue
-        block_rows[name] = shared
-        if field is not widest and n_rows * field.row_bytes <= COLUMN_BYTES:
-            block_rows[name] = max(1, min(n_rows, BLOCK_BYTES // max(1, field.row_bytes)))
-    return block_rows
+    if field is not widest and n_rows * field.row_bytes <= COLUMN_BYTES:
+        return max(1, min(n_rows, BLOCK_BYTES // max(1, field.row_bytes)))
+    return max(1, min(BLOCK_BYTES // max(1, widest.row_bytes), n_rows // MIN_BLOCKS))
 
 
 class Column:
@@ -193,8 +178,8 @@ class RaggedColumn:
 
     def __init__(self, group: h5py.Group, field: Field, n_rows: int, filters: Mapping[str, Any]):
         self._group = group
-        self._n_items = field.n_items
-        self._codecs: set[str] | None = set() if field.codec else None
+        self._field = field
+        self._codecs: set[str] = set()
         self._n_values = 0
         block_bytes = field.row_bytes * max(1, min(BLOCK_BYTES // field.row_bytes, n_rows // MIN_BLOCKS))
         block_values = max(MIN_CHUNK_BYTES, min(RAGGED_BLOCK_BYTES, block_bytes)) // field.dtype.itemsize
@@ -206,7 +191,7 @@ class RaggedColumn:
 
     def append(self, rows: RaggedArray) -> None:
         """The next rows. Their memory may be used again afterwards."""
-        if self._codecs is not None:
+        if self._field.codec:
             self._codecs |= {CODECS.get(byte, "other") for byte in np.unique(rows.values[rows.offsets[:-1]]).tolist()}
         start, stop = int(rows.offsets[0]), int(rows.offsets[-1])
         self._values.append(rows.values[start:stop])
@@ -219,16 +204,11 @@ class RaggedColumn:
         self._indptr.finish()
         if self._codecs:
             write_attributes(self._group, {"codec": "+".join(sorted(self._codecs))})
-        if self._n_items:  # `data` is never written, so it takes no room and reads as its fill value
-            shape = (self._n_values,)
-            self._group.create_dataset("data", shape, np.float32, fillvalue=1, maxshape=(None,), chunks=(1 << 16,))
-            matrix_shape = (len(self._group["indptr"]) - 1, self._n_items)
-            write_attributes(
-                self._group, {"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": matrix_shape}
-            )
-
-
-# ---------------------------------------------------------------------------------------------- statistics
+        if self._field.n_items:  # `data` is never written, so it takes no room and reads as its fill value
+            n_values = (self._n_values,)
+            self._group.create_dataset("data", n_values, np.float32, fillvalue=1, maxshape=(None,), chunks=(1 << 16,))
+            shape = (len(self._group["indptr"]) - 1, self._field.n_items)
+            write_attributes(self._group, {"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": shape})
 
 
 class ImageStatistics:
