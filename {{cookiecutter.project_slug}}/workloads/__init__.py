@@ -25,7 +25,7 @@ class Workload(Protocol):
     """Your settings: typed fields with defaults, read from the section `model` of config.yaml and checked like it."""
 
     options: Any
-    """Their values, as `__init__` gets them."""
+    """Their values, which `make` sets; set them in `__init__` if you need them there."""
 
     best: tuple[str, Literal["higher", "lower"]]
     """The metric that decides which checkpoint is the best one, and which of its values are better."""
@@ -35,11 +35,8 @@ class Workload(Protocol):
 
     @abstractmethod
     def __init__(self, options: Any, train: Dataset, val: Dataset):
-        """Keep the options, and raise UserError if the rows are not of the expected kind.
-
-        predict.py passes sources that have the fields and attributes of the training rows (and what `card` returned,
-        as attributes), but no rows, and no `column`.
-        """
+        """Raise UserError if the rows are not of the expected kind. predict.py passes sources that have the fields and
+        attributes of the training rows (and what `card` returned, as attributes), but no rows, and no `column`."""
 
     @abstractmethod
     def model(self) -> nn.Module:
@@ -78,7 +75,10 @@ class Workload(Protocol):
 def make(config: Config, train: Dataset, val: Dataset) -> Workload:
     """The workload that the config names, with its options. Raises UserError if they, or the rows, do not fit."""
     kind = load(config.workload)
-    return kind(read_options(config, kind.Options), train, val)
+    options = read_options(config, kind.Options)
+    workload = kind(options, train, val)
+    workload.options = options
+    return workload
 
 
 def load(name: str) -> type[Workload]:
