@@ -29,11 +29,6 @@ def filters_of(data: h5py.Dataset) -> list[Filter]:
     return [(code, parameters, name.decode().partition(";")[0]) for code, _, parameters, name in found]
 
 
-def can_decode(filters: Sequence[Filter]) -> bool:
-    """Whether `decode` knows all of the filters."""
-    return all(code in _DECODERS for code, _, _ in filters)
-
-
 def decode(data: Bytes, filters: Sequence[Filter], skipped: int, size: int) -> Bytes:
     """The `size` bytes of a chunk before the filters were applied.
 
@@ -43,7 +38,7 @@ def decode(data: Bytes, filters: Sequence[Filter], skipped: int, size: int) -> B
     try:
         for number, (code, parameters, _) in reversed([*enumerate(filters)]):
             if not skipped >> number & 1:
-                data = _DECODERS[code](data, parameters, size)
+                data = DECODERS[code](data, parameters, size)
     except (zlib.error, RuntimeError, ValueError) as error:
         raise ValueError(f"cannot be decoded ({error})") from None
     if len(data) != size:
@@ -58,13 +53,13 @@ def _unshuffle(data: Bytes, parameters: tuple[int, ...], size: int) -> bytes:
     return elements.tobytes() + bytes(data[n_whole_bytes:])
 
 
-_DECODERS: dict[int, Callable[[Any, tuple[int, ...], int], Bytes]] = {
+DECODERS: dict[int, Callable[[Any, tuple[int, ...], int], Bytes]] = {
     1: lambda data, parameters, size: zlib.decompress(data, bufsize=size),
     2: _unshuffle,
 }
-"""{number of a filter: function of (bytes, parameters, number of bytes that should come out)}"""
+"""{number of a filter that `decode` knows: function of (bytes, parameters, number of bytes that should come out)}"""
 if imagecodecs:
-    _DECODERS[32000] = lambda data, parameters, size: imagecodecs.lzf_decode(data, out=size)
-    _DECODERS[32001] = lambda data, parameters, size: imagecodecs.blosc_decode(data, out=size, numthreads=1)
-    _DECODERS[32004] = lambda data, parameters, size: imagecodecs.lz4h5_decode(data, out=size)
-    _DECODERS[32015] = lambda data, parameters, size: imagecodecs.zstd_decode(data, out=size)
+    DECODERS[32000] = lambda data, parameters, size: imagecodecs.lzf_decode(data, out=size)
+    DECODERS[32001] = lambda data, parameters, size: imagecodecs.blosc_decode(data, out=size, numthreads=1)
+    DECODERS[32004] = lambda data, parameters, size: imagecodecs.lz4h5_decode(data, out=size)
+    DECODERS[32015] = lambda data, parameters, size: imagecodecs.zstd_decode(data, out=size)

@@ -1,6 +1,4 @@
-"""Rows as columns, one for each field: `InMemory`, `Layout` (in a file, layout.py), `RaggedColumn`, whose values are
-one of these two, and `ImageColumn` (images/column.py).
-"""
+"""Rows as columns, one for each field: in memory, in a file (layout.py), or ragged, whose values are one of these."""
 
 import hashlib
 from bisect import bisect_right

@@ -4,6 +4,7 @@ import mmap
 import os
 import random
 import threading
+from contextlib import suppress
 from functools import cached_property
 from io import FileIO
 from math import ceil
@@ -39,7 +40,12 @@ class OpenFile:
         """around_page_cache: read directly from the disk (O_DIRECT), if the file system can."""
         self.path = path
         self._raw = FileIO(path)
-        self._source = (_open_direct(path) if around_page_cache else None) or self._raw
+        self._source = self._raw
+        if around_page_cache:
+            with suppress(OSError):  # raised by a file system that has no such reads
+                direct = FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT), "rb")
+                os.preadv(direct.fileno(), [mmap.mmap(-1, PAGE_BYTES)], 0)
+                self._source = direct
         self.is_direct = self._source is not self._raw
         """Whether bytes are read around the page cache."""
         status = os.fstat(self._raw.fileno())
@@ -120,16 +126,6 @@ class OpenFile:
         except (OSError, RuntimeError, ValueError, KeyError) as error:
             text = " ".join(str(error).split())
             raise RankError(f"{self.path}: {dataset} from row {start} on cannot be read ({text}); {RESTORE}") from None
-
-
-def _open_direct(path: str) -> FileIO | None:
-    """A file without the page cache. None if the file system has no such reads."""
-    try:
-        direct = FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT), "rb")
-        os.preadv(direct.fileno(), [mmap.mmap(-1, PAGE_BYTES)], 0)
-    except OSError:
-        return None
-    return direct
 
 
 def scratch(size: int, purpose: str) -> np.ndarray:

@@ -1,7 +1,4 @@
-"""Open HDF5 files with h5py, find what they should have, and say in one line what is wrong with them.
-
-`where` is the beginning of each message: the config key and the file.
-"""
+"""Open HDF5 files with h5py, find what they should have, and say in one line what is wrong with them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,15 +11,12 @@ import numpy as np
 
 from fastgpu.process.launch import UserError
 
-OR_CONVERT = "or convert it once: python convert.py --help says how"
-"""For images, tables and arrays."""
-
 Member = TypeVar("Member", h5py.Group, h5py.Dataset)
 
 
 @contextmanager
 def open_file(path: str, where: str) -> Iterator[h5py.File]:
-    """Open a file for reading. Raises UserError for whatever h5py raises, also in the block."""
+    """Open a file to read. Raises UserError, beginning with `where`, for all that h5py raises, also in the block."""
     try:
         with h5py.File(path, "r") as file:
             yield file
@@ -30,10 +24,11 @@ def open_file(path: str, where: str) -> Iterator[h5py.File]:
         if "h5py" not in extract_tb(error.__traceback__)[-1].filename:  # h5py may raise anything, and so may a bug here
             raise
         reason = " ".join(str(error).split())
+        or_convert = "or convert it once: python convert.py --help says how"  # images, tables and arrays
         problems = {
             "No such file": f"does not exist (looked in {Path.cwd()})",
-            "Is a directory": f"is a folder; name the files in it, {path}/*.h5, {OR_CONVERT}",
-            "signature not found": f"is not an HDF5 file; name one, {OR_CONVERT}",
+            "Is a directory": f"is a folder; name the files in it, {path}/*.h5, {or_convert}",
+            "signature not found": f"is not an HDF5 file; name one, {or_convert}",
             "unable to lock": "is locked by a process that writes it; wait for that to end, or set "
             "HDF5_USE_FILE_LOCKING=FALSE if there is none",
             "": f"cannot be read: {reason}: copy or write it again",

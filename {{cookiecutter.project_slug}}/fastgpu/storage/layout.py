@@ -63,7 +63,8 @@ class Layout:
         self._dtype = data.dtype
         self._filters = codecs.filters_of(data)
         splits_rows = bool(data.chunks) and data.chunks[1:] != data.shape[1:]
-        self._needs_h5py = splits_rows or not codecs.can_decode(self._filters) or not row_bytes
+        is_known = all(code in codecs.DECODERS for code, _, _ in self._filters)
+        self._needs_h5py = splits_rows or not is_known or not row_bytes
         """Whether only the HDF5 library can find or decode the rows."""
         for code, _, filter_name in self._filters:
             if self._needs_h5py and not h5py.h5z.filter_avail(code):

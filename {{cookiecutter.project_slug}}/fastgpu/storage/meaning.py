@@ -4,10 +4,9 @@ Converted files say it in attributes: `class_names`, `target_names`, `item_ids`,
 """
 
 from itertools import zip_longest
-from types import SimpleNamespace
+from typing import Any
 
 from fastgpu.process.launch import UserError, warn
-from fastgpu.rows.contract import Dataset
 
 NUMBERED = {"item_ids": "items", "class_names": "labels", "target_names": "columns of labels"}
 """{attribute that says what numbers stand for: the numbers}"""
@@ -15,12 +14,9 @@ MAX_NAMES = 20
 """Names that a warning lists."""
 
 
-Source = Dataset | SimpleNamespace
-"""Anything with a name and attributes."""
-
-
-def check_meaning(key: str, first: Source, other: Source, *, labels: bool = True) -> None:
-    """Compare what numbers stand for in two sources, and how their images were prepared. key: names the sources.
+def check_meaning(key: str, first: Any, other: Any, *, labels: bool = True) -> None:
+    """Compare what numbers stand for in two sources, and how their images were prepared. key: names the sources, each
+    of which has a `name` and `attributes`.
 
     Raises UserError if a number means one thing in one source and another thing in the other. Prints a warning if only
     one of them says what its numbers mean, or if the images were prepared in other ways. labels: compare classes and

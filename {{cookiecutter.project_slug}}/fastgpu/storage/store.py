@@ -28,8 +28,6 @@ from fastgpu.storage.meaning import check_meaning
 AROUND_PAGE_CACHE = 1.5
 """Files of more than this times the free memory are read around the page cache, which could keep a few blocks at most
 until the next epoch asks for them: under a third of them, if the blocks come in random order."""
-LOOK_AT_VALUES = 1 << 16
-"""How many values of a CSR matrix are looked at to find out whether they matter."""
 
 
 class HDF5Dataset(ColumnDataset):
@@ -99,10 +97,7 @@ def open_store(key: str, paths: str | Sequence[str], fields: Mapping[str, str]) 
 
 
 def expand(key: str, path: str) -> list[tuple[str, str]]:
-    """(file, group) for each file that `file.h5`, `file.h5::/group` or a glob names. Raises UserError for none.
-
-    Whether a plain `file.h5` exists is found out when it is opened.
-    """
+    """(file, group) for each file that `file.h5`, `file.h5::/group` or a glob names. Raises UserError for none."""
     pattern, group = split_group(path)
     is_pattern = glob.has_magic(pattern) and not Path(pattern).exists()
     files = sorted(glob.glob(pattern)) if is_pattern else [pattern]  # noqa: PTH207 (pathlib globs no absolute patterns)
@@ -135,9 +130,9 @@ def _open(key: str, path: str, group: str, fields: Mapping[str, str], *, around_
         root = find(h5, group, h5py.Group, f"{key}: {path}")
         attributes = attributes_of(root)
         opened = {field: _open_column(root, dataset, where, file) for field, dataset in fields.items()}
-        for matrix in fields.values():
+        for matrix in fields.values():  # the first values tell whether they matter
             data = root.get(f"{matrix}/data")
-            if data is not None and f"{matrix}/data" not in fields.values() and (data[:LOOK_AT_VALUES] != 1).any():
+            if data is not None and f"{matrix}/data" not in fields.values() and (data[: 1 << 16] != 1).any():
                 warn(
                     f"{where}: {matrix}/data has values other than 1, which are not read: each stored item counts as "
                     "one, a 0, too; store only the items that count"
