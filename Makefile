@@ -13,7 +13,7 @@
 #               slurmd, slurm-client and shellcheck
 # make soak     200 training runs that meet faults at random moments, about an hour
 # make fuzz     10,000 damaged files for everything that reads files
-# make images   a million small images and 2,000 damaged ones are decoded, about 20 minutes
+# make images   a million small images are decoded, and the memory stays flat, about 20 minutes
 # make bench    the loader benchmark, without the peers: bench/results/loader_*.md
 # make bench-peers  the same with the peer loaders, which it installs into bench/.venv-peers
 

@@ -16,7 +16,7 @@ from workloads import minimal
 
 
 class Workload(minimal.Workload):
-    """Writes `phase`, and once, when the first step begins, its time to `steps`. A file `nan` makes the loss NaN."""
+    """Writes `phase`, and once, when the first step begins, its time to `steps`."""
 
     phase = "starting"
     has_stepped = False
@@ -31,8 +31,7 @@ class Workload(minimal.Workload):
             with Path("steps").open("a") as file:
                 file.write(f"{time.time()}\n")
             self.has_stepped = True
-        loss = super().loss(model, batch)
-        return loss * float("nan") if is_training and Path("nan").exists() else loss
+        return super().loss(model, batch)
 
 
 class Rows(Dataset[dict[str, Tensor]]):
