@@ -5,13 +5,10 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-import h5py
-import numpy as np
 import pytest
 from baking import bake_project
-from harness import ITEMS, numbered, ragged, write_minimal
+from harness import write_minimal, write_ragged, write_rows
 from template import ALL_FILES, ROOT, tracked
 
 from fastgpu.process.signals import STOP
@@ -80,47 +77,14 @@ def signal_handlers() -> Iterator[None]:
 
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[..., str]:
-    """write(rows, chunk=..., ...) writes an HDF5 file with numbered `images` and `labels` and returns its path."""
-
-    def make(
-        rows: int = 100,
-        shape: tuple[int, ...] = (1, 4, 2),
-        chunk: int | None = 8,
-        *,
-        name: str = "rows.h5",
-        start: int = 0,
-        classes: int = 4,
-        **options: Any,
-    ) -> str:
-        path = tmp_path / name
-        with h5py.File(path, "w") as file:
-            chunks = (min(chunk, rows), *shape) if chunk else None
-            file.create_dataset("images", data=numbered(rows, shape, start), chunks=chunks, **options)
-            file["labels"] = np.arange(start, start + rows) % classes
-        return str(path)
-
-    return make
+    """write(rows, ..., name=...) is `write_rows` in tmp_path."""
+    return lambda *sizes, name="rows.h5", **options: write_rows(tmp_path / name, *sizes, **options)
 
 
-@pytest.fixture
-def write_ragged(tmp_path: Path) -> Callable[..., str]:
-    """write_ragged(rows) writes an HDF5 file with the CSR matrix `items` and the `number` of each row.
-
-    Returns its path.
-    """
-
-    def make(rows: int = 100, name: str = "ragged.h5", start: int = 0, items: int = ITEMS, **options: Any) -> str:
-        numbers = range(start, start + rows)
-        array = ragged(numbers)
-        with h5py.File(tmp_path / name, "w") as file:
-            group = file.create_group("items")
-            group.attrs.update({"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": (rows, items)})
-            group["indptr"] = array.offsets
-            group.create_dataset("indices", data=array.values, **options)
-            file["number"] = np.array(numbers)
-        return str(tmp_path / name)
-
-    return make
+@pytest.fixture(name="write_ragged")
+def _write_ragged(tmp_path: Path) -> Callable[..., str]:
+    """write_ragged(rows, name, start, ...) is that of the harness in tmp_path."""
+    return lambda rows=100, name="ragged.h5", *start, **options: write_ragged(tmp_path / name, rows, *start, **options)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import json
 import os
-import queue
 import shutil
 import socket
 import subprocess
@@ -137,6 +136,36 @@ def by_h5py(store: HDF5Dataset) -> bool:
     """Whether only the HDF5 library can read the rows, one thread at a time."""
     largest = max(store.parts[0].values(), key=lambda column: column.field.row_bytes)
     return largest._needs_h5py
+
+
+def write_rows(
+    path: Path,
+    rows: int = 100,
+    shape: tuple[int, ...] = (1, 4, 2),
+    chunk: int | None = 8,
+    *,
+    start: int = 0,
+    classes: int = 4,
+    **options: Any,
+) -> str:
+    """Write an HDF5 file with numbered `images`, and `labels`. Returns its path. options: of the images."""
+    with h5py.File(path, "w") as file:
+        chunks = (min(chunk, rows), *shape) if chunk else None
+        file.create_dataset("images", data=numbered(rows, shape, start), chunks=chunks, **options)
+        file["labels"] = np.arange(start, start + rows) % classes
+    return str(path)
+
+
+def write_ragged(path: Path, rows: int = 100, start: int = 0, *, items: int = ITEMS, **options: Any) -> str:
+    """Write an HDF5 file with the CSR matrix `items` and the `number` of each row. Returns its path."""
+    array = ragged(range(start, start + rows))
+    with h5py.File(path, "w") as file:
+        group = file.create_group("items")
+        group.attrs.update({"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": (rows, items)})
+        group["indptr"] = array.offsets
+        group.create_dataset("indices", data=array.values, **options)
+        file["number"] = np.arange(start, start + rows)
+    return str(path)
 
 
 # ---------------------------------------------------------------------------------------------- whole runs
@@ -281,15 +310,9 @@ def run_ranks(
 
 def launch_variables(launch: Launch, port: int) -> dict[str, str]:
     """What torchrun tells a rank."""
-    variables = {
-        "RANK": launch.rank,
-        "LOCAL_RANK": launch.local_rank,
-        "WORLD_SIZE": launch.world_size,
-        "LOCAL_WORLD_SIZE": launch.local_world_size,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-    }
-    return {name: str(value) for name, value in variables.items()}
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    values = (launch.rank, launch.local_rank, launch.world_size, launch.local_world_size)
+    return dict(zip(names, map(str, values), strict=True)) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 def free_port() -> int:
@@ -327,21 +350,15 @@ def in_world(size: int, function: Callable[..., Any], *arguments: Any) -> list[A
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["harness"])  # torch is imported once, not by each rank
     answers = context.Queue()
-    processes = []
-    for rank in range(size):
-        process = context.Process(
-            target=_call, args=(Launch(rank, size, rank, size), port, function, arguments), kwargs={"answers": answers}
-        )
-        process.start()
-        processes.append(process)
+    launches = [Launch(rank, size, rank, size) for rank in range(size)]
+    processes = [context.Process(target=_call, args=(answers, each, port, function, arguments)) for each in launches]
     results: dict[int, Any] = {}
     try:
+        for process in processes:
+            process.start()
         while len(results) < size:
-            rank, value, error = answers.get(timeout=TIMEOUT_S)
+            rank, results[rank], error = answers.get(timeout=TIMEOUT_S)
             assert not error, f"rank {rank}:\n{error}"
-            results[rank] = value
-    except queue.Empty:
-        pytest.fail(f"only ranks {sorted(results)} answered")
     finally:
         for process in processes:
             process.join(10)
@@ -349,13 +366,12 @@ def in_world(size: int, function: Callable[..., Any], *arguments: Any) -> list[A
     return [results[rank] for rank in range(size)]
 
 
-def _call(launch: Launch, port: int, function: Callable[..., Any], arguments: tuple[Any, ...], *, answers: Any) -> None:
-    rank = launch.rank
+def _call(answers: Any, launch: Launch, port: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     os.environ.update(launch_variables(launch, port))
     torch.set_num_threads(1)
     try:
         with init_distributed(Dist(device="cpu", timeout_s=TIMEOUT_S), launch) as world:
             value = function(world, *arguments)
-        answers.put((rank, value, None))
+        answers.put((launch.rank, value, None))
     except BaseException:
-        answers.put((rank, None, traceback.format_exc()))
+        answers.put((launch.rank, None, traceback.format_exc()))

@@ -1,14 +1,17 @@
-"""Ranks that were started with other settings, rows or code: each node has a copy of its own."""
+"""Ranks that were started with other settings, rows or code: each node has a copy of its own. Nodes come and go."""
 
 import os
 import shutil
+import signal
+from itertools import count
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
+import torch
 import train as script
-from harness import in_world, run_ranks
+from harness import in_world, run_ranks, train, train_rank, weights_of
 
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import UserError
@@ -84,3 +87,22 @@ def test_every_rank_that_differs_ends_with_the_same_exit_code(folder):
     (line,) = [line for process in done for line in process.stderr.splitlines() if not line.startswith("[W")]
     assert line.startswith("error: run.seed is 3 on rank 1 and")
     assert not (folder / "runs").exists()
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_inside_an_epoch_with_another_number_of_ranks(folder, monkeypatch):
+    words = ("optim.name=sgd", "optim.lr=0.01")
+    train("run.name=whole", *words)
+    step, calls = script.train_step, count(1)
+
+    def step_and_stop(*arguments):
+        if next(calls) == 30:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "train_step", step_and_stop)
+        assert train(*words) == 128 + signal.SIGTERM
+    assert in_world(2, train_rank, folder, "run.resume=auto", *words) == [0, 0]
+    ours, theirs = weights_of(folder / "runs/whole"), weights_of(folder / "runs/a")
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)  # gradients are added in another order
