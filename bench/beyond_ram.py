@@ -1,7 +1,5 @@
 """Rows of a file that is larger than the free memory: through the page cache, and around it (O_DIRECT).
 
-python bench/beyond_ram.py
-
 Needs root: a cgroup limits the memory of each run, page cache included. Every run is a process of its own that begins
 with an evicted file; its first epoch is not counted. The project's feed reads around the page cache and through it, in
 turns.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import project
+from peers import PROJECT
 from PIL import Image
 
 from fastgpu.convert.writer import write_rows
@@ -97,7 +97,7 @@ def make_jpegs(spec: DataSpec) -> None:
         path = source / str(number % 10) / f"{number:05d}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(path, quality=92)
-    run_script(project.FOLDER / "convert.py", "images", source, spec.h5, "--keep-encoded")
+    run_script(PROJECT / "convert.py", "images", source, spec.h5, "--keep-encoded")
 
 
 def make_users(spec: DataSpec) -> None:

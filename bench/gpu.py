@@ -19,13 +19,12 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import data
-import project
 import publish
 import torch
 from contenders import mapped_rows
 from data import DataSpec
 from jpegs import by_pillow, items_of
-from peers import Task, loader
+from peers import PROJECT, Task, loader
 from processes import kept_warm
 from publish import spread, take_turns
 from tables import compare, speeds
@@ -123,7 +122,7 @@ def build_parts(case: Case, spec: DataSpec, tier: str, world: World) -> Parts:
     val = spec.folder / "users-val.h5" if case.make is data.make_users else spec.h5
     keys = {"data.train": spec.h5, "data.val": val, "data.batch_size": spec.batch_size, "data.tier": tier, **case.keys}
     words = (f"{key}={value}" for key, value in keys.items())
-    return build(load_config(["--config", str(project.FOLDER / case.config), *words]), world)
+    return build(load_config(["--config", str(PROJECT / case.config), *words]), world)
 
 
 class Bench:

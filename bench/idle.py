@@ -9,10 +9,10 @@ from functools import partial
 from itertools import repeat
 from typing import Any
 
-import h5py
 import numpy as np
 import ours
 import torch
+from contenders import in_memory
 from peers import Contender, Items, Task, loader
 from PIL import Image
 from torch import Tensor
@@ -26,15 +26,9 @@ N_UNEVEN = 21
 """One of so many batches takes ten times as long as the others."""
 
 
-def images_of(task: Task) -> np.ndarray:
-    """(N, C, H, W) uint8"""
-    with h5py.File(task.h5) as file:
-        return file["images"][:]
-
-
 def tutorial(task: Task) -> Items:
     """CIFAR-shaped rows in memory as most tutorials read them: pad, crop, flip and normalise each image on the CPU."""
-    images = images_of(task).transpose(0, 2, 3, 1).copy()
+    images = in_memory(task.h5)[0].transpose(0, 2, 3, 1).copy()
 
     def item(row: int) -> tuple[Tensor, int]:
         padded = Image.new("RGB", (40, 40))
@@ -51,7 +45,7 @@ def tutorial(task: Task) -> Items:
 
 def pixel_strings(task: Task) -> Items:
     """Numbers in the text of a CSV file, which are parsed."""
-    lines = [" ".join(map(str, image.ravel())) for image in images_of(task)]
+    lines = [" ".join(map(str, image.ravel())) for image in in_memory(task.h5)[0]]
 
     def item(row: int) -> tuple[Tensor, int]:
         pixels = np.array(lines[row].split(), dtype="float32").reshape(1, 48, 48)
@@ -62,7 +56,7 @@ def pixel_strings(task: Task) -> Items:
 
 def png_files(task: Task) -> Items:
     """PNG files, which are decoded."""
-    images = images_of(task)
+    images = in_memory(task.h5)[0]
     paths = [task.folder / f"png/{row:05d}.png" for row in range(len(images))]
     if not paths[-1].exists():
         paths[0].parent.mkdir(exist_ok=True)

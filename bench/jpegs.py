@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import project  # noqa: F401
 import torch
 import torch.nn.functional as F
 from peers import Contender, Items, Task, convert_once, ffcv_loader, loader, permutation, spdl_pipeline

@@ -1,7 +1,5 @@
 """How random is the order of the rows, and what does it cost? No file is read: the order depends on block sizes only.
 
-python bench/order.py
-
 Shuffle quality is judged by labels, because a biased batch has wrong shares of the classes. The measure is chi2/df of
 the label counts of a batch against the shares of the file; its mean is 1 for a random sample. The worst possible file,
 sorted by class, is compared with a file in random order, and pools of blocks with a full shuffle of all rows.

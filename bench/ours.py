@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-import project  # noqa: F401
+import peers  # noqa: F401  makes the project importable
 import torch
 
 from fastgpu.feed.sizes import choose_canonical_ranks, choose_pool_batches, choose_readers

@@ -11,6 +11,7 @@ import gc
 import os
 import queue
 import shutil
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -25,6 +26,8 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import DataLoader
 
+PROJECT = Path(__file__).parents[1] / "{{cookiecutter.project_slug}}"
+sys.path.insert(0, str(PROJECT))  # the generated project runs in place
 Batch = tuple[Any, Any]
 """Images, uint8 (B, C, H, W), and labels (B,): arrays or tensors."""
 RowIds = npt.NDArray[np.int64]
@@ -207,9 +210,8 @@ def ffcv(task: Task) -> Contender:
 def dali(task: Task) -> Contender:
     """DALI, CPU pipeline: an external source in batch mode without copies, over memory-mapped arrays; a full shuffle.
 
-    This is the fastest variant that was tried: `parallel=True` (worker processes) and the native webdataset reader (a
-    shuffle buffer) reached less than half of its speed, and `exec_dynamic=True` was slower, too. Large rows are passed
-    as views, which DALI's own threads gather. Smaller rows are gathered by NumPy, which overlaps with one DALI thread.
+    This is the fastest variant that was tried: worker processes and the native webdataset reader reached less than half
+    of its speed. Large rows are views, which DALI's threads gather; smaller ones are gathered by NumPy beside a thread.
     """
     from nvidia.dali import fn
     from nvidia.dali.pipeline import Pipeline
@@ -262,9 +264,8 @@ def spdl_pipeline(builder: Any, n_threads: int) -> Any:
 def spdl(task: Task) -> Contender:
     """SPDL: a PipelineBuilder with one gathering thread per worker over memory-mapped arrays; a full shuffle.
 
-    Batches come in recycled buffers, so that no page is touched for the first time. One pipeline serves all epochs. Its
-    source waits for the next epoch, so nothing is read ahead of an epoch, and no epoch pays for the start and the end
-    of the pipeline (0.1 s). Batches come in the order in which they are completed.
+    Batches come in recycled buffers, in the order in which they are completed. One pipeline serves all epochs, so that
+    none pays for its start and its end (0.1 s); its source waits for the next epoch.
     """
     from spdl.pipeline import PipelineBuilder
 
@@ -300,9 +301,8 @@ def spdl(task: Task) -> Contender:
 def grain(task: Task) -> Contender:
     """Grain: a random-access source of shuffled row numbers, one batch each, which `map` gathers in threads.
 
-    NumPy draws the full shuffle. Grain's own shuffle() and batch() work row by row in Python, which holds the GIL: they
-    reached a third of this speed for large rows and a twentieth for small ones, and worker processes (mp_prefetch) did
-    not make up for it. Buffers are recycled as for SPDL: new ones made large rows up to four times slower.
+    NumPy draws the full shuffle, and buffers are recycled: Grain's own shuffle() and batch() work row by row in Python
+    and reached a third of this speed for large rows, a twentieth for small ones; new buffers cost up to four times.
     """
     from grain import MapDataset, ReadOptions
 

@@ -1,7 +1,5 @@
 """From `python train.py` to the first point of its log: digits, 128 shards of 1 GB, and 10^9 rows.
 
-python bench/start.py
-
 The files of the large cases are sparse: their metadata is that of full files, and their bytes are holes, which read as
 zeros without a disk. So the time is that of this project's code, h5py and torch, not of a disk.
 """
@@ -16,8 +14,8 @@ from pathlib import Path
 
 import h5py
 import numpy as np
-import project
 import publish
+from peers import PROJECT
 from publish import spread, take_turns
 
 SHARD_ROWS = 21_845
@@ -67,7 +65,7 @@ def first_point_s(arguments: list[str], folder: Path) -> float:
     command = [sys.executable, "train.py", *arguments, f"run.folder={runs}", "log.every_steps=1"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     t0 = time.perf_counter()
-    with subprocess.Popen(command, cwd=project.FOLDER, env=environment, stdout=sys.stderr) as process:
+    with subprocess.Popen(command, cwd=PROJECT, env=environment, stdout=sys.stderr) as process:
         while not any(path.stat().st_size for path in runs.rglob("metrics.jsonl")):
             assert process.poll() is None, f"{' '.join(command)} ended before its first point"
             time.sleep(0.005)

@@ -45,8 +45,8 @@ from short_run import CONFIG
 from torch import nn
 
 import workloads
+from fastgpu.convert import writer
 from fastgpu.convert.summary import damaged
-from fastgpu.convert.writer import write_rows
 from fastgpu.images.column import decoded
 from fastgpu.predict.inputs import open_pools
 from fastgpu.predict.model import load_model, make_rows
@@ -87,12 +87,12 @@ def make_hdf5(compression: str) -> None:
     fields = {"images": Field(np.dtype(np.uint8), (1, 8, 8)), "labels": Field(np.dtype(np.int64), ())}
     attributes = {"class_names": ["cat", "dog", "owl"], "source": "made up", "mean": [0.5], "std": [0.25]}
     rows = {"images": numbered(N_ROWS, (1, 8, 8)), "labels": np.arange(N_ROWS) % 3}
-    write_rows(Path("x.h5"), N_ROWS, fields, [rows], attributes=attributes, compression=compression)
+    writer.write_rows(Path("x.h5"), N_ROWS, fields, [rows], attributes=attributes, compression=compression)
 
 
 def make_csr() -> None:
     fields = {"items": Field(np.dtype(np.int32), (), 2.0, ITEMS)}
-    write_rows(Path("x.h5"), N_ROWS, fields, [{"items": ragged(range(N_ROWS))}], attributes={})
+    writer.write_rows(Path("x.h5"), N_ROWS, fields, [{"items": ragged(range(N_ROWS))}], attributes={})
 
 
 def make_foreign() -> None:

@@ -1,9 +1,7 @@
-"""Damaged variants of a file: of its bytes, of its text, or of a member of an archive. All follow from the seed."""
+"""Damaged variants of a file: of its bytes, or of its text. All follow from the seed."""
 
-import io
 import random
 import re
-import zipfile
 
 NUMBERS = (0, 1, 0x7F, 0xFF, 0xFFFF, 0x7FFFFFFF, 0xFFFFFFFF, 1 << 40, 0x7FFFFFFFFFFFFFFF, 0xFFFFFFFFFFFFFFFF)
 WORDS = (
@@ -22,8 +20,6 @@ def mutate(data: bytes, rng: random.Random, *, is_text: bool = False) -> bytes:
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         if is_text and rng.random() < 0.7:
             data = rng.choice((_other_word, _other_word, _other_lines, _bad_text))(data, rng)
-        elif rng.random() < 0.5 and zipfile.is_zipfile(io.BytesIO(data)):
-            data = _in_zip(data, rng)
         else:
             data = rng.choice((flip, _splice, _splice, _number))(data, rng)
     return data
@@ -57,20 +53,6 @@ def _number(data: bytes, rng: random.Random) -> bytes:
     start = _place(data, rng) // size * size
     number = rng.choice(NUMBERS) & ((1 << 8 * size) - 1)
     return data[:start] + number.to_bytes(size, rng.choice(("little", "big"))) + data[start + size :]
-
-
-def _in_zip(data: bytes, rng: random.Random) -> bytes:
-    """A member is damaged and stored with a right checksum."""
-    target = io.BytesIO()
-    try:
-        with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(target, "w") as new:
-            chosen = rng.choice(old.namelist())
-            for name in old.namelist():
-                content = old.read(name)
-                new.writestr(name, mutate(content, rng, is_text=name.endswith(".csv")) if name == chosen else content)
-    except Exception:  # damaged by the mutation before
-        return flip(data, rng)
-    return target.getvalue()
 
 
 def _other_word(data: bytes, rng: random.Random) -> bytes:

@@ -49,15 +49,6 @@ def take(project: Path, name: str) -> None:
     shutil.copyfile(EXAMPLES / f"{name}.yaml", project / f"configs/{name}.yaml")
 
 
-def follow(project: Path, name: str, *words: str) -> str:
-    """Run the commands that a config names, and return what its training printed. words: for the training."""
-    text = (project / f"configs/{name}.yaml").read_text()
-    for command in commands_in(text, r"python convert\.py"):
-        run(project, "convert.py", *command)
-    (command,) = commands_in(text, r"python train\.py")
-    return run(project, "train.py", *command, *SMALL, *words)
-
-
 def load(path: str) -> ModuleType:
     """A module of an example."""
     spec = spec_from_file_location("example", EXAMPLES / path)
@@ -74,7 +65,7 @@ def described(batch: Rows, **attributes: object) -> SimpleNamespace:
     return SimpleNamespace(name="rows.h5", fields=fields, attributes=attributes, column=lambda name: None)
 
 
-# ---------------------------------------------------------------------------------------------- segmentation
+# ---------------------------------------------------------------------------------------------- commands of a config
 
 
 def draw_photos(folder: Path) -> None:
@@ -89,14 +80,47 @@ def draw_photos(folder: Path) -> None:
         Image.fromarray(is_inside.astype(np.uint8)).save(folder / f"masks/a/{number}.png")
 
 
+def write_book(folder: Path) -> None:
+    (folder / "book.txt").write_text("a rose is a rose is a rose. " * 300)
+
+
+def draw_faces(folder: Path) -> None:
+    """Images of one color, and a number for each."""
+    lines = ["path,age"]
+    for number in range(40):
+        Image.new("RGB", (80, 70), (6 * number, 100, 50)).save(folder / f"{number}.png")
+        lines.append(f"{number}.png,{number / 40 + 0.001}")
+    (folder / "faces.csv").write_text("\n".join(lines))
+
+
+DISKS = "images: uint8 (N, 3, 128, 128), masks: uint8 (N, 128, 128)"
+TRAINED = {
+    "segmentation": (draw_photos, "model.width=4", DISKS, "--evaluate data/segmentation-val.h5", "miou_pct "),
+    "letters": (write_book, "model.dim=8", "train/loss ", "data/text.h5", "row,next\n"),
+    "image_numbers": (draw_faces, "model.width=4", "train/loss ", "0.png", "file,prediction\n"),
+}
+"""{example: what makes its data, a setting, what training shows, arguments of predict.py, what it prints}"""
+
+
 @pytest.mark.slow
-def test_segmentation_trains_by_the_commands_that_its_config_names(project):
-    take(project, "segmentation")
-    draw_photos(project)
-    shown = follow(project, "segmentation", "model.width=4")
-    assert "images: uint8 (N, 3, 128, 128), masks: uint8 (N, 128, 128)" in shown
-    scores = run(project, "predict.py", "runs/a", "--evaluate", "data/segmentation-val.h5")
-    assert [line.split()[0] for line in scores.splitlines()] == ["miou_pct", "pixel_accuracy_pct", "loss"]
+@pytest.mark.parametrize("name", TRAINED)
+def test_an_example_trains_by_the_commands_that_its_config_names(project, name):
+    make, setting, shown, arguments, printed = TRAINED[name]
+    take(project, name)
+    make(project)
+    text = (project / f"configs/{name}.yaml").read_text()
+    for program in re.findall(r'python -c "(.*)"\n', text):
+        run(project, "-c", program)
+    for command in commands_in(text, r"python convert\.py"):
+        run(project, "convert.py", *command)
+    (command,) = commands_in(text, r"python train\.py")
+    output = run(project, "train.py", *command, *SMALL, setting)
+    assert shown in output
+    assert "epoch 1/1 train/loss " in output
+    assert run(project, "predict.py", "runs/a", *arguments.split()).startswith(printed)
+
+
+# ---------------------------------------------------------------------------------------------- segmentation
 
 
 def masked(n_rows: int) -> Rows:
@@ -158,22 +182,6 @@ def test_segmentation_refuses_rows_that_do_not_fit():
 # ---------------------------------------------------------------------------------------------- letters
 
 
-@pytest.mark.slow
-def test_letters_train_by_the_commands_that_their_config_names(project):
-    take(project, "letters")
-    (project / "book.txt").write_text("a rose is a rose is a rose. " * 300)
-    text = (project / "configs/letters.yaml").read_text()
-    assert "\n#          python -c" in text
-    (program,) = re.findall(r'python -c "(.*)"\n', text)
-    run(project, "-c", program)
-    for command in commands_in(text, r"python convert\.py"):
-        run(project, "convert.py", *command)
-    for command in commands_in(text, r"python train\.py"):
-        shown = run(project, "train.py", *command, *SMALL, "model.dim=8")
-    assert "epoch 1/1 train/loss " in shown
-    assert run(project, "predict.py", "runs/a", "data/text.h5").startswith("row,next\n")
-
-
 def test_letters_fit_the_protocol():
     module = load("letters.py")
     batch = Rows(
@@ -186,19 +194,6 @@ def test_letters_fit_the_protocol():
 
 
 # ---------------------------------------------------------------------------------------------- numbers
-
-
-@pytest.mark.slow
-def test_numbers_train_by_the_commands_that_their_config_names(project):
-    take(project, "image_numbers")
-    lines = ["path,age"]
-    for number in range(40):
-        Image.new("RGB", (80, 70), (6 * number, 100, 50)).save(project / f"{number}.png")
-        lines.append(f"{number}.png,{number / 40 + 0.001}")
-    (project / "faces.csv").write_text("\n".join(lines))
-    shown = follow(project, "image_numbers", "model.width=4")
-    assert "epoch 1/1 train/loss " in shown
-    assert run(project, "predict.py", "runs/a", "0.png").startswith("file,prediction\n")
 
 
 def numbered(shape: tuple[int, ...], names: tuple[str, ...] = (), **options: object):

@@ -5,30 +5,19 @@ from harness import arrays_of
 from make_interactions import make_interactions as make
 from template import PROJECT
 
-from fastgpu.rows.rows import RaggedArray
 
-
-def test_interactions_are_of_the_seed_and_of_the_sizes_asked_for():
-    parts, again, other = (make(600, 200, 20, train_share=0.8, seed=seed) for seed in (3, 3, 4))
+def test_interactions_are_of_the_sizes_asked_for():
+    parts = make(600, 200, 20, train_share=0.8, seed=3)
     assert [len(part) for part in parts.values()] == [480, 120]
-    rows = {name: arrays_of(part) for name, part in parts.items()}
-    for name, part in rows.items():
-        for field, found in part.items():
-            assert np.array_equal(found.values, arrays_of(again[name])[field].values)
-            assert not np.array_equal(found.values, arrays_of(other[name])[field].values)
-            assert parts[name].fields[field].n_items == 200
-            each = [found.values[a:b].tolist() for a, b in zip(found.offsets, found.offsets[1:], strict=False)]
-            assert all(len(set(row)) == len(row) and set(row) <= set(range(200)) for row in each)
-    train, *val = (np.diff(column.offsets) for part in rows.values() for column in part.values())
-    lengths = np.concatenate([train, sum(val)])
-    assert 18 < lengths.mean() < 22
-    assert (lengths.min(), lengths.max()) == (5, 50)
-    for seen, held_out in zip(items_of(rows["val"]["items"]), items_of(rows["val"]["held_out"]), strict=True):
-        assert not set(seen) & set(held_out)
-
-
-def items_of(column: RaggedArray) -> list[list[int]]:
-    return [part.tolist() for part in np.split(column.values, column.offsets[1:-1])]
+    columns = [column for part in parts.values() for column in arrays_of(part).values()]
+    train, seen, held_out = ([set(row) for row in np.split(each.values, each.offsets[1:-1])] for each in columns)
+    assert [sum(map(len, rows)) for rows in (train, seen, held_out)] == [len(each.values) for each in columns]
+    users = [*train, *(a | b for a, b in zip(seen, held_out, strict=True))]
+    assert not any(a & b for a, b in zip(seen, held_out, strict=True))
+    assert set.union(*users) <= set(range(200))
+    lengths = [*map(len, users)]
+    assert (min(lengths), max(lengths)) == (5, 50)
+    assert 18 < np.mean(lengths) < 22
 
 
 def test_the_law_is_known_and_better_than_popularity():

@@ -26,23 +26,21 @@ import torch
 from PIL import Image
 
 
-class Rows:
+class CIFAR10:
     classes = [f"class {number}" for number in range(10)]
     attr_names = [*(f"attribute {number}" for number in range(40)), ""]
 
+    def __init__(self, root, **options):
+        pass
+
     def __len__(self):
         return 40
-
-
-class CIFAR10(Rows):
-    def __init__(self, root, train, download):
-        pass
 
     def __getitem__(self, row):
         return Image.fromarray(np.full((32, 32, 3), row, np.uint8)), row % 10
 
 
-class CelebA(Rows):
+class CelebA(CIFAR10):
     def __init__(self, root, split, target_type):
         assert split in ("train", "valid", "test") and target_type == "attr"
 
@@ -100,10 +98,6 @@ def commands_in(text: str, program: str) -> list[list[str]]:
     commands = re.findall(rf"^#.*? {program} (.*?)\s*\\?$", text, re.MULTILINE)
     assert commands, f"no {program} command"
     return [shlex.split(command) for command in commands if not command.endswith("...")]
-
-
-def test_every_recipe_is_tried():
-    assert {path.stem for path in RECIPES} == set(MAKE_DATA)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

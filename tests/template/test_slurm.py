@@ -163,15 +163,6 @@ def test_a_job_whose_time_is_over_goes_on(submit, monkeypatch):
     assert job.restarts == len(job.stops) > 0
 
 
-def test_a_mistake_ends_the_job_before_anything_starts(submit):
-    job = submit("data.batch_siz=3")
-    assert job.wait_for_end() == "FAILED"
-    assert job.cluster.job(job.id)["ExitCode"] == "2:0"
-    assert job.restarts == 0
-    assert "unknown key data.batch_siz (did you mean data.batch_size?)" in job.log
-    assert not job.run.exists()
-
-
 @pytest.mark.parametrize(("killed", "restarts"), [("train.py", 0), ("torchrun", 1)])
 def test_a_killed_rank_is_restarted_by_torchrun_and_a_killed_torchrun_by_slurm(submit, killed, restarts):
     job = submit("run.checkpoint_every_steps=20")
