@@ -6,10 +6,11 @@ from pathlib import Path
 import peers  # noqa: F401  makes the project importable
 import torch
 
-from fastgpu.feed.sizes import choose_canonical_ranks, choose_pool_batches, choose_readers
-from fastgpu.feed.tiers import Feed, Placement, make_feed
-from fastgpu.process.config import Tier
+from fastgpu.feed import Feed, choose_sizes, open_loaders
+from fastgpu.feed.sizes import MAX_READERS
+from fastgpu.process.config import Config, Data, Loader, Tier
 from fastgpu.process.machine import available_cpus
+from fastgpu.process.world import World
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.rows.rows import Rows
@@ -17,7 +18,7 @@ from fastgpu.storage.store import open_store
 
 IMAGES = ("images", "labels")
 CPUS = available_cpus()
-READERS = choose_readers("auto", 1)
+READERS = min(MAX_READERS, CPUS)
 
 
 def open_rows(path: Path, names: tuple[str, ...] = IMAGES) -> Dataset:
@@ -29,10 +30,13 @@ def open_feed(
     rows: Dataset, batch_size: int, *, tier: Tier = "disk", n_readers: int = READERS, pool_batches: int | None = None
 ) -> Feed:
     """The feed of these rows on a CPU. pool_batches: None for what `auto` chooses."""
-    pool_batches = choose_pool_batches(pool_batches or "auto", batch_size, rows)
-    shard = Shard(canonical_ranks=choose_canonical_ranks(batch_size, 1, rows))
-    order = BlockSampler(rows.block_rows, batch_size, shard=shard, pool_batches=pool_batches, seed=0)
-    return make_feed(rows, order, Placement(tier, torch.device("cpu"), n_readers))
+    data = Data(train="", val="", fields={}, batch_size=batch_size, tier=tier, pool_batches=pool_batches or "auto")
+    loader = Loader(num_readers=n_readers, num_workers=n_readers)
+    world = World(0, 1, 1, torch.device("cpu"))
+    sizes = choose_sizes(Config(workload="images", data=data, loader=loader), rows, rows, world)
+    shard = Shard(canonical_ranks=sizes.canonical_ranks)
+    order = BlockSampler(rows.block_rows, batch_size, shard, sizes.pool_batches, seed=0)
+    return open_loaders([rows], [order], sizes, world.device, loader=loader)[0]
 
 
 def batches(feed: Feed, epoch: int) -> Iterator[Rows]:

@@ -22,7 +22,8 @@ import torch.multiprocessing as mp
 import train as script
 import yaml
 
-from fastgpu.process.config import Dist
+from fastgpu.feed import Feed, Sizes, open_loaders
+from fastgpu.process.config import Dist, Loader, Tier
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import Launch, UserError
 from fastgpu.process.world import World, init_distributed
@@ -120,6 +121,24 @@ def read_rows(source: Dataset) -> dict[str, Any]:
     for start, rows in zip(starts.tolist(), source.block_rows.tolist(), strict=True):
         source.read(PLAN, reads_of((start, np.arange(start, start + rows))), out)
     return out
+
+
+def sizes_of(tier: Tier, n_readers: int) -> Sizes:
+    """Sizes that name a tier and a number of readers."""
+    return Sizes(1, 1, 1, tier, n_readers, uses_workers=False, need=0, free={})
+
+
+def open_feed(
+    source: Dataset,
+    order: BlockSampler,
+    tier: Tier = "disk",
+    n_readers: int = 2,
+    *,
+    device: torch.device = CPU,
+    **loader: int,
+) -> Feed:
+    """The rows of a source in the given order. loader: settings of `Loader`."""
+    return open_loaders([source], [order], sizes_of(tier, n_readers), device, loader=Loader(**loader))[0]
 
 
 @contextmanager

@@ -7,7 +7,6 @@ from itertools import count
 from pathlib import Path
 
 import h5py
-import numpy as np
 import pytest
 import torch
 import train as script
@@ -32,7 +31,6 @@ CASES = {
 """{case: (settings of rank 1 only, beginning of the error)}"""
 ON_ALL = {
     "one process for all GPUs": (("dist.strategy=dp",), "dist.strategy is dp, which is for one process"),
-    "few blocks": (("data.train=one.h5", "data.val=one.h5", "data.batch_size=8"), "2 ranks are more than the 1 blocks"),
 }
 """The same, for settings of all ranks."""
 
@@ -66,9 +64,6 @@ def test_ranks_that_differ_end_with_one_line_that_names_the_difference(folder):
     with h5py.File("other.h5", "r+") as file:
         file["train/y"][350] += 1
         file["val/x"][-1] += 1  # one of the rows that stand for a file without checksums
-    with h5py.File("one.h5", "w") as file:
-        file.create_dataset("x", data=np.zeros((40, 6), np.float32), chunks=(40, 6))
-        file["y"] = np.zeros(40)
     ranks = in_world(2, build_cases, folder)
     assert ranks[0] == ranks[1]
     for name, (_, beginning) in (CASES | ON_ALL).items():

@@ -24,7 +24,7 @@ import psutil
 import torch
 from PIL import Image
 
-from fastgpu.feed.tiers import Placement, make_feed
+from fastgpu.feed import PrefetchLoader
 from fastgpu.images.column import decoded
 from fastgpu.process.machine import available_cpus
 from fastgpu.rows.order import BlockSampler
@@ -68,7 +68,7 @@ def main() -> int:
             file["images"].attrs["codec"] = "jpeg+png+webp"
         source = decoded(open_store("FILE", str(path), {"images": "images"}), (32, 32), min_scale=0.08)
         order = BlockSampler(source.block_rows, 256, pool_batches=4, drop_last=False)
-        feed = make_feed(source, order, Placement("disk", torch.device("cpu"), available_cpus()))
+        feed = PrefetchLoader(source, order, torch.device("cpu"), available_cpus())
         n_done = 0
         with closing(feed):
             for epoch in count():

@@ -88,7 +88,7 @@ def opened(config: dict[str, Any], rank: int = 0, world_size: int = 1) -> Iterat
     """The feeds of the training and of the validation rows of one rank, and its batch size, as train.py opens them."""
     cfg = Config.model_validate(config)
     world = World(rank, world_size, world_size, CPU)
-    rows, val_rows = sources.open_splits(cfg.data, cfg.loader, cfg.run.seed)
+    rows, val_rows = sources.open_splits(cfg.data, cfg.run.seed)
     chosen = sizes.choose_sizes(cfg, rows, val_rows, world)
     size, pools = chosen.batch_size, chosen.pool_batches
     shard = Shard(rank, world_size, chosen.canonical_ranks)

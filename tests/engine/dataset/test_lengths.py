@@ -1,6 +1,5 @@
 """Datasets whose items have different lengths: the boxes of an image, the words of a text."""
 
-import pickle
 import shutil
 import subprocess
 import sys
@@ -13,10 +12,10 @@ import pytest
 import torch
 from harness import (
     ALONE,
-    CPU,
     ROOT,
     copy_project,
     metrics_of,
+    open_feed,
     run_to_end,
     run_train,
     same_weights,
@@ -25,11 +24,10 @@ from harness import (
 )
 from torch.utils.data import Dataset
 
-from fastgpu.dataset.items import Items
-from fastgpu.dataset.source import ItemDataset, asks_from, rows_per_ask
+from fastgpu.dataset.source import ItemDataset, rows_per_ask
+from fastgpu.feed import Feed
 from fastgpu.feed.sizes import choose_sizes
-from fastgpu.feed.tiers import Feed, Placement, make_feed
-from fastgpu.process.config import Config, Data, Loader, Tier
+from fastgpu.process.config import Config, Data, Tier
 from fastgpu.process.launch import RankError, UserError
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Ragged
@@ -61,7 +59,7 @@ def source_of(dataset: Dataset | None = None, names: dict[str, str] = NAMES) -> 
 
 def feed_of(source: ItemDataset, n_workers: int, tier: Tier = "disk") -> tuple[Feed, BlockSampler]:
     order = BlockSampler(source.block_rows, 4, pool_batches=3, seed=1)
-    return make_feed(source, order, Placement(tier, CPU, n_workers), Loader()), order
+    return open_feed(source, order, tier, n_workers), order
 
 
 @pytest.mark.parametrize("n_workers", [0, 2])
@@ -128,22 +126,12 @@ def test_a_length_that_differs_seldom_is_refused_with_its_cure():
 
 @pytest.mark.parametrize("tier", ["host", "device"])
 def test_rows_of_unknown_length_stay_on_the_disk_tier(tier):
+    data = Data(train="x", val="y", fields=NAMES, batch_size=4, tier=tier)
     with pytest.raises(UserError, match=rf"data.tier is {tier}, but nobody knows how many values boxes of mine have"):
-        feed_of(source_of(), 0, tier)
+        choose_sizes(Config(workload="minimal", data=data), source_of(), source_of(), ALONE)
 
 
 # ---------------------------------------------------------------------------------------------- what workers are asked
-
-
-def test_asks_are_the_rows_of_the_order_and_end_with_the_last_epoch():
-    source = source_of()
-    order = BlockSampler(source.block_rows, 4, pool_batches=3, seed=1)
-    order.n_epochs = 3
-    second = list(order.pools(1))[1]
-    asked = [row for ask in asks_from(second, 4) for row in ask.rows.tolist()]
-    expected = [row for plan in order.plans(1, 1) for row in plan.reads.starts.tolist()]
-    assert asked == expected
-    assert len(asked) == 60 - 12 + 60
 
 
 class Counting(Boxes):
@@ -195,13 +183,6 @@ def test_a_tier_that_would_freeze_what_a_dataset_draws_is_told(dataset, is_told,
     choose_sizes(Config(workload="minimal", data=data), source, source, ALONE)
     told = "data.tier is host: the items of mine are read once, so what they draw at random is the same in each epoch"
     assert (told in capsys.readouterr().out) == (is_told and tier == "host")
-
-
-def test_items_are_pickled_with_their_types():
-    items = pickle.loads(pickle.dumps(Items("mine", Boxes(), NAMES)))
-    columns = items.read_rows(np.array([3, 4]), seed=0, epoch=0)
-    np.testing.assert_array_equal(columns["boxes"].values, np.concatenate([boxes_of(3), boxes_of(4)]))
-    assert columns["boxes"].offsets.tolist() == [0, 3, 7]
 
 
 # ---------------------------------------------------------------------------------------------- training

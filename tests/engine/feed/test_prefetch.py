@@ -14,6 +14,7 @@ import pytest
 import torch
 from harness import CPU, ROOT, TIMEOUT_S, needs_gpu, numbers_of
 
+from fastgpu.dataset.source import READERS_NICE
 from fastgpu.feed import prefetch
 from fastgpu.feed.prefetch import PrefetchLoader
 from fastgpu.process.config import Loader
@@ -39,18 +40,21 @@ def make_prefetcher(
     store: HDF5Dataset,
     read: Callable | None = None,
     *,
+    order: BlockSampler | None = None,
     n_readers: int = 2,
     n_slots: int = 2,
-    device: torch.device = CPU,
     timeout_s: float = TIMEOUT_S,
 ) -> PrefetchLoader:
-    """A prefetcher for pools of 16 rows. read: instead of the store's."""
+    """A prefetcher for one epoch of pools of 16 rows, unless `order` says otherwise. read: instead of the store's."""
     source = copy(store)
     if read:
         source.read = read
         source.jobs = partial(Dataset.jobs, source)
+    if not order:
+        order = order_of(store)
+        order.n_epochs = 1
     loader = Loader.model_construct(prefetch_pools=n_slots - 1, timeout_s=timeout_s)
-    return PrefetchLoader(source, order_of(store), device, n_readers, loader=loader)
+    return PrefetchLoader(source, order, CPU, n_readers, loader=loader)
 
 
 def wait_until(is_true: Callable[[], bool]) -> None:
@@ -69,14 +73,14 @@ def test_a_signal_between_the_starts_of_two_threads_is_not_hidden(store, monkeyp
     start = threading.Thread.start
 
     def interrupt(thread: threading.Thread) -> None:
-        if thread.name == "reader_1":
+        if thread.name == "reader_2":
             raise SystemExit(143)
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", interrupt)
     prefetcher = make_prefetcher(store)
     with pytest.raises(SystemExit):
-        prefetcher.start(order_of(store).pools(0))
+        next(prefetcher.pools(0))
     prefetcher.close()
     assert not prefetch_threads()
 
@@ -84,19 +88,18 @@ def test_a_signal_between_the_starts_of_two_threads_is_not_hidden(store, monkeyp
 @pytest.mark.parametrize(("n_readers", "n_slots"), [(1, 2), (4, 2), (4, 5)])
 def test_rows_arrive_in_the_order_of_the_plan_in_memory_that_is_allocated_once(store, n_readers, n_slots):
     order = order_of(store)
-    prefetcher = make_prefetcher(store, n_readers=n_readers, n_slots=n_slots)
+    order.n_epochs = 3
+    prefetcher = make_prefetcher(store, order=order, n_readers=n_readers, n_slots=n_slots)
     addresses = set()
     for epoch in range(3):
-        prefetcher.start(order.pools(epoch))
         numbers = []
-        for _, rows in prefetcher:
+        for _, rows in prefetcher.pools(epoch):
             numbers += numbers_of(rows["images"])
             addresses.add(rows["images"].data_ptr())
         order.set_epoch(epoch)
         assert numbers == list(order)
     assert len(addresses) == n_slots
-    prefetcher.start(iter(()))  # a plan without pools
-    assert not list(prefetcher)
+    assert not list(prefetcher.pools(3))  # an epoch without pools
     assert not prefetch_threads()
 
 
@@ -108,9 +111,9 @@ def test_readers_have_a_lower_priority_than_the_loop(store):
 
     before = os.getpriority(os.PRIO_PROCESS, 0)
     prefetcher = make_prefetcher(store, read)
-    prefetcher.start(order_of(store).pools(0))
-    list(prefetcher)
-    assert priorities == {min(19, before + prefetch.READERS_NICE)}
+    list(prefetcher.pools(0))
+    prefetcher.close()
+    assert priorities == {min(19, before + READERS_NICE)}
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
@@ -123,8 +126,7 @@ def test_rows_stay_whole_while_the_loop_is_slow_and_the_readers_are_ahead(store)
         n_rows_read.append(sum(len(places) for _, places in reads.ranges()))
 
     prefetcher = make_prefetcher(store, read, n_slots=2)
-    prefetcher.start(order.pools(0))
-    for plan, rows in prefetcher:
+    for plan, rows in prefetcher.pools(0):
         n_ahead = min(order.rows_before(0, plan.number + 2), order.total_size)
         wait_until(lambda n_ahead=n_ahead: sum(n_rows_read) >= n_ahead)  # every slot but this one is filled
         assert numbers_of(rows["images"]) == plan.row_ids.tolist()
@@ -133,15 +135,16 @@ def test_rows_stay_whole_while_the_loop_is_slow_and_the_readers_are_ahead(store)
 
 def test_no_more_pools_are_ahead_than_there_are_slots(store):
     planned: list[int] = []
+    order = order_of(store)
 
-    def plans() -> Iterator[PoolPlan]:
-        for plan in order_of(store).pools(0):
+    def plans(*_: int) -> Iterator[PoolPlan]:
+        for plan in order.pools(0):
             planned.append(plan.number)
             yield plan
 
-    prefetcher = make_prefetcher(store, n_slots=3)
-    prefetcher.start(plans())
-    pools = iter(prefetcher)
+    order.plans = plans
+    prefetcher = make_prefetcher(store, order=order, n_slots=3)
+    pools = prefetcher.pools(0)
     for n_taken in range(1, 6):
         next(pools)
         wait_until(lambda n_taken=n_taken: len(planned) >= n_taken + 2)  # the one in use, and two ahead
@@ -156,24 +159,23 @@ def test_an_error_in_a_reader_reaches_the_loop_with_its_traceback(store):
         store.read(plan, reads, out)
 
     prefetcher = make_prefetcher(store, read)
-    prefetcher.start(order_of(store).pools(0))
     with pytest.raises(EOFError, match="cut while in use") as error:
-        list(prefetcher)
+        list(prefetcher.pools(0))
     assert any(entry.name == "read" for entry in error.traceback)
     assert not prefetch_threads()
-    with pytest.raises(EOFError):  # it does not hang if it is asked again
-        list(prefetcher)
 
 
 def test_an_error_in_the_plan_reaches_the_loop(store):
-    def plans() -> Iterator[PoolPlan]:
-        yield next(order_of(store).pools(0))
+    order = order_of(store)
+
+    def plans(*_: int) -> Iterator[PoolPlan]:
+        yield next(order.pools(0))
         raise RuntimeError("no more")
 
-    prefetcher = make_prefetcher(store)
-    prefetcher.start(plans())
+    order.plans = plans
+    prefetcher = make_prefetcher(store, order=order)
     with pytest.raises(RuntimeError, match="no more"):
-        list(prefetcher)
+        list(prefetcher.pools(0))
 
 
 @pytest.mark.parametrize("call", ["read", "check_unchanged"])
@@ -189,14 +191,14 @@ def test_a_read_that_hangs_is_left_behind_and_its_stack_is_printed(store, monkey
     offset = store.parts[0]["images"]._chunks[3, 0]
     monkeypatch.setattr(OpenFile, "cached", lambda *_: None)  # as on a network file system
     monkeypatch.setattr(OpenFile, call, hang)
-    prefetcher = make_prefetcher(store, n_readers=1, timeout_s=0.2)
-    prefetcher.start(BlockSampler(store.block_rows, 8, pool_batches=2, seed=None).pools(0))
+    order = BlockSampler(store.block_rows, 8, pool_batches=2, seed=None)
+    prefetcher = make_prefetcher(store, order=order, n_readers=1, timeout_s=0.2)
     try:
-        with pytest.raises(HangError, match="no rows have come from .*rows.h5: it hangs, .* loader.timeout"):
-            list(prefetcher)
+        with pytest.raises(HangError, match="no rows have come from .*rows.h5 in loader.timeout_s"):
+            list(prefetcher.pools(0))
         assert "in hang" in capfd.readouterr().err
         with pytest.raises(HangError):  # the slots are not safe: the read may come back
-            prefetcher.start(iter(()))
+            list(prefetcher.pools(1))
     finally:
         is_back.set()
     prefetcher.close()
@@ -213,24 +215,22 @@ def test_closing_does_not_wait_for_a_read_that_hangs(store, monkeypatch):
 
     monkeypatch.setattr(prefetch, "CLOSE_S", 0.1)
     prefetcher = make_prefetcher(store, hang)
-    prefetcher.start(order_of(store).pools(0))
+    prefetcher._start(order_of(store).pools(0))
     assert is_reading.wait(TIMEOUT_S)
     prefetcher.close()
     prefetcher.close()
     assert prefetch_threads()
     is_back.set()
-    prefetcher.start(order_of(store).pools(0))  # waits for the end of the threads
+    prefetcher._start(order_of(store).pools(0))  # waits for the end of the threads
     prefetcher.close()
     wait_until(lambda: not prefetch_threads())
 
 
 def test_closing_at_any_moment_ends_every_thread_and_the_next_start_reads_the_right_rows(store):
     rng = random.Random(0)
-    order = order_of(store)
-    prefetcher = make_prefetcher(store, n_slots=3)
-    for epoch in range(50):
-        prefetcher.start(order.pools(epoch))  # drops the pools that were prepared
-        for _, (plan, rows) in zip(range(rng.randrange(8)), prefetcher, strict=False):
+    prefetcher = make_prefetcher(store, order=order_of(store), n_slots=3)
+    for epoch in range(50):  # drops the pools that were prepared
+        for _, (plan, rows) in zip(range(rng.randrange(8)), prefetcher.pools(epoch), strict=False):
             assert numbers_of(rows["images"]) == plan.row_ids.tolist()
         if rng.random() < 0.5:
             prefetcher.close()
@@ -242,12 +242,12 @@ def test_closing_at_any_moment_ends_every_thread_and_the_next_start_reads_the_ri
 
 LEAVE = """
 import os, signal, sys, torch
-from fastgpu.feed.tiers import Placement, make_feed
+from fastgpu.feed import PrefetchLoader
 from fastgpu.rows.order import BlockSampler
 from fastgpu.storage.store import open_store
 
 store = open_store("x", sys.argv[1], {"images": "images", "labels": "labels"})
-feed = make_feed(store, BlockSampler(store.block_rows, 8), Placement("disk", torch.device("cpu"), 2))
+feed = PrefetchLoader(store, BlockSampler(store.block_rows, 8), torch.device("cpu"), 2)
 pools = feed.pools(0)
 next(pools)
 if sys.argv[2] == "interrupt":
@@ -269,15 +269,15 @@ def test_no_thread_outlives_a_process_that_leaves_without_closing(write, how, co
 
 
 def test_memory_stays_flat_over_many_epochs(store):
-    prefetcher = make_prefetcher(store)
     n_objects = []
+    prefetcher = make_prefetcher(store, order=order_of(store))
     for epoch in range(60):
-        prefetcher.start(order_of(store).pools(epoch))
-        for _ in prefetcher:
+        for _ in prefetcher.pools(epoch + epoch // 5):  # begins anew now and then
             pass
         if epoch % 20 == 19:
             gc.collect()
             n_objects.append(len(gc.get_objects()))
+    prefetcher.close()
     assert n_objects[2] - n_objects[1] < 50  # if each epoch left some behind, there would be thousands
 
 
@@ -285,14 +285,12 @@ def test_memory_stays_flat_over_many_epochs(store):
 @needs_gpu
 def test_on_a_gpu_rows_stay_whole_under_a_slow_kernel(store):
     device = torch.device("cuda", 0)
-    order = order_of(store)
-    prefetcher = make_prefetcher(store, n_slots=2, device=device)
+    prefetcher = PrefetchLoader(store, order_of(store), device, 2, loader=Loader(prefetch_pools=1))
     kept = []
     expected = []
     busy = torch.randn(2048, 2048, device=device)
     for epoch in range(5):
-        prefetcher.start(order.pools(epoch))
-        for plan, rows in prefetcher:
+        for plan, rows in prefetcher.pools(epoch):
             for _ in range(20):
                 busy = busy @ busy / 2048  # the copy below runs on the device long after the host has moved on
             kept.append(rows["images"].clone())

@@ -4,21 +4,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import ALONE, numbered
+from harness import ALONE, CPU, numbered
 from torch.utils.data import Dataset as TorchDataset
 
 from fastgpu.dataset.source import ItemDataset
 from fastgpu.feed import sizes
-from fastgpu.feed.sizes import (
-    Sizes,
-    choose_canonical_ranks,
-    choose_pool_batches,
-    choose_rank_batch,
-    choose_readers,
-    choose_sizes,
-    choose_tier,
-    class_order_warning,
-)
+from fastgpu.feed.sizes import Sizes, choose_sizes, choose_tier, class_order_warning
 from fastgpu.process.config import Config, Data, Loader, Optim
 from fastgpu.process.launch import UserError
 from fastgpu.process.machine import GIB
@@ -82,11 +73,12 @@ def sizes_of(
 
 @pytest.mark.parametrize(
     ("batch_size", "world_size", "n_blocks", "canonical_ranks"),
-    [(64, 1, 50, 8), (64, 8, 50, 8), (48, 3, 50, 24), (51, 3, 50, 3), (64, 2, 5, 2), (64, 16, 50, 16)],
+    [(64, 1, 50, 8), (64, 8, 50, 8), (48, 3, 50, 24), (51, 3, 50, 3), (64, 2, 5, 2), (64, 16, 50, 16), (64, 8, 5, 8)],
 )
 def test_canonical_ranks_are_a_multiple_of_8_where_that_is_possible(batch_size, world_size, n_blocks, canonical_ranks):
     source = Shape(1000, n_blocks=n_blocks)
-    assert choose_canonical_ranks(batch_size, world_size, source) == canonical_ranks
+    world = World(0, world_size, 1, CPU)
+    assert sizes_of(data(batch_size=batch_size), Loader(), (source, source), world).canonical_ranks == canonical_ranks
 
 
 @pytest.mark.parametrize(
@@ -100,55 +92,48 @@ def test_canonical_ranks_are_a_multiple_of_8_where_that_is_possible(batch_size, 
     ],
 )
 def test_a_pool_has_256_mib_8_million_rows_all_rows_or_one_batch(pool_batches, batch_size, source, chosen):
-    assert choose_pool_batches(pool_batches, batch_size, source) == chosen
+    asked = data(pool_batches=pool_batches, batch_size=batch_size)
+    assert sizes_of(asked, Loader(), (source, source), ALONE).pool_batches == chosen
 
 
 @pytest.mark.parametrize(
-    ("asked", "local_world_size", "max_readers", "chosen"),
-    [("auto", 1, 8, 8), ("auto", 8, 8, 4), ("auto", 64, 8, 1), (3, 8, 8, 3), ("auto", 1, 32, 32), (0, 1, 32, 0)],
+    ("asked", "local_world_size", "decoding", "chosen"),
+    [("auto", 1, "", 8), ("auto", 8, "", 4), ("auto", 64, "", 1), (3, 8, "", 3), ("auto", 1, "decoded", 32)],
 )
-def test_readers_are_the_cpus_of_a_rank_and_at_most_8_and_workers_are_all_of_them(
-    memory, asked, local_world_size, max_readers, chosen
+def test_readers_are_the_cpus_of_a_rank_and_at_most_8_unless_they_decode(
+    memory, asked, local_world_size, decoding, chosen
 ):
-    assert choose_readers(asked, local_world_size, max_readers) == chosen
+    source = Shape(1000)
+    source.decoding = decoding
+    world = World(0, 1, local_world_size, CPU)
+    assert sizes_of(data(), Loader(num_readers=asked), (source, source), world).n_readers == chosen
 
 
 FREE = {"device": 10 * GIB, "host": 32 * GIB}
 
 
 @pytest.mark.parametrize(
-    ("tier", "need_gib", "can_stay", "chosen"),
-    [
-        ("auto", 4, True, "device"),
-        ("auto", 6, True, "host"),
-        ("auto", 17, True, "disk"),
-        ("disk", 1, True, "disk"),
-        ("host", 17, True, "host"),
-        ("auto", 1, False, "disk"),  # rows that may change stay on the disk tier ...
-        ("host", 1, False, "host"),  # ... unless another one is chosen
-    ],
+    ("tier", "need_gib", "chosen"),
+    [("auto", 4, "device"), ("auto", 6, "host"), ("auto", 17, "disk"), ("disk", 1, "disk"), ("host", 17, "host")],
 )
-def test_the_tier_is_the_nearest_of_which_the_rows_fill_half(tier, need_gib, can_stay, chosen):
-    assert choose_tier(tier, need_gib * GIB, FREE, "x.h5", can_stay=can_stay) == chosen
+def test_the_tier_is_the_nearest_of_which_the_rows_fill_half(tier, need_gib, chosen):
+    assert choose_tier(data(tier=tier), (Shape(9), Shape(9)), need_gib * GIB, FREE) == chosen
 
 
 @pytest.mark.parametrize(
-    ("choose", "arguments", "message"),
+    ("options", "n_rows", "message"),
     [
-        (choose_rank_batch, (66, 4, 2, Shape(1000)), r"data.batch_size is 66; .* multiple of 8 \(4 ranks x optim.acc"),
-        (choose_rank_batch, (64, 1, 1, Shape(63)), "data.batch_size is 64, .* use at most 63"),
-        (choose_canonical_ranks, (64, 8, Shape(1000, n_blocks=5)), r"the 5 blocks \(chunks\) .*; use at most 5 ranks"),
-        (
-            choose_tier,
-            ("device", 11 * GIB, FREE, "x.h5"),
-            "data.tier is device, .* 10.0 GiB are free; use data.tier",
-        ),
-        (choose_tier, ("host", 33 * GIB, FREE, "x.h5"), "data.tier is host, .* 33.0 GiB .* 32.0 GiB are free"),
+        ({"batch_size": 66}, 1000, r"data.batch_size is 66; .* multiple of 8 \(4 ranks x optim.acc"),
+        ({"batch_size": 64}, 63, "data.batch_size is 64; use at most 63, the rows of x.h5"),
+        ({"tier": "device"}, 11 * 1024, "data.tier is device, .* 10.0 GiB are free; use data.tier"),
+        ({"tier": "host"}, 33 * 1024, "data.tier is host, .* 33.0 GiB .* 32.0 GiB are free"),
     ],
 )
-def test_numbers_that_do_not_fit_are_refused(choose, arguments, message):
+def test_numbers_that_do_not_fit_are_refused(memory, options, n_rows, message):
+    world = World(0, 4, 2, torch.device("cuda", 0))
+    sources = (Shape(n_rows, row_bytes=1 << 20), Shape(0))
     with pytest.raises(UserError, match=message):
-        choose(*arguments)
+        sizes_of(data(**options), Loader(), sources, world, accumulation=2)
 
 
 # ---------------------------------------------------------------------------------------------- all of them
@@ -190,34 +175,33 @@ def test_a_dataset_is_read_by_worker_processes_and_stays_on_the_disk_tier(memory
 
 def test_ragged_rows_with_more_values_than_offsets_can_count_stay_on_the_disk_tier(memory, monkeypatch):
     source = Shape(2000)
-    source.lengths = {"images": np.full(2000, 3, np.int32)}
+    source.fields = {"items": Field(np.dtype(np.int32), (), mean_values=3)}
+    source.lengths = {"items": np.full(2000, 3, np.int32)}
     monkeypatch.setattr(sizes, "MAX_VALUES", 6000)
     assert sizes_of(data(), Loader(), (source, Shape(9)), ALONE).tier == "device"
     monkeypatch.setattr(sizes, "MAX_VALUES", 5999)
     assert sizes_of(data(), Loader(), (source, Shape(9)), ALONE).tier == "disk"
+    with pytest.raises(UserError, match="data.tier is host, but x.h5 has more than 5,999 values of items; use data.ti"):
+        sizes_of(data(tier="host"), Loader(), (source, Shape(9)), ALONE)
 
 
-def test_a_setting_without_effect_and_a_file_in_class_order_are_told(memory, capsys):
-    source = with_labels(np.arange(2000) // 200)
-    sizes_of(data(pool_batches=2), Loader(prefetch_pools=5), (source, Shape(10)), ALONE)
-    printed = capsys.readouterr().out
-    assert "warning: loader.prefetch_pools has no effect on the device tier" in printed
-    assert "warning: x.h5 is sorted by class" in printed
-    sizes_of(data(tier="disk"), Loader(prefetch_pools=5), (Shape(2000), Shape(10)), ALONE)
+def test_a_file_in_class_order_is_told(memory, capsys):
+    sizes_of(data(pool_batches=2), Loader(), (with_labels(np.arange(2000) // 200), Shape(10)), ALONE)
+    assert "warning: x.h5 is sorted by class" in capsys.readouterr().out
+    sizes_of(data(), Loader(), (with_labels(np.arange(2000) // 200), Shape(10)), ALONE)  # one pool mixes all rows
     assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(
-    ("labels", "pool_rows", "is_told"),
+    ("labels", "is_told"),
     [
-        (np.arange(1000) // 100, 200, True),
-        (np.arange(1000) // 100, 1000, False),  # one pool mixes all rows
-        (np.random.default_rng(0).permutation(1000) // 100, 200, False),
-        (np.zeros(1000, int), 200, False),  # there is only one class
+        (np.arange(1000) // 100, True),
+        (np.random.default_rng(0).permutation(1000) // 100, False),
+        (np.zeros(1000, int), False),  # there is only one class
     ],
-    ids=["sorted", "one pool", "mixed", "one class"],
+    ids=["sorted", "mixed", "one class"],
 )
-def test_a_file_sorted_by_class_is_told_if_pools_cannot_mix_it(labels, pool_rows, is_told):
-    warning = class_order_warning(with_labels(labels), pool_rows)
-    expected = "x.h5 is sorted by class: 99 % of .* share a label, by chance it would be 10 %"
+def test_a_file_sorted_by_class_is_told(labels, is_told):
+    warning = class_order_warning(with_labels(labels))
+    expected = "x.h5 is sorted by class: 99% of neighbouring rows share a label"
     assert bool(re.search(expected, warning or "")) == bool(warning) == is_told

@@ -5,12 +5,11 @@ from copy import copy
 import numpy as np
 import pytest
 import torch
-from harness import CPU, TIMEOUT_S, is_ragged, needs_gpu, no_host_sync, numbers_of
+from harness import TIMEOUT_S, is_ragged, needs_gpu, no_host_sync, numbers_of, open_feed
 
-from fastgpu.feed import tiers
-from fastgpu.feed.tiers import Feed, Placement, make_feed
-from fastgpu.process.config import Loader, Tier
-from fastgpu.process.launch import RankError, UserError
+from fastgpu.feed import Feed
+from fastgpu.process.config import Tier
+from fastgpu.process.launch import RankError
 from fastgpu.rows import rows as rows_module
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler, Shard
@@ -76,7 +75,7 @@ def order_of(source: Dataset, pool_batches: int = 3) -> BlockSampler:
 
 def feed_of(source: Dataset, tier: Tier = "disk", n_readers: int = 2, **sizes: int) -> Feed:
     """Feeds have pools of 24 rows, unless the sizes say otherwise."""
-    return make_feed(source, order_of(source, **sizes), Placement(tier, CPU, n_readers), Loader(prefetch_pools=1))
+    return open_feed(source, order_of(source, **sizes), tier, n_readers, prefetch_pools=1)
 
 
 def numbers_in(rows: Rows) -> list[int]:
@@ -146,7 +145,7 @@ def test_the_memory_for_values_grows_with_the_pools(tier):
     values = np.arange(offsets[-1], dtype=np.int32)
     source = ArrayDataset("x.npy", {"items": RaggedArray(values, offsets), "number": np.arange(100)})
     order = BlockSampler(source.block_rows, 10, seed=None)
-    with closing(make_feed(source, order, Placement(tier, CPU, 2))) as feed:
+    with closing(open_feed(source, order, tier)) as feed:
         for epoch in range(2):
             for pool in feed.pools(epoch):
                 start, stop = offsets[pool.rows["number"][0]], offsets[pool.rows["number"][-1] + 1]
@@ -154,12 +153,8 @@ def test_the_memory_for_values_grows_with_the_pools(tier):
                 assert items.values[: items.host_offsets[-1]].tolist() == values[start:stop].tolist()
 
 
-def test_more_values_than_32_bit_offsets_can_count_are_refused(sparse, monkeypatch):
-    monkeypatch.setattr(tiers, "MAX_VALUES", 100)
+def test_a_pool_with_more_values_than_32_bit_offsets_can_count_is_refused(sparse, monkeypatch):
     monkeypatch.setattr(rows_module, "MAX_VALUES", 100)
-    message = "has 1,400 values, and at most 100 fit the device or host tier; use data.tier=disk"
-    with pytest.raises(UserError, match=message):
-        feed_of(sparse, "device")
     message = r"a pool has 1,\d+ values of items, too many to count; use fewer data.pool_batches"
     with closing(feed_of(sparse, pool_batches=500)) as feed, pytest.raises(RankError, match=message):
         list(feed.pools(0))
@@ -172,7 +167,7 @@ def test_more_values_than_32_bit_offsets_can_count_are_refused(sparse, monkeypat
 @pytest.mark.parametrize("tier", TIERS)
 def test_on_a_gpu_ragged_rows_stay_whole_and_the_host_never_asks_for_a_size(sparse, tier):
     device = torch.device("cuda", 0)
-    feed = make_feed(sparse, order_of(sparse), Placement(tier, device, 2))
+    feed = open_feed(sparse, order_of(sparse), tier, device=device)
     busy = torch.randn(2048, 2048, device=device)
     kept = []
     list(feed.pools(0))

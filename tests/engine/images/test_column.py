@@ -5,17 +5,17 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from harness import ALONE, CPU, read_rows
+from harness import ALONE, open_feed, read_rows
 from PIL import Image
 
+from fastgpu.feed import Feed
 from fastgpu.feed.sizes import Sizes, choose_sizes
 from fastgpu.feed.sources import open_splits
-from fastgpu.feed.tiers import Feed, Placement, make_feed
 from fastgpu.images.column import CENTRE_SHARE, decoded
 from fastgpu.images.decode import EncodedImage
 from fastgpu.images.files import decode_centre
 from fastgpu.images.parts import Box, draw, random_box
-from fastgpu.process.config import Config, Data, Loader
+from fastgpu.process.config import Config, Data
 from fastgpu.process.launch import RankError, UserError
 from fastgpu.process.machine import available_cpus
 from fastgpu.rows.contract import Dataset
@@ -64,7 +64,7 @@ def store(tmp_path) -> Dataset:
 def feed_of(source: Dataset, tier: str = "disk", n_readers: int = 2, shard: Shard = ONE_RANK) -> Feed:
     batch_size = 8 // shard.world_size
     order = BlockSampler(source.block_rows, batch_size, shard=shard, pool_batches=3, seed=5)
-    return make_feed(source, order, Placement(tier, CPU, n_readers), Loader())
+    return open_feed(source, order, tier, n_readers)
 
 
 def rows_of(feed: Feed, epoch: int, first_pool: int = 0) -> list[tuple[int, bytes]]:
@@ -153,7 +153,7 @@ def test_a_damaged_image_is_named_by_its_row(tmp_path):
 
 def sizes_of(path: Path, **values: object) -> Sizes:
     data = Data(train=str(path), val="20%", fields=FIELDS, batch_size=8, **values)
-    return choose_sizes(Config(workload="images", data=data), *open_splits(data, Loader(), 0), ALONE)
+    return choose_sizes(Config(workload="images", data=data), *open_splits(data, 0), ALONE)
 
 
 def test_auto_keeps_centres_on_the_device_and_leaves_random_parts_on_the_disk(tmp_path):
@@ -169,7 +169,7 @@ def test_auto_keeps_centres_on_the_device_and_leaves_random_parts_on_the_disk(tm
 
 
 def test_encoded_images_need_a_size_and_only_they(tmp_path, write, capsys):
-    with pytest.raises(UserError, match=r"data\.image_size is 0, but .* has encoded images; set it"):
+    with pytest.raises(UserError, match=r"has encoded images; set data\.image_size"):
         sizes_of(write_encoded(tmp_path / "x.h5"))
     sizes_of(write(90), min_crop_scale=0.5)
     assert "data.image_size and data.min_crop_scale have no effect: " in capsys.readouterr().out
@@ -182,5 +182,5 @@ def test_parts_of_images_are_not_trained_on_with_whole_masks(tmp_path):
     fields = {"images": "images", "masks": "masks"}
     data = Data(train=str(path), val="20%", fields=fields, batch_size=8, image_size=16, min_crop_scale=0.5)
     with pytest.raises(UserError, match=r"but masks, uint8 \(N, 16, 16\) of .* would not be cut and resized like"):
-        open_splits(data, Loader(), 0)
-    open_splits(Data(train=str(path), val="20%", fields=fields, image_size=16), Loader(), 0)
+        open_splits(data, 0)
+    open_splits(Data(train=str(path), val="20%", fields=fields, image_size=16), 0)

@@ -1,6 +1,5 @@
 import subprocess
 import sys
-from unittest.mock import MagicMock
 
 import pytest
 from harness import ROOT, TIMEOUT_S
@@ -16,7 +15,7 @@ def slept(monkeypatch) -> list[float]:
     """Where this process was started without torchrun: the seconds that it has slept."""
     slept: list[float] = []
     monkeypatch.setattr(launch_module.time, "sleep", slept.append)
-    monkeypatch.setattr(launch_module.ctypes, "CDLL", MagicMock())  # this process shall not end with its parent
+    monkeypatch.setattr(launch_module, "end_with_parent", lambda: None)
     for name in (*VARIABLES, "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
     return slept

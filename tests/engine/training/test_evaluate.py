@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import ALONE, CPU, in_world
+from harness import ALONE, CPU, in_world, open_feed
 from torch import Tensor, nn
 
-from fastgpu.feed.tiers import Placement, make_feed
 from fastgpu.process.world import World
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.rows.rows import Rows
@@ -52,7 +51,7 @@ def evaluate_file(world: World, path: str, tier: str = "disk") -> dict[str, floa
     store = open_store("data.val", path, {"images": "images", "labels": "labels"})
     shard = Shard(world.rank, world.world_size)
     order = BlockSampler(store.block_rows, 4, shard=shard, pool_batches=2, seed=None, drop_last=False)
-    feed = make_feed(store, order, Placement(tier, CPU, 1))
+    feed = open_feed(store, order, tier)
     first, second = (
         evaluate(nn.BatchNorm1d(2), RowNumbers(), feed.pools(epoch), world, precision=FP32) for epoch in range(2)
     )

@@ -14,12 +14,12 @@ import torch.nn.functional as F
 import yaml
 from contract import check_workload
 from harness import (
-    CPU,
     ROOT,
     in_world,
     metrics_of,
     needs_gpu,
     no_host_sync,
+    open_feed,
     same_weights,
     train,
     train_rank,
@@ -28,7 +28,6 @@ from short_run import parts_of_step
 from torch import Tensor
 from train import train_step
 
-from fastgpu.feed.tiers import Placement, make_feed
 from fastgpu.predict.output import to_columns
 from fastgpu.process.config import Optim
 from fastgpu.process.launch import UserError
@@ -204,7 +203,7 @@ def open_val(path: str) -> HDF5Dataset:
 
 def all_rows(store: HDF5Dataset) -> Rows:
     order = BlockSampler(store.block_rows, len(store), seed=None, drop_last=False)
-    feed = make_feed(store, order, Placement("device", CPU, 1))
+    feed = open_feed(store, order, "device")
     (pool,) = feed.pools(0)
     feed.close()
     return pool.rows

@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from harness import ALONE, CPU
+from harness import ALONE, CPU, sizes_of
 
 from fastgpu.diagnose.ceilings import Loop, Meter, measure, read_pool, repeat
 from fastgpu.diagnose.verdict import Cause, Measured
-from fastgpu.feed.tiers import Placement
 from fastgpu.process.config import Loader
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Dataset, PoolPlan, Reads
@@ -130,8 +129,8 @@ def measure_simulated(path: str, times: Times, world: World = ALONE, n_rounds: i
             world.all_reduce_max(0.0)
 
     batch = read_pool(source, order, 1).slice(0, times.batch_size)
-    placement = Placement("disk", CPU, times.n_readers)
-    loop = Loop(transform, train_step, local_step, batch, source, placement, Loader(prefetch_pools=2), times.echo)
+    sizes, loader = sizes_of("disk", times.n_readers), Loader(prefetch_pools=2)
+    loop = Loop(transform, train_step, local_step, batch, source, sizes, CPU, loader, times.echo)
     copy = partial(repeat, lambda: time.sleep(times.copy_s)) if times.copy_s else None
     return measure(device, loop, order, copy, stop=lambda m: len(m.loop) == n_rounds)
 

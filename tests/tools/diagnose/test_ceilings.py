@@ -7,7 +7,7 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
-from harness import ALONE, CPU, in_world, needs_gpu, numbers_of
+from harness import ALONE, CPU, in_world, needs_gpu, numbers_of, sizes_of
 from simulated import (
     BATCH_SIZE,
     BLOCK_ROWS,
@@ -33,7 +33,6 @@ from fastgpu.diagnose.ceilings import (
 )
 from fastgpu.diagnose.result import ceilings
 from fastgpu.diagnose.verdict import Measured, judge
-from fastgpu.feed.tiers import Placement
 from fastgpu.process.config import Loader, Tier
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Dataset
@@ -127,7 +126,7 @@ def rows(path):
 
 def loop_of(step: Callable[[Rows], object], source: Dataset, echo: float = 1.0, tier: Tier = "disk") -> Loop:
     batch = read_pool(source, BlockSampler(source.block_rows, BATCH_SIZE), 1)
-    return Loop(lambda rows: rows, step, step, batch, source, Placement(tier, CPU, 2), Loader(prefetch_pools=2), echo)
+    return Loop(lambda rows: rows, step, step, batch, source, sizes_of(tier, 2), CPU, Loader(prefetch_pools=2), echo)
 
 
 def test_pools_are_those_of_the_feed(rows):
@@ -204,8 +203,7 @@ def test_a_gpus_syncs_and_work_are_seen():
 def test_pools_are_copied_to_a_gpu(write_ragged):
     source = open_store("data.train", write_ragged(100, chunks=(16,)), {"items": "items", "number": "number"})
     pool = read_pool(source, BlockSampler(source.block_rows, BATCH_SIZE, pool_batches=4), 1)
-    placement = Placement("disk", torch.device("cuda", 0), 1)
-    work = copies(loop_of(lambda _: None, source)._replace(placement=placement), pool)
+    work = copies(loop_of(lambda _: None, source)._replace(device=torch.device("cuda", 0)), pool)
     before = torch.cuda.memory_allocated()
     assert work(3) == 12
     assert torch.cuda.memory_allocated() == before

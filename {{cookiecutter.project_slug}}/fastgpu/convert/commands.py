@@ -10,7 +10,7 @@ from fastgpu.convert.reader import split_rows
 from fastgpu.convert.summary import damaged, describe_rows, fields_of, inspect
 from fastgpu.convert.writing import write_files
 from fastgpu.dataset.source import open_dataset
-from fastgpu.feed.sizes import auto_pool_rows, class_order_warning
+from fastgpu.feed.sizes import class_order_warning
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Dataset
 from fastgpu.storage.file import split_group
@@ -79,7 +79,7 @@ def info(args: Namespace) -> None:
                 print(f"  {group} cannot be trained on: {error}")
                 continue
             print(f"  {group}", *describe_rows({"": rows}), sep="\n")
-            if problem := class_order_warning(rows, auto_pool_rows(rows)):
+            if problem := class_order_warning(rows):
                 print(f"  {problem}")
         if any(each.is_compressed or not each.has_digests for each in stored):
             print("  `python convert.py repack` writes such rows in blocks that are read fastest, with checksums")

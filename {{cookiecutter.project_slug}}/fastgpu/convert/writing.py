@@ -16,7 +16,7 @@ from fastgpu.convert.reader import SPLITS, Reader, rows_of
 from fastgpu.convert.summary import describe_attributes
 from fastgpu.convert.writer import Compression, write_attributes, write_rows
 from fastgpu.dataset.items import Columns
-from fastgpu.feed.tiers import Placement, make_feed
+from fastgpu.feed import PrefetchLoader
 from fastgpu.process.config import Loader
 from fastgpu.process.files import flush, new_file
 from fastgpu.process.launch import UserError, warn
@@ -122,7 +122,7 @@ def _read(source: Dataset, order: BlockSampler, broken: Mapping[int, str], name:
 
     name: for the bar of progress, which is there if there is a terminal.
     """
-    feed = make_feed(source, order, Placement("disk", torch.device("cpu"), available_cpus()), Loader(prefetch_pools=1))
+    feed = PrefetchLoader(source, order, torch.device("cpu"), available_cpus(), loader=Loader(prefetch_pools=1))
     with closing(feed), tqdm(total=len(source), unit="rows", unit_scale=True, desc=name, disable=None) as bar:
         for pool in feed.pools(0):
             columns = pool.rows.numpy()

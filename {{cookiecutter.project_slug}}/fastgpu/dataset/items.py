@@ -4,7 +4,7 @@ Shapes: n rows, N values of all rows together.
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ Columns = dict[str, np.ndarray | RaggedArray]
 
 
 class Items:
-    """The items of a Dataset as columns of fixed types. Picklable if the Dataset is."""
+    """The items of a Dataset as columns of fixed types."""
 
     def __init__(self, name: str, dataset: Dataset, names: Mapping[str, str]):
         """name: for messages. names: {field: its key in the items}; if these are sequences, in their order.
@@ -34,19 +34,26 @@ class Items:
         self.name = name
         self.dataset = dataset
         self._names = names
-        self.first = self.read(0)
-        self.fields: dict[str, Field] = {}
         n_rows = len(dataset)  # type: ignore[arg-type]
         samples = [self.read(row) for row in np.linspace(0, n_rows - 1, min(N_SAMPLES, n_rows)).astype(int).tolist()]
-        for field, value in self.first.items():
-            found = type_of(value)
-            if isinstance(found, str):
+        self.fields: dict[str, Field] = {}
+        self.first: dict[str, np.ndarray] = {}
+        """The item of row 0."""
+        for field in names:
+            arrays = [to_array(sample[field]) for sample in samples]
+            first = arrays[0]
+            if first is None:
+                found = type(samples[0][field]).__name__
                 raise UserError(f"data.dataset: {name} has {field} as {found}; use numbers, arrays or CPU tensors")
-            shapes = [np.shape(to_array(sample[field])) for sample in samples if is_array(sample[field])]
-            differ = {shape[1:] for shape in shapes if shape} == {found.shape[1:]} and len({*shapes}) > 1
-            if found.shape and (differ or field in getattr(dataset, "ragged", ())):
-                found = Field(found.dtype, found.shape[1:], float(np.mean([shape[0] for shape in shapes])))
-            self.fields[field] = found
+            self.first[field] = first
+            shapes = [array.shape for array in arrays if array is not None]
+            differ = len({*shapes}) > 1 and {shape[1:] for shape in shapes if shape} == {first.shape[1:]}
+            mean_values = None
+            if first.shape and (differ or field in getattr(dataset, "ragged", ())):
+                mean_values = float(np.mean([shape[0] for shape in shapes if shape]))
+            self.fields[field] = Field(
+                first.dtype, first.shape if mean_values is None else first.shape[1:], mean_values
+            )
 
     def read(self, row: int) -> dict[str, Any]:
         """One item, as {field: what the Dataset gives}."""
@@ -55,18 +62,16 @@ class Items:
         except Exception as error:
             error.add_note(f"in row {row} of {self.name}")
             raise
-        if not isinstance(item, Mapping):
-            values = item if isinstance(item, Sequence) else (item,)  # a tensor is one value
-            if len(values) == len(self._names):
-                return dict(zip(self._names, values, strict=True))
-            found = f"{len(values)} values"
-        elif all(name in item for name in self._names.values()):
-            return {field: item[name] for field, name in self._names.items()}
-        else:
-            found = ", ".join(map(str, item))
+        names = self._names.values()
+        values = item if isinstance(item, list | tuple) else [item]  # a tensor is one value
+        if isinstance(item, Mapping):
+            values = [item[name] for name in names if name in item]
+        if len(values) == len(names):
+            return dict(zip(self._names, values, strict=True))
+        found = ", ".join(map(str, item)) if isinstance(item, Mapping) else f"{len(values)} values"
         raise UserError(
             f"data.dataset: the items of {self.name} have {found}; data.fields (--fields of convert.py) names "
-            f"{', '.join(self._names.values())}: name what they have, values without names in their order"
+            f"{', '.join(names)}: name what they have, values without names in their order"
         )
 
     def read_rows(self, rows: np.ndarray, seed: int, epoch: int) -> Columns:
@@ -98,37 +103,28 @@ class Items:
     def _checked(self, name: str, value: object, row: int) -> np.ndarray:
         """A value as an array that the field can take without loss."""
         field = self.fields[name]
-        if is_array(value):
-            array = np.asarray(to_array(value))
-            shape = array.shape[1:] if field.is_ragged and array.ndim else array.shape
-            if shape == field.shape and (array.dtype == field.dtype or np.can_cast(array.dtype, field.dtype, "safe")):
+        array = to_array(value)
+        found = type(value).__name__
+        n_free = int(field.is_ragged)  # dimensions that may differ
+        if array is not None:
+            fits = array.shape[n_free:] == field.shape and array.ndim == n_free + len(field.shape)
+            if fits and np.can_cast(array.dtype, field.dtype, "safe"):
                 return array
+            found = str(Field(array.dtype, array.shape))
         cure = "give all rows the same type and shape"
         if field.shape and not field.is_ragged:
             cure += f", or the Dataset an attribute ragged = ({name!r},) if only the length differs"
-        raise RankError(f"{self.name}: row {row} has {name} as {type_of(value)}, row 0 as {field}; {cure}")
+        raise RankError(f"{self.name}: row {row} has {name} as {found}, row 0 as {field}; {cure}")
 
 
-def to_array(value: object) -> np.ndarray | np.generic:
-    """A value of an item as NumPy sees it. Raises one of NO_ARRAY if it is no number, array or tensor of the CPU."""
-    if isinstance(value, np.ndarray):
-        return value
-    if type(value) is int:  # most labels; torch takes 5 us for one
-        return np.int64(value)
-    return torch.as_tensor(value).resolve_conj().resolve_neg().numpy()
-
-
-def is_array(value: object) -> bool:
-    """Whether a value of an item is a number, an array or a tensor of the CPU, of a type that torch knows."""
-    return not isinstance(type_of(value), str)
-
-
-def type_of(value: object) -> Field | str:
-    """Type and shape of a value of an item; the name of its class if it is no number, array or tensor of the CPU."""
+def to_array(value: object) -> np.ndarray | None:
+    """A value of an item as NumPy sees it. None: it is no number, array or tensor of the CPU that torch knows."""
     try:
-        if isinstance(value, np.ndarray):
-            return Field(torch.from_numpy(np.empty(0, value.dtype)).numpy().dtype, value.shape)
-        array = to_array(value)
+        if isinstance(value, np.ndarray | np.generic):
+            torch.from_numpy(np.empty(0, value.dtype))
+            return np.asarray(value)
+        if type(value) is int:  # most labels; torch takes 5 us for one
+            return np.asarray(value, np.int64)
+        return torch.as_tensor(value).resolve_conj().resolve_neg().numpy()
     except NO_ARRAY:
-        return type(value).__name__
-    return Field(array.dtype, array.shape)
+        return None

@@ -11,7 +11,6 @@ import torch
 from fastgpu.diagnose import ceilings
 from fastgpu.diagnose.ceilings import Loop, Meter, Supply, read_pool, repeat
 from fastgpu.diagnose.verdict import Measured
-from fastgpu.feed.tiers import Placement
 from fastgpu.process.config import Config
 from fastgpu.process.world import World
 from fastgpu.rows.order import BlockSampler, Shard
@@ -79,8 +78,8 @@ class Bench:
 
     def _supply_s(self, n_readers: int) -> float:
         """Seconds per step of the supply with that many readers, after the pools that lie ready."""
-        placement = self.loop.placement._replace(n_readers=n_readers)
-        supply = Supply(self.loop._replace(placement=placement), self._next_order())
+        sizes = self.sizes._replace(n_readers=n_readers)
+        supply = Supply(self.loop._replace(sizes=sizes), self._next_order())
         supply.drain(supply.n_ready)
         _, _, ranks_s = self.meter.run(supply.drain, 2 * supply.n_joint)
         supply.feed.close()
@@ -105,7 +104,8 @@ def _make_loop(train: ModuleType, parts: Any, batch: Rows, world: World) -> Loop
         local_step=lambda rows: train.train_step(local_parts, rows, 0.0),
         batch=batch,
         source=parts.train_rows,
-        placement=Placement(parts.sizes.tier, world.device, parts.sizes.n_readers),
+        sizes=parts.sizes,
+        device=world.device,
         loader=parts.config.loader,
         echo=parts.config.data.echo,
     )

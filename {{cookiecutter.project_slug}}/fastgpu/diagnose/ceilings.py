@@ -19,10 +19,12 @@ import numpy as np
 import psutil
 import torch
 
-from fastgpu.dataset.source import ASKS_AHEAD, ItemDataset, rows_per_ask
+from fastgpu.dataset.source import ItemDataset, rows_per_ask
 from fastgpu.diagnose.verdict import MAX_ROUNDS, Measured, Rounds, is_enough
 from fastgpu.feed.echo import echo
-from fastgpu.feed.tiers import Placement, make_feed
+from fastgpu.feed.prefetch import PrefetchLoader
+from fastgpu.feed.sizes import Sizes
+from fastgpu.feed.tiers import open_loaders
 from fastgpu.process.config import Loader
 from fastgpu.process.machine import available_cpus
 from fastgpu.process.world import World
@@ -52,7 +54,8 @@ class Loop(NamedTuple):
     batch: Rows
     """One batch, which stays on the device."""
     source: Dataset
-    placement: Placement
+    sizes: Sizes
+    device: torch.device
     loader: Loader
     echo: float = 1.0
 
@@ -69,18 +72,17 @@ class Supply:
     """Pools that may arrive at the same time, because as many worker processes started at the same time."""
 
     def __init__(self, loop: Loop, order: BlockSampler):
-        source, placement = loop.source, loop.placement
-        self.feed = make_feed(source, order, placement, loop.loader)
+        source, sizes = loop.source, loop.sizes
+        (self.feed,) = open_loaders([source], [order], sizes, loop.device, loader=loop.loader)
         self._loop = loop
         self._order = order
         self._pools = (pool for epoch in count() for pool in self.feed.pools(epoch))
         self._number = 0
-        if placement.tier != "device":
+        if sizes.tier != "device":
             self.n_ready = loop.loader.prefetch_pools + 1
-        if placement.tier == "disk" and isinstance(source, ItemDataset):  # its workers hold rows ready, too
+        if sizes.tier == "disk" and isinstance(source, ItemDataset):
             n_asks_per_pool = ceil(order.max_pool_rows / rows_per_ask(source, order))
-            self.n_ready += ceil(placement.n_readers * ASKS_AHEAD / n_asks_per_pool)
-            self.n_joint = max(1, ceil(placement.n_readers / n_asks_per_pool))
+            self.n_joint = max(1, min(self.n_ready, ceil(sizes.n_readers / n_asks_per_pool)))
 
     def _next(self) -> tuple[Rows, int]:
         """(rows, number of times to train on them)"""
@@ -111,7 +113,7 @@ def open_supplies(loop: Loop, order: BlockSampler) -> dict[str, Supply]:
     """real: the feed of a run; cached: a feed from files that reads the same few blocks again and again."""
     supplies = {"real": Supply(loop, order)}
     reads_apart = isinstance(loop.source, HDF5Dataset) and not loop.source.file.is_direct  # from decoding
-    if loop.placement.tier == "disk" and reads_apart:
+    if loop.sizes.tier == "disk" and reads_apart:
         supplies["cached"] = Supply(loop, first_blocks(loop.source, order))
     return supplies
 
@@ -127,8 +129,7 @@ def first_blocks(source: Dataset, order: BlockSampler) -> BlockSampler:
 
 def read_pool(source: Dataset, order: BlockSampler, n_readers: int) -> Rows:
     """The first pool of epoch 0 on the host, in memory of its own, without gaps between ragged values."""
-    placement = Placement("disk", torch.device("cpu"), n_readers)
-    feed = make_feed(source, order, placement, Loader(prefetch_pools=1))
+    feed = PrefetchLoader(source, order, torch.device("cpu"), n_readers, loader=Loader(prefetch_pools=1))
     rows = next(feed.pools(0)).rows
     pool = rows.take(torch.arange(len(rows)))
     feed.close()
@@ -139,7 +140,7 @@ def copies(loop: Loop, pool: Rows) -> Work:
     """Copies of such a pool from staging memory to a GPU, whatever lies there."""
     n_values = {name: len(column.values) for name, column in pool.columns.items() if isinstance(column, Ragged)}
     host = Rows.empty(loop.source.fields, len(pool), torch.device("cpu"), pinned=True, n_values=n_values)
-    on_device = host.to(loop.placement.device)
+    on_device = host.to(loop.device)
     n_steps = loop.echo * ceil(len(pool) / len(loop.batch))
     return lambda n_pools: n_steps * repeat(partial(on_device.copy_, host, non_blocking=True), n_pools)
 

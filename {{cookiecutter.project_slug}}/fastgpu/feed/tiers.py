@@ -2,34 +2,22 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from fastgpu.dataset.source import ItemDataset
 from fastgpu.feed.prefetch import PrefetchLoader
 from fastgpu.feed.sizes import Sizes
-from fastgpu.process.config import Loader, Tier
-from fastgpu.process.launch import UserError
+from fastgpu.process.config import Loader
 from fastgpu.rows.contract import Dataset, Pool
 from fastgpu.rows.order import BlockSampler
-from fastgpu.rows.rows import MAX_VALUES, Rows
+from fastgpu.rows.rows import Rows
 from fastgpu.storage.arrays import ArrayDataset
 
 LOAD_BYTES = 64 << 20
 """Bytes of one step of filling the device or host tier."""
 LOAD_BATCHES = 16
 """A step is so many batches: a worker process of a Dataset is asked for one at a time."""
-
-
-class Placement(NamedTuple):
-    """Where rows are kept and who reads them."""
-
-    tier: Tier
-    device: torch.device
-    n_readers: int
-    """Threads that read files, or worker processes (0: none) that read a Dataset."""
 
 
 class ResidentLoader:
@@ -61,82 +49,43 @@ Feed = PrefetchLoader | ResidentLoader
 def open_loaders(
     sources: Sequence[Dataset], orders: Sequence[BlockSampler], sizes: Sizes, device: torch.device, *, loader: Loader
 ) -> list[Feed]:
-    """The loaders of a training run. Raises UserError if the rows cannot be read or kept."""
-    placement = Placement(sizes.tier, device, sizes.n_readers)
+    """The loaders of a training run: rows in the given orders, kept on the tier of `sizes`, as pools on the device.
+
+    loader: prefetch_pools and timeout_s are used. Raises UserError if the rows cannot be read.
+    """
+    feeds: list[Feed] = []
     kept: dict[int, Rows] = {}
-    return [
-        make_feed(source, order, placement, loader, kept=kept) for source, order in zip(sources, orders, strict=True)
-    ]
+    for source, order in zip(sources, orders, strict=True):
+        if sizes.tier == "disk":
+            feeds.append(PrefetchLoader(source, order, device, sizes.n_readers, loader=loader))
+            continue
+        key = id(source.block_rows)  # the parts of a split share it, and are read once
+        if key not in kept:
+            home = device if sizes.tier == "device" else torch.device("cpu")
+            kept[key] = _read_all(source, home, sizes.n_readers, loader)
+        if sizes.tier == "device":
+            feeds.append(ResidentLoader(kept[key], source, order))
+            continue
+        arrays, blocks = kept[key].numpy(), source.block_rows
+        rows = ArrayDataset(source.name, arrays, source.attributes, block_rows=blocks, fields=source.fields)
+        feeds.append(PrefetchLoader(rows, order, device, max(1, sizes.n_readers), loader=loader))
+    return feeds
 
 
-def make_feed(
-    source: Dataset,
-    order: BlockSampler,
-    placement: Placement,
-    loader: Loader | None = None,
-    *,
-    kept: dict[int, Rows] | None = None,
-) -> Feed:
-    """The rows of `source` in the given order, kept on a tier, as pools on a device.
-
-    loader: prefetch_pools and timeout_s are used; the numbers of readers come from `placement`. kept: all rows that
-    are in memory for other feeds, by the `id` of their block_rows, which the parts of a split share; those of this one
-    are added.
-    """
-    loader = loader or Loader()
-    kept = {} if kept is None else kept
-    tier, device, n_readers = placement
-    if tier == "disk":
-        return _prefetch(source, order, placement, loader)
-    key = id(source.block_rows)
-    if key not in kept:
-        home = placement if tier == "device" else placement._replace(device=torch.device("cpu"))
-        kept[key] = _read_all(source, home, loader)
-    if tier == "device":
-        return ResidentLoader(kept[key], source, order)
-    rows: Dataset = ArrayDataset(
-        source.name, kept[key].numpy(), source.attributes, block_rows=source.block_rows, fields=source.fields
-    )
-    return _prefetch(rows, order, placement._replace(n_readers=max(1, n_readers)), loader)
-
-
-def _prefetch(source: Dataset, order: BlockSampler, placement: Placement, loader: Loader) -> PrefetchLoader:
-    """Rows that are read ahead: by threads, or by the worker processes of a Dataset."""
-    n_threads = placement.n_readers
-    if isinstance(source, ItemDataset):
-        source = source.with_workers(placement.n_readers, order)
-        n_threads = 1
-    return PrefetchLoader(source, order, placement.device, n_threads, loader=loader)
-
-
-def _read_all(source: Dataset, placement: Placement, loader: Loader) -> Rows:
-    """Every row, selected or not, in the order of the file, through the same readers and copy stream.
-
-    Besides the rows it takes 128 MiB of host memory, and for a Dataset the answers of its workers, of 4 MiB each.
-    """
-    for name, field in source.fields.items():
-        if field.is_ragged and name not in source.lengths:
-            raise UserError(
-                f"data.tier is {placement.tier}, but nobody knows how many values {name} of {source.name} have before "
-                "they are read; use data.tier=disk, or write them to a file: python convert.py dataset"
-            )
-    n_values = {name: int(lengths.sum(dtype=np.int64)) for name, lengths in source.lengths.items()}
-    most = max(n_values.values(), default=0)
-    if most > MAX_VALUES:
-        raise UserError(
-            f"{source.name} has {most:,} values, and at most {MAX_VALUES:,} fit the device or host tier; use "
-            "data.tier=disk"
-        )
+def _read_all(source: Dataset, device: torch.device, n_readers: int, loader: Loader) -> Rows:
+    """Every row, selected or not, in the order of the file, by way of 128 MiB of host memory."""
     n_rows = int(source.block_rows.sum())
-    batch_size = min(n_rows, max(1, LOAD_BYTES // LOAD_BATCHES // source.row_bytes))
-    order = BlockSampler(source.block_rows, batch_size, pool_batches=LOAD_BATCHES, seed=None, drop_last=False)
-    order.n_epochs = 1
-    rows = Rows.empty(source.fields, n_rows, placement.device, n_values=n_values)
+    n_values = {name: int(lengths.sum(dtype=np.int64)) for name, lengths in source.lengths.items()}
+    rows = Rows.empty(source.fields, n_rows, device, n_values=n_values)
     for name, lengths in source.lengths.items():
         np.cumsum(lengths, out=rows[name].host_offsets[1:])
         rows[name].offsets.copy_(torch.from_numpy(rows[name].host_offsets))
+    batch_size = min(n_rows, max(1, LOAD_BYTES // LOAD_BATCHES // source.row_bytes))
+    order = BlockSampler(source.block_rows, batch_size, pool_batches=LOAD_BATCHES, seed=None, drop_last=False)
+    order.n_epochs = 1
+    loader = loader.model_copy(update={"prefetch_pools": 1})
     start = 0
-    with closing(_prefetch(source, order, placement, loader.model_copy(update={"prefetch_pools": 1}))) as feed:
+    with closing(PrefetchLoader(source, order, device, n_readers, loader=loader)) as feed:
         for plan, part in feed.pools(0):
             rows.slice(start, start + plan.n_real_rows).copy_(part.slice(0, plan.n_real_rows))
             start += plan.n_real_rows

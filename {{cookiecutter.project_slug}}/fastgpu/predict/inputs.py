@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from fastgpu.feed.sizes import choose_readers
-from fastgpu.feed.sources import decode_images
-from fastgpu.feed.tiers import Placement, make_feed
+from fastgpu.feed.prefetch import PrefetchLoader
 from fastgpu.predict.model import training_rows
 from fastgpu.process.launch import UserError
+from fastgpu.process.machine import available_cpus
 from fastgpu.rows.contract import Dataset, Out, Pool, PoolPlan, Reads
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Field
@@ -80,7 +79,8 @@ def open_inputs(
     for name, field in fields.items():
         if source.fields[name].codec and len(field.shape) == 3:
             share = json.loads(preprocessing or "{}").get("centre_share")
-            source = decode_images(source, field.shape[1:], centre_share=share)
+            decoded = import_module("fastgpu.images.column").decoded
+            source = decoded(source, field.shape[1:], centre_share=share)
         if (field.shape or field.is_ragged) and str(source.fields[name]) != str(field):
             raise UserError(f"{source.name}: {name} is {source.fields[name]}; the model was trained on {field}")
     check_meaning("INPUT", trained_on, source, labels=labels)
@@ -106,5 +106,5 @@ def open_pools(source: Dataset, batch_size: int, device: torch.device) -> Iterat
     pool_batches = max(1, POOL_BYTES // (source.row_bytes * batch_size))
     order = BlockSampler(source.block_rows, batch_size, pool_batches=pool_batches, seed=None, drop_last=False)
     order.n_epochs = 1
-    with closing(make_feed(source, order, Placement("disk", device, choose_readers("auto", 1)))) as feed:
+    with closing(PrefetchLoader(source, order, device, available_cpus())) as feed:
         yield feed.pools(0)

@@ -64,8 +64,8 @@ def exit_with_message() -> Iterator[None]:
     traceback; a fatal signal (a bug in a driver, a file truncated while it is mapped) leaves one, too."""
     faulthandler.enable(sys.__stderr__ or 2)
     launch = read_launch()
-    if launch.is_launched and sys.platform == "linux":  # an orphan would hold its GPU, and write to a restarted run
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if launch.is_launched:
+        end_with_parent()
     try:
         yield
     except UserError as error:
@@ -81,3 +81,11 @@ def exit_with_message() -> Iterator[None]:
         if launch.local_rank == 0:
             print("\ninterrupted", file=sys.stderr, flush=True)
         raise SystemExit(130) from None
+
+
+def end_with_parent() -> None:
+    """Let Linux kill this process when the thread that started it ends: as an orphan of torchrun it would hold its GPU,
+    and write to a run that has been restarted."""
+    pr_set_pdeathsig = 1
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
