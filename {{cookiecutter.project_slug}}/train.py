@@ -46,7 +46,7 @@ class Parts(NamedTuple):
     ddp: nn.Module  # wraps the model for forward passes: it averages the gradients over the ranks
     optimizer: torch.optim.Optimizer
     precision: MixedPrecision
-    ema: AveragedModel  # ema.module is validated, and saved for use: its weights are averaged over the steps, if wanted
+    ema: AveragedModel  # its weights, averaged over the steps: ema.module is validated, and saved for use
 
 
 def build(cfg: Config, world: World) -> Parts:
@@ -67,10 +67,10 @@ def build(cfg: Config, world: World) -> Parts:
     cfg = cfg.resolved(**sizes.chosen, model=workload.options.model_dump(), train={"precision": precision.name})
     world.check_same(identify_job(cfg.flat(), splits, sampler))
     world.print_once(describe_feed(train_rows, sizes, sampler))
+    ema = AveragedModel(model, cfg.train.ema)  # a decay of 0: the model itself
     ddp = share_gradients(model, cfg.dist, world, train_rows)  # DistributedDataParallel if there are several ranks
     if cfg.train.compile:
         ddp.compile()
-    ema = AveragedModel(model, cfg.train.ema)
     return Parts(cfg, sizes, *splits, loader, val_loader, workload, model, ddp, optimizer, precision, ema)
 
 
