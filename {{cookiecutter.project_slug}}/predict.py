@@ -22,7 +22,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("checkpoint", metavar="CHECKPOINT")
     add("inputs", metavar="INPUT", nargs="*")
-    add("-o", "--output", default="-", help="FILE.csv or FILE.jsonl; default: CSV to the terminal")
+    output = "FILE.csv or FILE.jsonl; default: CSV to the terminal. CSV has a ' before text that begins like a formula"
+    add("-o", "--output", default="-", help=output)
     add("--id", metavar="FIELD", action="append", default=[], help="of INPUT, such as user: written beside each row")
     add("--top", type=int, help="number of classes or items for each row, best first")
     add("--all", action="store_true", help="write the probability of every class, by its name, too")

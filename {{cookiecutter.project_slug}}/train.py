@@ -136,6 +136,7 @@ def train(parts: Parts, world: World) -> int:
                     steps.append(train_step(parts, rows, lr))
                     run.count()  # advances at.step and at.pool_steps; now and then asks all ranks for signals
                     clock.count(fresh, cfg.data.batch_size)
+                    board.count(fresh)
                     is_epoch_end = pool.plan.is_last and at.pool_steps * sizes.batch_size == passes * len(pool.rows)
                     if len(steps) == cfg.log.every_steps or is_epoch_end or run.is_asked_to_stop:
                         numbers = mean_over_ranks(steps, world)  # in a pool, the host waits for the device only here

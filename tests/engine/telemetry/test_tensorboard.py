@@ -1,3 +1,4 @@
+import io
 import re
 import threading
 import time
@@ -159,6 +160,7 @@ def test_lines_of_progress_are_few_and_a_resumed_run_counts_from_its_first_row(b
     log = board(planned_rows=200, row=20)
     for second in range(11):
         clock.now = second
+        log.count(STEP.fresh_rows)
         log.write(second, {"train/loss": 1.0}, STEP)
     log.end_epoch("1/2", 11, {"val/x": 1.0})
     lines = capsys.readouterr().out.splitlines()
@@ -185,6 +187,29 @@ def test_an_input_bound_epoch_is_told_so(board, capsys, waits_pct, is_bound):
     log.end_epoch("1/2", 2, {"val/score": 1.0})
     log.end_epoch("2/2", 2, {"val/score": 1.0})
     assert capsys.readouterr().out.count("(input-bound: run `python diagnose.py`)") == is_bound
+
+
+class Terminal(io.StringIO):
+    """A terminal that remembers what was drawn."""
+
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("rows_per_step", [64, 64 / 3])
+def test_the_bar_moves_every_second_between_two_reports(board, monkeypatch, rows_per_step):
+    terminal = Terminal()
+    monkeypatch.setattr(tensorboard.sys, "stderr", terminal)
+    now = [1000.0]
+    monkeypatch.setattr("tqdm.std.time", lambda: now[0])
+    log = board(planned_rows=round(300 * rows_per_step))
+    for step in range(1, 301):  # thirty seconds without a report
+        now[0] += 0.1
+        log.count(rows_per_step)
+        assert log._bar.last_print_n >= round((step - 11) * rows_per_step)
+    assert 29 <= len(re.findall(r"\d+%\|", terminal.getvalue())) <= 31
+    assert log._bar.n == log._bar.total
+    assert "Warning" not in terminal.getvalue()  # that of tqdm, if the rows are more than planned
 
 
 # ---------------------------------------------------------------------------------------------- wandb

@@ -44,6 +44,7 @@ def write(values, *, is_csv=True, top=None, every=False, **attributes):
         ),
         (SCORES, {"top": 2}, "row,items_0,items_1,scores_0,scores_1 0,2,0,2.0,0.5 1,1,2,3.0,2.0"),
         ({"class": torch.tensor([0.5, torch.nan])}, {"class_names": ["class"]}, "row,class 0,0.5 1,"),
+        (PROBABILITY, {"class_names": ["cat", "=A1"]}, "row,class,class_name,probability 0,1,'=A1,0.75 1,0,cat,0.9"),
         ({"probability": torch.full((2, 2), torch.nan)}, CAT_DOG, "row,class,class_name,probability 0,-1,, 1,-1,,"),
     ],
 )

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from written_run import write_points, write_run
 
-from fastgpu.report.page import write_report
-from fastgpu.report.results import compare, number, over_run, read_run, summary
+from fastgpu.report.page import MAX_POINTS, write_report
+from fastgpu.report.results import changed_settings, compare, number, over_run, read_run, summary
 from fastgpu.telemetry.clock import Throughput
 
 EVIL = '</script><img src=x onerror="alert(1)">'
@@ -87,6 +87,12 @@ def test_quality_comes_first_then_speed(tmp_path):
         "train/trained_rows_per_s",
         "data/wait_pct",
     ]
+
+
+def test_what_differs_from_the_defaults(tmp_path):
+    text = "workload: images\nrun: {name: x, seed: 3}\ndata: {train: a.h5, tier: disk, echo: 1.0}\nmodel: {width: 32}\n"
+    write_run(tmp_path).joinpath("config.yaml").write_text(text)
+    assert changed_settings(read_run(tmp_path)) == {"data.tier": "disk", "model.width": 32}
 
 
 def test_descriptions_that_are_damaged_are_left_out(tmp_path):
@@ -182,6 +188,15 @@ def test_the_parts_of_a_resumed_run_follow_one_another(tmp_path):
     page = report_of(write_points(tmp_path, RESUMED))
     assert page.line("loss", "train/loss") == {step: 1.0 if step <= 5 else 2.0 for step in range(1, 12)}
     assert all(before < after for before, after in pairwise(page.charts["loss"]["x"]))
+
+
+def test_long_runs_are_thinned_out_but_for_their_metrics(tmp_path):
+    points = [point(step, data__wait_pct=1.0) for step in range(1, 5001)]
+    points[3] |= {"val/a": 3.0}
+    points[-1] |= {"val/a": 4.0}
+    page = report_of(write_points(tmp_path, points))
+    assert MAX_POINTS / 2 < len(page.line("data, pct", "data/wait_pct")) <= MAX_POINTS + 2
+    assert page.line("val/a", "val/a") == {4: 3.0, 5000: 4.0}
 
 
 def test_values_that_are_no_numbers_are_left_out(tmp_path):

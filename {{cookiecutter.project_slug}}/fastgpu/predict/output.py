@@ -17,6 +17,8 @@ Columns = dict[str, Any]
 RANKED = {"probability": ("class", "class_name", "class_names", 1), "scores": ("items", "item_ids", "item_ids", 10)}
 """{what `predict` of a workload gives, (B, n): (column of the numbers of the best ones, column of their names,
 attribute of model.json that has all names, how many are written)}"""
+FORMULA = ("=", "+", "-", "@", "\t", "\r")
+"""A spreadsheet takes text that begins like this for a formula."""
 
 
 def to_columns(values: Mapping[str, Tensor], attributes: Mapping[str, Any], top: int | None, *, every: bool) -> Columns:
@@ -74,5 +76,9 @@ def write_rows(file: IO[str], columns: Columns, which: Iterable[bool], *, is_csv
             cells[name] = column
     writer = csv.writer(file, lineterminator="\n")
     if is_first:
-        writer.writerow(cells)
-    writer.writerows(compress(zip(*cells.values(), strict=True), which))
+        writer.writerow(map(_no_formula, cells))
+    writer.writerows(map(_no_formula, row) for row in compress(zip(*cells.values(), strict=True), which))
+
+
+def _no_formula(cell: Any) -> Any:
+    return f"'{cell}" if isinstance(cell, str) and cell.startswith(FORMULA) else cell

@@ -8,13 +8,16 @@ import html
 import json
 import re
 from collections.abc import Iterable, Sequence
-from math import isfinite, nan
+from math import ceil, isfinite, nan
 from pathlib import Path
 from string import Template
 from typing import Any
 
 from fastgpu.report import results
 from fastgpu.report.results import Point, Run
+
+MAX_POINTS = 1000
+"""Of a longer run, every second (third, ...) point is drawn, and all that hold metrics."""
 
 
 def write_report(run: Run) -> Path:
@@ -24,7 +27,7 @@ def write_report(run: Run) -> Path:
     summary = results.summary(run)
     scalars = [name for name in summary if any(name in point for point in run.points)]
     values = [(name, results.number(value)) for name, value in summary.items()]
-    settings = [(key, results.setting_text(value)) for key, value in run.config.items()]
+    settings = [(key, results.setting_text(value)) for key, value in results.changed_settings(run).items()]
     text = Template((here / "page.html").read_text(encoding="utf-8")).substitute(
         title=html.escape(run.folder.name),
         facts=html.escape(f"{began} · {device} · {run.points[-1]['step']:,.0f} steps"),
@@ -47,8 +50,10 @@ def _fill(form: str, values: Iterable[tuple[str, str]]) -> str:
 def _charts(points: Sequence[Point], names: Iterable[str]) -> list[dict[str, Any]]:
     """The scalars of a group that have one unit are a chart. NaN and infinity, which are no JSON, are left out."""
     steps: dict[float, Point] = {}
-    for point in points:
-        steps[point["step"]] = steps.get(point["step"], {}) | point
+    every = ceil(len(points) / MAX_POINTS)
+    for place, point in enumerate(points):
+        if place % every == 0 or any(name.startswith("val/") for name in point):
+            steps[point["step"]] = steps.get(point["step"], {}) | point
     charts: dict[str, dict[str, Any]] = {}
     for name in names:
         values = [point.get(name, nan) for point in steps.values()]

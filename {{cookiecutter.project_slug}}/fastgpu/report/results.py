@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from fastgpu.process.config_loader import keys
+
 Point = dict[str, float]
 """A line of metrics.jsonl: step, time_s, part, the sums of a `Throughput`, and scalars, named `group/name_unit`."""
 WEIGHTS = {"train/step_ms": "steps", "data/echo": "fresh_rows"}
@@ -86,6 +88,13 @@ def summary(run: Run) -> dict[str, float]:
     first = [name for name in logged if name.startswith("val/")] + [name for name in SPEED if name in logged]
     whole = {name: over_run(run.points, name) for name in (*first, *logged)}
     return ({f"best {metric}": best[0], "at step": best[1]} if best else {}) | whole
+
+
+def changed_settings(run: Run) -> dict[str, Any]:
+    """{key: value} of what differs from the defaults, and of all settings of the workload, but not of the section run."""
+    defaults = {key: field.get_default() for key, field in keys().items() if not key.startswith("run.")}
+    differs = {key for key, value in run.config.items() if value != defaults.get(key, value)}
+    return {key: value for key, value in run.config.items() if key in differs or key.startswith("model.")}
 
 
 def compare(runs: Sequence[Run], text_of: Callable[[float], str]) -> list[list[str]]:

@@ -2,7 +2,7 @@
 
 clock       rows per second, and the time that the device waits for rows
 monitor     GPUs, CPUs and memory of the machine
-tensorboard where scalars go: metrics.jsonl, TensorBoard, Weights & Biases, lines of progress
+tensorboard where scalars go: metrics.jsonl, TensorBoard, Weights & Biases, the progress bar
 """
 
 from fastgpu.telemetry.clock import Clock

@@ -1,9 +1,10 @@
-"""Where the scalars of a run go: event files of TensorBoard, metrics.jsonl and lines of progress. On rank 0 only.
+"""Where the scalars of a run go: event files of TensorBoard, metrics.jsonl and a progress bar. On rank 0 only.
 
 A log that cannot be written never stops a run: the first error is reported, later ones are ignored.
 """
 
 import json
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
 
 from fastgpu.process.launch import UserError, warn
 from fastgpu.process.world import World
@@ -19,7 +21,7 @@ from fastgpu.telemetry.clock import Throughput
 INPUT_BOUND = 0.1
 """An epoch that waits for data for a larger share of its time is input-bound."""
 LINE_EVERY_S = 5.0
-"""Seconds between two lines of progress."""
+"""Seconds between two lines of progress, which stand for the bar if the output is no terminal."""
 
 
 class TensorBoard(AbstractContextManager["TensorBoard"]):
@@ -37,6 +39,17 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
         self._has_warned = False
         self._printed = time.monotonic()
         self._part = round(time.time())  # names this process among those that resumed the run
+        self._bar = tqdm(
+            total=planned_rows,
+            initial=run.first_row,
+            unit=" rows",
+            unit_scale=True,
+            dynamic_ncols=True,
+            mininterval=1,
+            miniters=0,  # it moves in an epoch of few steps, too
+            smoothing=0,
+            disable=not world.is_main or not sys.stderr.isatty(),
+        )
         with world.together():
             if self._folder and run.config["log.wandb"]:
                 _start_wandb(run)
@@ -49,27 +62,33 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
                 self._writer.add_text("config", "\n".join(lines))  # indented by four: code in Markdown
 
     def __exit__(self, *error: object) -> None:
-        """Close the files."""
+        """Close the bar and the files."""
+        self._bar.close()
         if self._writer:
             with self._forgiving():
                 self._writer.close()
 
+    def count(self, fresh_rows: float) -> None:
+        """Count rows of a step that is queued for the device. The bar is drawn once a second."""
+        self._row += fresh_rows
+        self._bar.update(round(self._row) - self._bar.n)
+
     def write(self, step: int, values: Mapping[str, float], interval: Throughput | None = None) -> None:
         """Log one point: {tag: value} at this optimizer step.
 
-        interval: the steps that the values are about. Its rates are logged, and now and then printed; its sums are
-        written to metrics.jsonl, so that a mean over the run can be computed from sums.
+        interval: the steps that the values are about. Its rates are logged, and shown beside the bar or as a line; its
+        sums are written to metrics.jsonl, so that a mean over the run can be computed from sums.
         """
         if not self._folder:
             return
         point: dict[str, float] = {"step": step, "time_s": round(time.time(), 3), "part": self._part}
         if interval:
             self._epoch.append((values["train/loss"], interval))
-            self._row += interval.fresh_rows
-            if time.monotonic() - self._printed >= LINE_EVERY_S:
+            text = f"step {step}: loss {values['train/loss']:.4f}, {interval}"
+            self._bar.set_postfix_str(text)
+            if self._bar.disable and time.monotonic() - self._printed >= LINE_EVERY_S:
                 self._printed = time.monotonic()
-                done_pct = 100 * self._row / self._planned_rows
-                print(f"step {step}: loss {values['train/loss']:.4f}, {interval}, {done_pct:.0f} % done", flush=True)
+                print(f"{text}, {100 * self._row / self._planned_rows:.0f} % done", flush=True)
             values = {**values, **interval.scalars()}
             point |= interval._asdict()
         with self._forgiving():
@@ -91,6 +110,7 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
             text = f"train/loss {loss:.4g}, {text}, {total}"
             if total.wait_s > INPUT_BOUND * total.seconds:
                 text += " (input-bound: run `python diagnose.py`)"
+        self._bar.clear()
         print(f"epoch {epoch} {text}", flush=True)
         self._epoch.clear()
 
