@@ -102,7 +102,8 @@ def test_broken_images_are_listed_or_left_out(tmp_path, convert):
     Image.new("RGB", (9, 9)).save(broken[1])  # of another size
     reasons = [
         "photos: a/photo 005 é.png cannot be read: it is not an image that Pillow knows",
-        "photos: a/photo 077 é.png cannot be read: images are (3, 9, 9), in the first row (3, 8, 10); give --size",
+        "photos: a/photo 077 é.png cannot be read: images are uint8 (N, 3, 9, 9), in the first row uint8 "
+        "(N, 3, 8, 10); give --size",
     ]
     result = convert("images photos new/out.h5", code=2)
     assert result.stderr.splitlines() == [

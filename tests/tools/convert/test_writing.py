@@ -80,6 +80,15 @@ def test_few_broken_rows_are_left_out_and_listed(tmp_path, n_rows, broken, is_sk
         assert not list(tmp_path.iterdir())
 
 
+def test_a_value_of_another_type_is_not_cut(tmp_path):
+    class Halves(Numbers):
+        def __getitem__(self, row):
+            return {"x": np.zeros(3), "y": row / 2 if row % 2 else row // 2}
+
+    with pytest.raises(UserError, match=r"row 1 cannot be read: y are float64 \(N\), in the first row int64 \(N\)"):
+        write_files({"": Halves(10)}, tmp_path / "x.h5")
+
+
 def test_many_broken_rows_are_counted(tmp_path):
     with pytest.raises(UserError, match="25 of 30 rows are broken; nothing was written") as error:
         write_files({"": Numbers(30, tuple(range(3, 28)))}, tmp_path / "x.h5")

@@ -109,8 +109,9 @@ class Reader(Dataset, TorchDataset[dict[str, Any]]):
         try:
             item = {name: np.asarray(value) for name, value in self[row].items()}
             for name, field in fields.items():
-                if item[name].shape != field.shape and not field.is_ragged:
-                    raise ValueError(f"{name} are {item[name].shape}, in the first row {field.shape}; give --size")
+                found = Field(item[name].dtype, item[name].shape)
+                if found != field and not field.is_ragged:
+                    raise ValueError(f"{name} are {found}, in the first row {field}; give --size")
         except Exception as error:  # a decoder may raise anything for damaged bytes
             self.broken[row] = f"{self.where(row)} cannot be read: {error}"
             return None
