@@ -92,7 +92,7 @@ def test_quality_comes_first_then_speed(tmp_path):
 def test_what_differs_from_the_defaults(tmp_path):
     text = "workload: images\nrun: {name: x, seed: 3}\ndata: {train: a.h5, tier: disk, echo: 1.0}\nmodel: {width: 32}\n"
     write_run(tmp_path).joinpath("config.yaml").write_text(text)
-    assert changed_settings(read_run(tmp_path)) == {"data.tier": "disk", "model.width": 32}
+    assert changed_settings(read_run(tmp_path)) == {"run.seed": 3, "data.tier": "disk", "model.width": 32}
 
 
 def test_descriptions_that_are_damaged_are_left_out(tmp_path):

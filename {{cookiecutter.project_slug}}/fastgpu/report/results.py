@@ -91,9 +91,10 @@ def summary(run: Run) -> dict[str, float]:
 
 
 def changed_settings(run: Run) -> dict[str, Any]:
-    """{key: value} of what differs from the defaults, and of all settings of the workload, but not of the section run."""
-    defaults = {key: field.get_default() for key, field in keys().items() if not key.startswith("run.")}
+    """{key: value} of what differs from the defaults, and of all settings of the workload, but not names of files."""
+    defaults = {key: field.get_default() for key, field in keys().items() if not field.is_required()}
     differs = {key for key, value in run.config.items() if value != defaults.get(key, value)}
+    differs -= {"run.name", "run.folder"}
     return {key: value for key, value in run.config.items() if key in differs or key.startswith("model.")}
 
 
