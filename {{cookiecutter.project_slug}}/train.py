@@ -88,7 +88,7 @@ def make_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
 
 def learning_rate(share: float, optim: Optim) -> float:
     """A linear rise, then a cosine or a line to 0, or the peak. share: part of the run that is done, in fresh rows."""
-    rise = min(1.0, share / max(1e-9, optim.warmup_share))
+    rise = min(1.0, share / optim.warmup_share) if optim.warmup_share else 1.0
     fall = min(1.0, max(0.0, share - optim.warmup_share) / max(1e-9, 1 - optim.warmup_share))
     return optim.lr * rise * {"cosine": 0.5 * (1 + cos(pi * fall)), "linear": 1 - fall, "constant": 1.0}[optim.schedule]
 
