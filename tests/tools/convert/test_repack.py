@@ -179,7 +179,7 @@ def test_info_shows_the_layout_and_what_the_rows_hold(tmp_path, convert):
         "rows     90",
         "3 of 4 classes: cat 30, dog 30, owl 30",
         "mean: [1.0, 2.0, 3.0]",
-        "has fields of unequal length {'images': 5, 'labels': 4}",
+        "has fields of lengths {'images': 5, 'labels': 4}",
         "/sorted is sorted by class: 100% of neighbouring rows share a label",
         "targets from 0.5 to 2.5, 2 NaN or infinite\n",
         "`python convert.py repack` writes such rows",
