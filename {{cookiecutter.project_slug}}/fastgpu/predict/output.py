@@ -52,7 +52,7 @@ def to_columns(values: Mapping[str, Tensor], attributes: Mapping[str, Any], top:
 
 
 def to_list(values: Tensor) -> list[Any]:
-    """Numbers as Python has them. Floats are as short as a float32 can be, and None if not finite."""
+    """Numbers as Python has them. Floats are as short as a float32 can be, or None if not finite."""
     if not values.is_floating_point():
         return list(values.tolist())
     numbers = values.float().numpy(force=True).astype(str).astype(float)  # 0.9 instead of 0.8999999761581421
