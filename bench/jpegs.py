@@ -66,9 +66,9 @@ def feed(task: Task) -> Contender:
     """This project's feed, with as many rows ahead as a DataLoader has."""
     import ours  # whose packages the peers' environment lacks
 
-    from fastgpu.feed.sources import decode_images
+    from fastgpu.images.column import decoded
 
-    rows = decode_images(ours.open_rows(task.h5), SIZE, min_scale=MIN_SCALE)
+    rows = decoded(ours.open_rows(task.h5), SIZE, min_scale=MIN_SCALE)
     pools = ours.open_feed(rows, task.batch_size, n_readers=task.n_workers, pool_batches=1)
     return Contender(all_files(task), lambda number: ((batch["images"],) for batch in ours.batches(pools, number)))
 

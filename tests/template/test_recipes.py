@@ -125,7 +125,9 @@ def test_a_recipe_trains_on_data_in_the_published_format(path, tmp_path):
     done = run_train(*arguments, *SMALL, *SMALL_MODEL[workload], cwd=tmp_path, PYTHONPATH=str(tmp_path))
     if path.stem == "imagenet":
         assert done.returncode == 2
-        assert done.stderr.splitlines() == ["error: model.timm is resnet50, but No module named timm; pip install timm"]
+        assert done.stderr.splitlines() == [
+            "error: model.timm is resnet50: No module named timm; pip install timm; see timm.list_models()"
+        ]
         return
     assert done.returncode == 0, done.stderr
     assert re.search(r"epoch 1/1 train/loss \S+, val/\w+ \d", done.stdout + done.stderr)

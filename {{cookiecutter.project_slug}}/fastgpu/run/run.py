@@ -163,7 +163,9 @@ class Run(AbstractContextManager["Run"]):
         """
         at = self.progress
         code = 0
-        text = f"done: epoch {at.epoch}, step {at.step}; {self.folder}; tensorboard --logdir {self.folder.parent}"
+        text = (
+            f"done: epoch {at.epoch}, step {at.step}; {self.folder}; charts: tensorboard --logdir {self.folder.parent}"
+        )
         if self.is_asked_to_stop:
             text = f"asked to stop at step {at.step}, which is saved; run.resume=auto continues from there"
             self._save()
