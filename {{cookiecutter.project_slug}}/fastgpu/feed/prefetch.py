@@ -16,7 +16,8 @@ import faulthandler
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
@@ -45,15 +46,15 @@ class _Slot(NamedTuple):
     used: torch.cuda.Event | None
 
 
-class _Filling(NamedTuple):
+@dataclass
+class _Filling:
     """A pool whose rows are being read: by jobs, which any reader thread takes."""
 
     plan: PoolPlan
     slot: _Slot
     out: dict[str, Any]
-    jobs: Sequence[Callable[[], None]]
-    ended: SimpleQueue[BaseException | None]
-    """An entry for each job that has ended: its error."""
+    n_jobs: int
+    """Jobs that have not ended."""
 
 
 class PrefetchLoader:
@@ -132,7 +133,7 @@ class PrefetchLoader:
             raise self._hang_error
         self._closing = threading.Event()
         self._todo: SimpleQueue[tuple[Callable[[], None], _Filling] | None] = SimpleQueue()
-        self._free: SimpleQueue[_Slot | None] = SimpleQueue()
+        self._inbox: SimpleQueue[_Slot | _Filling | BaseException | None] = SimpleQueue()  # of the thread of `_run`
         self._ready: SimpleQueue[tuple[PoolPlan, _Slot] | BaseException | None] = SimpleQueue()
         for slot in self._slots:
             self._release(slot)
@@ -152,7 +153,7 @@ class PrefetchLoader:
         if not self._threads:
             return
         self._closing.set()
-        self._free.put(None)
+        self._inbox.put(None)
         for _ in self._threads:
             self._todo.put(None)
         deadline = time.monotonic() + timeout_s
@@ -166,39 +167,53 @@ class PrefetchLoader:
     def _release(self, slot: _Slot) -> None:
         if slot.used:
             slot.used.record(torch.cuda.current_stream(self._device))
-        self._free.put(slot)
+        self._inbox.put(slot)
 
     def _run(self, plans: Iterator[PoolPlan]) -> None:
-        """Keep every free slot filling, and hand over the filled ones in order."""
+        """Keep every free slot filling, and hand over the filled ones in order.
+
+        The inbox has slots that are free, the pool of each job that has ended, errors, and None to end.
+        """
         filling: list[_Filling] = []
         end: BaseException | None = None
         try:
             if self._stream:  # a thread begins with GPU 0, and would open a context there on every rank
                 torch.cuda.set_device(self._device)
             has_more = True
-            while (has_more or filling) and not self._closing.is_set():
-                if filling and (not has_more or self._free.empty()):  # the loop may need it before it frees a slot
-                    self._hand_over(filling.pop(0))
-                    continue
-                slot = self._free.get()
-                plan = next(plans, None)
-                if slot is None or plan is None:
+            while has_more or filling:
+                item = self._inbox.get(timeout=self._timeout_s if filling else None)
+                if self._closing.is_set():  # the readers may leave out rows
+                    break
+                if isinstance(item, BaseException):
+                    raise item
+                if isinstance(item, _Filling):
+                    item.n_jobs -= 1
+                elif item and (plan := next(plans, None)):
+                    filling.append(self._fill(item, plan))
+                else:
                     has_more = False
-                    continue
-                if slot.copied:
-                    slot.copied.synchronize()  # afterwards the readers may overwrite the staging memory
-                row_ids = plan.row_ids if self._source.lengths else None
-                for name, lengths in self._source.lengths.items():
-                    self._set_lengths(slot, name, lengths[row_ids])
-                out = slot.host.numpy() | {name: [] for name in self._unknown}
-                jobs = [*self._source.jobs(plan, out, self._rows_per_job)]
-                pool = _Filling(plan, slot, out, jobs, SimpleQueue())
-                filling.append(pool)
-                for job in jobs:
-                    self._todo.put((job, pool))
+                while filling and not filling[0].n_jobs:
+                    self._hand_over(filling.pop(0))
+        except Empty:
+            faulthandler.dump_traceback(all_threads=True)  # where the readers hang
+            end = self._hang_error
         except BaseException as error:
             end = error  # the loop raises it, with the traceback of this thread
         self._ready.put(end)
+
+    def _fill(self, slot: _Slot, plan: PoolPlan) -> _Filling:
+        """Let the readers read a pool."""
+        if slot.copied:
+            slot.copied.synchronize()  # afterwards the readers may overwrite the staging memory
+        row_ids = plan.row_ids if self._source.lengths else None
+        for name, lengths in self._source.lengths.items():
+            self._set_lengths(slot, name, lengths[row_ids])
+        out = slot.host.numpy() | {name: [] for name in self._unknown}
+        jobs = [*self._source.jobs(plan, out, self._rows_per_job)]
+        pool = _Filling(plan, slot, out, len(jobs))
+        for job in jobs:
+            self._todo.put((job, pool))
+        return pool
 
     def _set_lengths(self, slot: _Slot, name: str, lengths: np.ndarray) -> None:
         """Write the offsets of ragged rows, and give their values more memory if they do not fit."""
@@ -224,26 +239,15 @@ class PrefetchLoader:
         os.nice(READERS_NICE)  # of this thread: the loop wakes up to queue a step that the device is waiting for
         while item := self._todo.get():
             job, pool = item
-            error = None
             try:
                 if not self._closing.is_set():
                     job()
-            except BaseException as raised:
-                error = raised
-            pool.ended.put(error)
+                self._inbox.put(pool)
+            except BaseException as error:
+                self._inbox.put(error)
 
     def _hand_over(self, pool: _Filling) -> None:
-        """Wait until a pool has been read, copy it to the device and give it to the loop."""
-        for _ in pool.jobs:
-            try:
-                error = pool.ended.get(timeout=self._timeout_s)
-            except Empty:
-                faulthandler.dump_traceback(all_threads=True)  # where the readers hang
-                raise self._hang_error from None
-            if error:
-                raise error
-        if self._closing.is_set():  # the readers may have left out rows
-            return
+        """Copy a pool that has been read to the device, and give it to the loop."""
         plan, slot = pool.plan, pool.slot
         for name in self._unknown:
             self._join(pool, name)
