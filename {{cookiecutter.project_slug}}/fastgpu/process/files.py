@@ -29,9 +29,9 @@ def new_file(target: Path, *, replace: bool = False) -> Iterator[Path]:
     """
     if os.path.lexists(target) and (not replace or target.is_dir()):
         raise UserError(f"{target} exists; --force replaces a file")
-    partial = target.with_name(f".{target.stem[:200]}.{uuid4().hex[:8]}{target.suffix}")
-    partial.touch(exist_ok=False)
-    try:
+    partial = target.with_name(f".{target.stem[:200]}.{uuid4().hex}{target.suffix}")
+    try:  # a signal may come as soon as the file is there
+        partial.touch(exist_ok=False)
         yield partial
         flush(partial)
         partial.replace(target)
