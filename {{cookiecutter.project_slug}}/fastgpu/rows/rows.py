@@ -79,7 +79,7 @@ class RaggedArray(NamedTuple):
 
     def places(self, rows: np.ndarray) -> np.ndarray:
         """(n,) int64: the indices of the values of `rows`, one row after the other."""
-        starts = self.offsets[rows]
+        starts = self.offsets[rows].astype(np.int64)
         return runs(starts, self.offsets[rows + 1] - starts)
 
 
