@@ -103,7 +103,7 @@ def test_broken_images_are_listed_or_left_out(tmp_path, convert):
     reasons = [
         "photos: a/photo 005 é.png cannot be read: it is not an image that Pillow knows",
         "photos: a/photo 077 é.png cannot be read: images are uint8 (N, 3, 9, 9), in the first row uint8 "
-        "(N, 3, 8, 10); give --size",
+        "(N, 3, 8, 10) (--size makes images alike)",
     ]
     result = convert("images photos new/out.h5", code=2)
     assert result.stderr.splitlines() == [

@@ -74,6 +74,9 @@ def test_few_broken_rows_are_left_out_and_listed(tmp_path, n_rows, broken, is_sk
         assert sorted(rows_of(tmp_path / "x.h5")) == [row for row in range(n_rows) if row not in broken]
         lines = [f"numbers: row {row} cannot be read: it is odd" for row in broken]
         assert (tmp_path / "x.h5.skipped.txt").read_text().splitlines() == lines
+        (tmp_path / "x.h5").rename(tmp_path / "kept.h5")
+        with pytest.raises(UserError, match="x.h5.skipped.txt exists; --force replaces a file"):
+            write_files(parts, tmp_path / "x.h5", skips_broken=True)
     else:
         with pytest.raises(UserError, match="1 % at most"):
             write_files(parts, tmp_path / "x.h5", skips_broken=True)

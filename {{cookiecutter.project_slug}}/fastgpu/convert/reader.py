@@ -111,7 +111,7 @@ class Reader(Dataset, TorchDataset[dict[str, Any]]):
             for name, field in fields.items():
                 found = Field(item[name].dtype, item[name].shape)
                 if found != field and not field.is_ragged:
-                    raise ValueError(f"{name} are {found}, in the first row {field}; give --size")
+                    raise ValueError(f"{name} are {found}, in the first row {field} (--size makes images alike)")
         except Exception as error:  # a decoder may raise anything for damaged bytes
             self.broken[row] = f"{self.where(row)} cannot be read: {error}"
             return None

@@ -58,6 +58,9 @@ def write_files(
     broken = getattr(next(iter(parts.values())), "broken", {})  # of all parts of a split
     written: dict[str, tuple[int, dict[str, Any]]] = {}
     target.parent.mkdir(parents=True, exist_ok=True)
+    for report in map(_report_of, (named[name] for name in parts)):
+        if report.exists() and not replace:
+            raise UserError(f"{report} exists; --force replaces a file")
     with ExitStack() as stack:
         partial = {name: stack.enter_context(new_file(named[name], replace=replace)) for name in parts}
         needed = sum(len(part) * part.row_bytes for part in parts.values())
@@ -136,6 +139,11 @@ def _read(source: Dataset, order: BlockSampler, broken: Mapping[int, str], name:
             bar.update(pool.plan.n_rows)
 
 
+def _report_of(path: Path) -> Path:
+    """The file that lists the rows that were left out of `path`."""
+    return path.with_name(f"{path.name}.skipped.txt")
+
+
 def _report(reader: Reader, path: Path) -> None:
     """Print what was changed or left out, and list the rows that were left out in a file beside `path`."""
     rows = rows_of(reader)
@@ -143,6 +151,6 @@ def _report(reader: Reader, path: Path) -> None:
     for remark in reader.remarks(rows[~is_broken]):
         print(f"  {remark}")
     if is_broken.any():
-        report = path.with_name(f"{path.name}.skipped.txt")
+        report = _report_of(path)
         report.write_text("".join(f"{reader.broken[row]}\n" for row in rows[is_broken].tolist()), encoding="utf-8")
         print(f"broken images that were skipped: {is_broken.sum():,}, listed in {report}")
