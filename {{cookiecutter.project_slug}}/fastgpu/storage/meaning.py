@@ -4,7 +4,7 @@ Converted files say it in attributes: `class_names`, `target_names`, `item_ids`,
 """
 
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Protocol
 
 from fastgpu.process.launch import UserError, warn
 
@@ -14,9 +14,15 @@ MAX_NAMES = 20
 """Names that a warning lists."""
 
 
-def check_meaning(key: str, first: Any, other: Any, *, labels: bool = True) -> None:
-    """Compare what numbers stand for in two sources, and how their images were prepared. key: names the sources, each
-    of which has a `name` and `attributes`.
+class Described(Protocol):
+    """Rows, or a checkpoint of them."""
+
+    name: str
+    attributes: dict[str, Any]
+
+
+def check_meaning(key: str, first: Described, other: Described, *, labels: bool = True) -> None:
+    """Compare what numbers stand for in two sources, and how their images were prepared. key: names the sources.
 
     Raises UserError if a number means one thing in one source and another thing in the other. Prints a warning if only
     one of them says what its numbers mean, or if the images were prepared in other ways. labels: compare classes and

@@ -19,7 +19,7 @@ from fastgpu.process.launch import UserError, warn
 from fastgpu.process.machine import free_host_bytes
 from fastgpu.rows.contract import Out, PoolPlan
 from fastgpu.rows.rows import MAX_VALUES, OFFSET_DTYPE, Field
-from fastgpu.storage.columns import ColumnDataset, InMemory, RaggedColumn
+from fastgpu.storage.columns import Column, ColumnDataset, InMemory, RaggedColumn
 from fastgpu.storage.file import OpenFile, split_group
 from fastgpu.storage.hdf5 import attributes_of, find, open_file
 from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, MIN_BLOCKS, Layout
@@ -33,9 +33,17 @@ until the next epoch asks for them: under a third of them, if the blocks come in
 class HDF5Dataset(ColumnDataset):
     """The rows of one or more HDF5 files, one file after the other. Safe to use after a fork."""
 
-    def __init__(self, *args: Any, file: OpenFile):
-        """file: the first one. args: see `ColumnDataset`."""
-        super().__init__(*args)
+    def __init__(
+        self,
+        name: str,
+        parts: Sequence[Mapping[str, Column]],
+        part_blocks: Sequence[np.ndarray],
+        attributes: dict[str, Any],
+        *,
+        file: OpenFile,
+    ):
+        """file: the first one. For the others see `ColumnDataset`."""
+        super().__init__(name, parts, part_blocks, attributes)
         self.file = file
         self.stored = self.parts
         """The columns as they lie in the files; those of `parts` may be decoded."""
