@@ -118,8 +118,7 @@ def train_step(parts: Parts, batch: Rows, lr: float) -> dict[str, Tensor]:
 def train(parts: Parts, world: World) -> int:
     """Train to the end, or until a signal asks for a stop. Returns the exit code."""
     cfg, sizes, workload, sampler = parts.config, parts.sizes, parts.workload, parts.loader.order
-    planned_rows = cfg.train.epochs * sampler.total_size
-    with Run(parts, world) as run, TensorBoard(run, planned_rows, world) as board, Monitor(world) as monitor:
+    with Run(parts, world) as run, TensorBoard(run, world) as board, Monitor(world) as monitor:
         at = run.progress  # epoch, pool of the epoch, steps on it; zeros for a new run
         clock = Clock(world)
         steps: list[dict[str, Tensor]] = []  # their numbers, since the last point of the log
@@ -130,7 +129,7 @@ def train(parts: Parts, world: World) -> int:
                 batches = echo(pool.rows, sizes.batch_size, passes, make_seed(world, cfg.run.seed, at.epoch, at.pool))
                 for batch in islice(batches, at.pool_steps, None):  # a resumed run goes on inside its pool
                     done = sampler.rows_before(at.epoch, at.pool) + (at.pool_steps + 0.5) * fresh  # up to mid-step
-                    lr = learning_rate(done / planned_rows, cfg.optim)
+                    lr = learning_rate(done / run.planned_rows, cfg.optim)
                     rows = workload.transform(batch, reseed(world, cfg.run.seed, at.epoch, at.pool, at.pool_steps))
                     settle_buckets(parts, rows, world)  # once: on 3 ranks and more, for a resume that is exact
                     steps.append(train_step(parts, rows, lr))

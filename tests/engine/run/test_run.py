@@ -98,7 +98,7 @@ def test_files_that_only_describe_a_run_never_stop_it(tmp_path, model, content):
     (tmp_path / "a").mkdir()
     for name in ("config.yaml", "run.json", "metrics.jsonl"):
         (tmp_path / "a" / name).write_bytes(content)
-    with started_run(tmp_path, model) as run, TensorBoard(run, planned_rows=1, world=ALONE) as log:
+    with started_run(tmp_path, model) as run, TensorBoard(run, ALONE) as log:
         train_epoch(run)
         log.write(1, {"val/x": 1.0})
 

@@ -55,8 +55,10 @@ def board(tmp_path) -> Iterator[Callable[..., TensorBoard]]:
         config: dict[str, Any] | None = None,
         world: World = ALONE,
     ) -> TensorBoard:
-        run = SimpleNamespace(folder=folder, config={"log.wandb": "", **(config or {})}, first_row=row, first_step=step)
-        made.append(TensorBoard(run, planned_rows, world))
+        settings = {"log.wandb": "", **(config or {})}
+        rows = {"first_row": row, "planned_rows": planned_rows}
+        run = SimpleNamespace(folder=folder, config=settings, first_step=step, **rows)
+        made.append(TensorBoard(run, world))
         return made[-1]
 
     yield make

@@ -103,6 +103,8 @@ class Run(AbstractContextManager["Run"]):
         self.first_step = at.step
         self.first_row = order.rows_before(at.epoch, at.pool)
         """Fresh rows of all ranks before this process began."""
+        self.planned_rows = order.rows_before(parts.config.train.epochs, 0)
+        """Fresh rows of all ranks in the whole run."""
         world.print_once(f"{self.folder}: {world}, {parts.precision.name}, at step {at.step}")
 
     def __exit__(self, *error: object) -> None:

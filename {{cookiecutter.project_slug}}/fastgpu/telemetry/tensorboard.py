@@ -27,20 +27,20 @@ LINE_EVERY_S = 5.0
 class TensorBoard(AbstractContextManager["TensorBoard"]):
     """Takes the scalars and the progress of a run. On every rank but rank 0 it does nothing."""
 
-    def __init__(self, run: Any, planned_rows: int, world: World):
-        """run: its folder, config, first_row and first_step are used. planned_rows: fresh rows of the whole run.
+    def __init__(self, run: Any, world: World):
+        """run: its folder, config, first_row, planned_rows and first_step are used.
 
         Raises UserError on every rank if wandb refuses.
         """
         self._folder: Path | None = run.folder if world.is_main else None
-        self._planned_rows = planned_rows
+        self._planned_rows = run.planned_rows
         self._row = float(run.first_row)
         self._epoch: list[tuple[float, Throughput]] = []  # loss and interval of each point
         self._has_warned = False
         self._printed = time.monotonic()
         self._part = round(time.time())  # names this process among those that resumed the run
         self._bar = tqdm(
-            total=planned_rows,
+            total=run.planned_rows,
             initial=run.first_row,
             unit=" rows",
             unit_scale=True,

@@ -82,8 +82,10 @@ def settle_buckets(parts: Any, batch: Rows, world: World) -> None:
     parts.ddp.is_settled = True
     buffers = [buffer.clone() for buffer in parts.model.buffers()]
     part = batch.slice(0, len(batch) // parts.config.optim.accumulation_steps)
-    with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []), parts.precision.autocast:
-        parts.workload.loss(parts.ddp, part).backward()
+    with torch.random.fork_rng([world.device] if world.device.type == "cuda" else []):
+        with parts.precision.autocast:
+            loss = parts.workload.loss(parts.ddp, part)
+        loss.backward()
     parts.model.zero_grad()
     for buffer, before in zip(parts.model.buffers(), buffers, strict=True):
         buffer.copy_(before)
