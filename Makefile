@@ -4,7 +4,7 @@
 # make slow     those of them that are marked as slow
 # make nightly  what takes too long for that: kills under torchrun, two agents, planted causes, benchmarks, Slurm, damaged files and faults, for hours
 # make check    the gate: format, lint, types, fast tests; changes no file
-# make fix      format, mend what the linter can, make the page config.md again
+# make fix      format, mend what the linter can, make the page config.md and the golden messages again
 # make docs     the pages as a site in build/site; a broken link is an error
 # make goldens  the same rows, bytes and weights as before (tests/goldens): about ten minutes, of which seconds without g3
 # make lines    the lines of each room beside the size that it should have; nothing fails
@@ -65,6 +65,7 @@ check: .venv/installed
 fix: .venv/installed
 	"$(BIN)/ruff" check --fix
 	"$(BIN)/ruff" format
+	"$(BIN)/python" -m pytest --rewrite-messages -k test_messages
 	mkdir -p .cache
 	"$(BIN)/python" tools/config_page.py > .cache/config.md
 	mv .cache/config.md "$(PROJECT)/docs/config.md"

@@ -7,11 +7,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from baking import bake_project
 from harness import write_minimal, write_ragged, write_rows
 from template import ALL_FILES, ROOT, tracked
 
+from fastgpu.process.launch import UserError
 from fastgpu.process.signals import STOP
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--rewrite-messages", action="store_true", help="write each messages.yaml anew")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -85,6 +91,25 @@ def write(tmp_path: Path) -> Callable[..., str]:
 def _write_ragged(tmp_path: Path) -> Callable[..., str]:
     """write_ragged(rows, name, start, ...) is that of the harness in tmp_path."""
     return lambda rows=100, name="ragged.h5", *start, **options: write_ragged(tmp_path / name, rows, *start, **options)
+
+
+@pytest.fixture
+def compare_messages(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., None]:
+    """compare_messages({mistake: call}): each call raises a UserError that says what messages.yaml beside the test has.
+    `make fix` writes that file anew, for a person to read the difference."""
+    path = request.path.with_name("messages.yaml")
+
+    def compare(mistakes: dict[str, Callable[[], object]]) -> None:
+        messages = {}
+        for mistake, call in mistakes.items():
+            with pytest.raises(UserError) as caught:
+                call()
+            messages[mistake] = str(caught.value).replace(str(tmp_path), "TMP")
+        if request.config.getoption("--rewrite-messages"):
+            path.write_text(yaml.safe_dump(messages, sort_keys=False, width=200, allow_unicode=True))
+        assert messages == yaml.safe_load(path.read_text())
+
+    return compare
 
 
 @pytest.fixture
