@@ -1,8 +1,11 @@
 """Rows that carry their own numbers, whole runs, and runs of several processes."""
 
+import atexit
 import json
 import os
+import random
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -10,7 +13,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +32,7 @@ from fastgpu.feed import Feed, Sizes, open_loaders
 from fastgpu.process.config import Dist, Loader, Tier
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import Launch, UserError
+from fastgpu.process.signals import STOP
 from fastgpu.process.world import World, init_distributed
 from fastgpu.rows.contract import Dataset, Reads
 from fastgpu.rows.order import BlockSampler
@@ -363,34 +370,76 @@ def wait_for_port(port: int, process: subprocess.Popen) -> None:
 def in_world(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Call function(world, *arguments) in `size` gloo processes. Returns the results by rank.
 
-    Fails with the traceback of the first rank that raises. The function must be importable.
+    The processes stay for the next call, unless one of them fails. Fails with the traceback of the first rank that
+    raises, or with an EOFError if one dies. The function must be importable.
     """
     port = free_port()
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["harness"])  # torch is imported once, not by each rank
-    answers = context.Queue()
-    launches = [Launch(rank, size, rank, size) for rank in range(size)]
-    processes = [context.Process(target=_call, args=(answers, each, port, function, arguments)) for each in launches]
+    pending = {pipe: rank for rank, pipe in enumerate(_start_ranks(size))}
     results: dict[int, Any] = {}
     try:
-        for process in processes:
-            process.start()
-        while len(results) < size:
-            rank, results[rank], error = answers.get(timeout=TIMEOUT_S)
-            assert not error, f"rank {rank}:\n{error}"
-    finally:
-        for process in processes:
-            process.join(10)
-            process.kill()
+        for pipe, rank in pending.items():
+            pipe.send((Launch(rank, size, rank, size), port, function, arguments))
+        while pending:
+            answered = wait([*pending], TIMEOUT_S)
+            assert answered, "the ranks hang"
+            for pipe in answered:
+                rank = pending.pop(pipe)
+                results[rank], error = pipe.recv()
+                assert not error, f"rank {rank}:\n{error}"
+    except BaseException:
+        _end_ranks()
+        raise
     return [results[rank] for rank in range(size)]
 
 
-def _call(answers: Any, launch: Launch, port: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    os.environ.update(launch_variables(launch, port))
+@cache
+def _start_ranks(size: int) -> list[Connection]:
+    """Pipes to processes that call functions."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch"])  # is imported once, not by each rank
+    pipes = []
+    for _ in range(size):
+        pipe, its_pipe = context.Pipe()
+        process = context.Process(target=_serve, args=(its_pipe,))
+        process.start()
+        its_pipe.close()
+        pipes.append(pipe)
+        RANKS.append(process)
+    return pipes
+
+
+RANKS: list[ForkServerProcess] = []
+"""The processes that `in_world` has started."""
+
+
+@atexit.register
+def _end_ranks() -> None:
+    _start_ranks.cache_clear()
+    while RANKS:
+        RANKS.pop().kill()
+
+
+def _serve(pipe: Connection) -> None:
+    """What a rank does: call functions, each as if the process were new, until the pipe is closed."""
     torch.set_num_threads(1)
-    try:
-        with init_distributed(Dist(device="cpu", timeout_s=TIMEOUT_S), launch) as world:
-            value = function(world, *arguments)
-        answers.put((launch.rank, value, None))
-    except BaseException:
-        answers.put((launch.rank, None, traceback.format_exc()))
+    handlers = {number: signal.getsignal(number) for number in STOP}
+    folder, environment, path = Path.cwd(), dict(os.environ), [*sys.path]
+    with suppress(EOFError):
+        while True:
+            launch, port, function, arguments = pipe.recv()
+            os.environ.update(launch_variables(launch, port))
+            torch.manual_seed(0)
+            np.random.seed(0)
+            random.seed(0)
+            try:
+                with init_distributed(Dist(device="cpu", timeout_s=TIMEOUT_S), launch) as world:
+                    answer = function(world, *arguments), None
+            except BaseException:
+                answer = None, traceback.format_exc()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            os.chdir(folder)
+            os.environ.clear()
+            os.environ.update(environment)
+            sys.path[:] = path
+            pipe.send(answer)
