@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
+from itertools import count
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -22,11 +23,11 @@ from typing import Any
 
 import h5py
 import numpy as np
+import psutil
 import pytest
 import torch
 import torch.multiprocessing as mp
 import train as script
-import yaml
 
 from fastgpu.feed import Feed, Sizes, open_loaders
 from fastgpu.process.config import Dist, Loader, Tier
@@ -197,6 +198,16 @@ def write_ragged(path: Path, rows: int = 100, start: int = 0, *, items: int = IT
 # ---------------------------------------------------------------------------------------------- whole runs
 
 
+MINIMAL = """
+workload: minimal
+run: {name: a}
+data: {train: "rows.h5::/train", val: "rows.h5::/val", fields: {x: x, y: y}, batch_size: 32, pool_batches: 4}
+train: {epochs: 3}
+dist: {device: cpu}
+log: {every_steps: 5}
+"""
+
+
 def write_minimal(folder: Path, n_rows: int = 700, n_val_rows: int = 100) -> None:
     """Write rows.h5 and config.yaml for the workload `minimal` to a folder.
 
@@ -210,21 +221,7 @@ def write_minimal(folder: Path, n_rows: int = 700, n_val_rows: int = 100) -> Non
             group = file.create_group(name)
             group.create_dataset("x", data=x, chunks=(20, 6))
             group["y"] = np.sin(x[:, 0]) + x[:, 1] * x[:, 2]
-    config = {
-        "workload": "minimal",
-        "run": {"name": "a"},
-        "data": {
-            "train": "rows.h5::/train",
-            "val": "rows.h5::/val",
-            "fields": {"x": "x", "y": "y"},
-            "batch_size": 32,
-            "pool_batches": 4,
-        },
-        "train": {"epochs": 3},
-        "dist": {"device": "cpu"},
-        "log": {"every_steps": 5},
-    }
-    (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    (folder / "config.yaml").write_text(MINIMAL)
 
 
 def train(*words: str, world: World = ALONE) -> int:
@@ -241,9 +238,31 @@ def train_rank(world: World, folder: Path, *words: str) -> int | str:
         return str(error)
 
 
+def at_call(n_calls: int, function: Callable[..., Any], what: Callable[[], object]) -> Callable[..., Any]:
+    """The function; something else happens before the call with this number."""
+    calls = count(1)
+
+    def call(*arguments: Any) -> Any:
+        if next(calls) == n_calls:
+            what()
+        return function(*arguments)
+
+    return call
+
+
+def signalled(number: signal.Signals) -> Callable[[], None]:
+    """Sends this process a signal."""
+    return lambda: os.kill(os.getpid(), number)
+
+
 def metrics_of(run: Path) -> list[dict[str, float]]:
     """The lines of metrics.jsonl of a run."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def val_points(run: Path) -> list[dict[str, float]]:
+    """Those of the validations of a run with the workload `minimal`."""
+    return [point for point in metrics_of(run) if "val/mse" in point]
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
@@ -256,6 +275,15 @@ def step_of(checkpoint: Path) -> int:
     """The optimizer steps that were done when a checkpoint was saved."""
     step: int = json.loads((checkpoint / "state.json").read_text())["progress"]["step"]
     return step
+
+
+def saved_steps(run: Path) -> list[int]:
+    """The steps of the last checkpoints of a run, which may go on."""
+    steps = []
+    for path in run.glob("checkpoints/last-*"):
+        with suppress(FileNotFoundError):  # it has just been removed
+            steps.append(step_of(path))
+    return sorted(steps)
 
 
 def newest(run: Path, kind: str = "last") -> Path:
@@ -305,15 +333,8 @@ def run_train(
 
 
 def run_to_end(command: list[str], cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        cwd=cwd,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+    env = os.environ | environment
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
 
 
 def run_ranks(
@@ -355,6 +376,18 @@ def wait_until(holds: Callable[[], bool], process: subprocess.Popen) -> None:
         assert process.poll() is None, process.communicate()[0] or "it ended too early"
         assert time.monotonic() < deadline, "it did not come so far"
         time.sleep(0.01)
+
+
+def wait_for_step(run: Path, step: int, process: subprocess.Popen) -> None:
+    """Wait until a run has saved this step or a later one."""
+    wait_until(lambda: any(number >= step for number in saved_steps(run)), process)
+
+
+def kill_tree(process: subprocess.Popen) -> None:
+    """Kill a process and all that it has started."""
+    parent = psutil.Process(process.pid)
+    for each in (*parent.children(recursive=True), parent):
+        each.kill()
 
 
 def wait_for_port(port: int, process: subprocess.Popen) -> None:

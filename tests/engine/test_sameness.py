@@ -1,6 +1,9 @@
 """A seed gives the same rows in the same order, bit for bit: one matrix over all kinds of rows, and whole runs."""
 
 import io
+import json
+import signal
+import subprocess
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from functools import cache, partial
@@ -11,7 +14,28 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from harness import needs_gpu, numbered, open_feed, ragged, write_ragged, write_rows
+import train as script
+from harness import (
+    at_call,
+    in_world,
+    kill_tree,
+    needs_gpu,
+    numbered,
+    open_feed,
+    ragged,
+    run_train,
+    same_weights,
+    saved_steps,
+    signalled,
+    train,
+    train_command,
+    train_rank,
+    val_points,
+    wait_for_step,
+    weights_of,
+    write_ragged,
+    write_rows,
+)
 from PIL import Image
 from torch.utils.data import Dataset as TorchDataset
 
@@ -20,6 +44,7 @@ from fastgpu.feed.sources import open_splits
 from fastgpu.images.decode import EncodedImage
 from fastgpu.images.parts import centre_box, draw, random_box
 from fastgpu.process.config import Data, Tier
+from fastgpu.report.results import read_run
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.rows.rows import Ragged, Rows
@@ -226,3 +251,97 @@ def test_rows_that_are_held_out_come_once_in_the_order_of_the_files(files, monke
                     numbers += rows["number"][: plan.n_real_rows].tolist()
         assert numbers == val.selection.rows().tolist()
         assert not {*numbers} & {*order_of(train, 1)}
+
+
+# ---------------------------------------------------------------------------------------------- whole runs
+
+SHORT = ("data.tier=disk", "train.epochs=2")
+MIXTURE = ("data.train={rows.h5::/train: 1, rows.h5::/val: 2}", "data.val=10%")
+
+
+def assert_same_end(run: Path, other: Path, *more: str) -> None:
+    """Two runs have ended with the same weights, bit for bit, and with the same metrics. more: other saved parts."""
+    assert all(same_weights(run, other, name) for name in ("model", *more))
+    assert val_points(run)[-1]["val/mse"] == val_points(other)[-1]["val/mse"]
+
+
+def test_every_tier_trains_the_same_weights(folder):
+    for tier in TIERS:
+        train(f"run.name={tier}", f"data.tier={tier}", "data.echo=1.7", "loader.prefetch_pools=1")
+    for tier in ("host", "disk"):
+        assert_same_end(folder / "runs/device", folder / "runs" / tier)
+
+
+@pytest.mark.parametrize(
+    ("number", "stop_at", "more"),
+    [
+        (signal.SIGTERM, 1, ("data.echo=1",)),
+        (signal.SIGINT, 58, ("data.echo=2.5", "data.pool_batches=7")),
+        (signal.SIGUSR2, 75, ("data.echo=2.5", "train.ema=0.9")),
+        (signal.SIGTERM, 30, ("data.echo=1", *MIXTURE)),
+    ],
+)
+def test_a_signal_saves_the_step_that_it_meets_and_the_run_goes_on_there(
+    folder, monkeypatch, capsys, number, stop_at, more
+):
+    train("run.name=whole", *SHORT, *more)
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "train_step", at_call(stop_at, script.train_step, signalled(number)))
+        assert train(*SHORT, *more) == 128 + number
+    run = folder / "runs/a"
+    assert f"asked to stop at step {stop_at}, which is saved" in capsys.readouterr().out
+    assert json.loads((run / "stopped.json").read_text())["step"] == stop_at == saved_steps(run)[-1]
+    assert [point["step"] for point in read_run(run).points if "train/loss" in point][-1] == stop_at
+    assert train("run.resume=auto", *SHORT, *more) == 0
+    assert not (run / "stopped.json").exists()
+    assert_same_end(folder / "runs/whole", run, *(["ema"] if "train.ema=0.9" in more else []))
+
+
+def crash() -> None:
+    raise RuntimeError("stopped")
+
+
+@pytest.mark.parametrize(("echo", "stop_at"), [("1", 30), ("2.5", 75)])
+def test_a_run_that_ends_inside_an_epoch_is_resumed_from_its_last_pool(folder, monkeypatch, echo, stop_at):
+    words = (*SHORT, f"data.echo={echo}", "run.checkpoint_every_steps=1")
+    train("run.name=whole", *words)
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "train_step", at_call(stop_at, script.train_step, crash))
+        with pytest.raises(RuntimeError, match="stopped"):
+            train(*words)
+    assert stop_at - 13 < saved_steps(folder / "runs/a")[-1] < stop_at  # a pool has 4 steps, echoed up to 12
+    train("run.resume=auto", *words)
+    assert_same_end(folder / "runs/whole", folder / "runs/a")
+
+
+@pytest.mark.slow
+def test_two_ranks_train_the_weights_of_one_also_if_they_take_over_inside_an_epoch(folder, monkeypatch):
+    """The global batches are the same; only the order in which gradients are summed differs."""
+    words = ("optim.name=sgd", "optim.lr=0.01")
+    train("run.name=one", *words)
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "train_step", at_call(30, script.train_step, signalled(signal.SIGTERM)))
+        assert train("run.name=taken", *words) == 128 + signal.SIGTERM
+    for name in ("two", "taken"):
+        assert in_world(2, train_rank, folder, f"run.name={name}", "run.resume=auto", *words) == [0, 0]
+        one, other = folder / "runs/one", folder / "runs" / name
+        torch.testing.assert_close(weights_of(one), weights_of(other), rtol=1e-3, atol=1e-4)
+        assert val_points(one)[-1]["val/mse"] == pytest.approx(val_points(other)[-1]["val/mse"], rel=1e-4)
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 4])  # sums of two have one order only
+def test_a_run_that_is_killed_is_resumed_to_the_same_weights(folder, ranks):
+    words = ("data.echo=2.5", "run.checkpoint_every_steps=1", "data.tier=disk", "train.epochs=6", "train.ema=0.9")
+    assert run_train("run.name=whole", *words, ranks=ranks, cwd=folder).returncode == 0
+    run = folder / "runs/a"
+    command = train_command(*words, ranks=ranks)
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        wait_for_step(run, 60, process)  # inside the second epoch, which has 52 or 53 steps
+        kill_tree(process)
+    last_step = saved_steps(run)[-1]
+    done = run_train(*words, "run.resume=auto", ranks=ranks, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert f"at step {last_step}" in done.stdout
+    assert_same_end(folder / "runs/whole", run, "ema")
