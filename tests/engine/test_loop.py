@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -18,7 +17,6 @@ from harness import (
     metrics_of,
     run_train,
     same_weights,
-    saved_steps,
     signalled,
     step_of,
     train,
@@ -30,7 +28,6 @@ from harness import (
     write_state,
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch import Tensor
 
 from fastgpu.process.launch import UserError
 from workloads import minimal
@@ -143,36 +140,17 @@ def test_the_average_of_the_weights_is_validated_changes_nothing_else_and_may_en
     assert len(val_points(averaged)) == 2
 
 
-def test_weights_that_are_not_finite_are_never_saved(folder, monkeypatch):
-    step = script.train_step
-
-    def step_to_nan(parts: script.Parts, *arguments: Any) -> dict[str, Tensor]:
-        numbers = step(parts, *arguments)
-        if int(next(iter(parts.optimizer.state.values()))["step"]) == 30:
-            next(parts.model.parameters()).data.fill_(float("nan"))
-        return numbers
-
-    monkeypatch.setattr(script, "train_step", step_to_nan)
-    with pytest.raises(UserError, match=r"not finite at step 3\d; nothing is saved"):
-        train("run.checkpoint_every_steps=4", "log.every_steps=100000")
-    assert saved_steps(folder / "runs/a")[-1] < 30
-    monkeypatch.setattr(script, "train_step", step)
-    train("run.resume=auto")  # from finite weights
-
-
 # ---------------------------------------------------------------------------------------------- which run goes on
 
 
 def test_the_newest_run_is_resumed_by_itself_and_a_finished_one_ends_at_once(folder, capsys):
-    train("run.name=old", "train.epochs=1")
-    train("run.name=new", "train.epochs=1")
-    train("run.name=auto", "train.epochs=2", "run.resume=auto")
-    assert [point["step"] for point in val_points(folder / "runs/new")] == [21, 42]
+    train("train.epochs=1")
+    words = ("run.name=auto", "train.epochs=2", "run.resume=auto")
+    train(*words)
+    assert [point["step"] for point in val_points(folder / "runs/a")] == [21, 42]
     capsys.readouterr()
-    train("run.name=auto", "train.epochs=2", "run.resume=auto")
+    train(*words)
     assert "done: epoch 2, step 42" in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"runs/new holds a run; run.resume=auto continues it"):
-        train("run.name=new")
 
 
 def test_a_run_goes_on_with_its_own_settings_but_for_the_words_and_says_what_changed(folder, capsys):
@@ -210,17 +188,9 @@ def test_one_run_has_one_writer(folder):
 # ---------------------------------------------------------------------------------------------- mistakes
 
 
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("run.folder=/proc/nowhere", "run.folder: cannot write to /proc/nowhere"),
-        ("optim.name=fused_lamb", "optim.name is fused_lamb, but .*apex"),
-        ("optim.lr=1e30", r"the loss is (nan|inf) at step \d+; lower optim.lr \(1e\+30\)"),
-    ],
-)
-def test_a_mistake_is_a_user_error(folder, word, message):
-    with pytest.raises(UserError, match=message):
-        train(word)
+def test_a_loss_that_is_no_number_ends_the_run(folder):
+    with pytest.raises(UserError, match=r"the loss is (nan|inf) at step \d+; lower optim.lr \(1e\+30\)"):
+        train("optim.lr=1e30")
 
 
 @pytest.mark.slow

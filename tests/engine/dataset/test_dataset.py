@@ -86,7 +86,8 @@ def rows_are_right(feed: Feed, epoch: int = 0) -> bool:
 
 
 def worker_pids() -> set[int | None]:
-    return {process.pid for process in multiprocessing.active_children()}
+    """Those of worker processes, which are daemons; the ranks of `in_world` are none."""
+    return {process.pid for process in multiprocessing.active_children() if process.daemon}
 
 
 def is_running(pid: int) -> bool:
@@ -197,7 +198,7 @@ CLASSES = np.arange(N_ROWS) % 4
         (lambda row: row % 4, {"targets": CLASSES.tolist()}, CLASSES),
         (lambda row: np.uint8(row % 4), {"labels": torch.from_numpy(CLASSES)}, CLASSES),
         (lambda row: np.float32(row / 7), {"targets": np.arange(N_ROWS) / 7}, np.arange(N_ROWS) / 7),
-        (lambda row: float("nan"), {"targets": np.full(N_ROWS, np.nan)}, np.full(N_ROWS, np.nan)),
+        (lambda row: np.nan, {"targets": np.full(N_ROWS, np.nan)}, np.full(N_ROWS, np.nan)),
         (lambda row: row % 4, {"labels": ["a"] * N_ROWS, "targets": CLASSES}, CLASSES),
         (lambda row: row % 4, {"targets": CLASSES * 10 + 10}, None),  # numbered in another way
         (lambda row: row % 4, {"targets": CLASSES[:-1]}, None),
@@ -387,9 +388,8 @@ def test_a_machine_that_refuses_the_second_worker_is_one_line_and_none_is_left(m
 
 KILLED = """
 import multiprocessing, os, signal
-from test_dataset import feed_of, order_of, source_of
-source = source_of({kind!r})
-feed = feed_of(source, 2)
+from test_dataset import feed_of, source_of
+feed = feed_of(source_of({kind!r}), 2)
 next(feed.pools(0))
 print(*[process.pid for process in multiprocessing.active_children()], flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
