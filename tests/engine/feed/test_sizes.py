@@ -146,16 +146,6 @@ def test_all_sizes_together(memory):
     )
 
 
-def test_the_keys_are_named_that_were_chosen_or_given(memory):
-    sources = (Shape(2000), Shape(10))
-    chosen = sizes_of(data(), Loader(), sources, ALONE)
-    assert chosen.chosen == {"data": {"tier": "device", "pool_batches": 31}, "loader": {"num_readers": 8}}
-    given = data(tier="disk", pool_batches=3, batch_size=32)
-    kept = sizes_of(given, Loader(num_readers=5), sources, ALONE)
-    assert kept.chosen == {"data": {"tier": "disk", "pool_batches": 3}, "loader": {"num_readers": 5}}
-    assert kept.batch_size == 32
-
-
 def test_a_dataset_is_read_by_worker_processes_and_stays_on_the_disk_tier(memory):
     source = ItemDataset("mine", TensorDataset(torch.zeros(400)), {"images": "images"})
     chosen = sizes_of(data(), Loader(num_workers=2), (source, source), ALONE)
