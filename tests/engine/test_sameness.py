@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import h5py
 import numpy as np
@@ -94,37 +94,27 @@ def decoded_row(number: int, epoch: int, min_scale: float = 1.0) -> Row:
     return {"images": image.decode(box, PIXELS), "labels": np.int64(number)}
 
 
-def own_row(number: int, epoch: int, *, with_boxes: bool = False) -> Row:
-    row = dense_row(number, epoch)
-    if with_boxes:
-        row["boxes"] = np.arange(number % 5 * 4, dtype=np.float32).reshape(-1, 4) + number
-    return row
+def own_row(number: int, epoch: int) -> Row:
+    boxes = np.arange(number % 5 * 4, dtype=np.float32).reshape(-1, 4) + number
+    return {**dense_row(number, epoch), "boxes": boxes}
 
 
 class Own(TorchDataset):
-    """`own_row` as a Dataset."""
+    """Rows with any number of boxes (k, 4), if these are asked for."""
 
     targets = np.arange(N_ROWS) % 4
 
     def __init__(self, path: str):
-        self.with_boxes = "boxes" in path
+        pass
 
     def __len__(self) -> int:
         return N_ROWS
 
     def __getitem__(self, number: int) -> Row:
-        return own_row(number, 0, with_boxes=self.with_boxes)
+        return own_row(number, 0)
 
 
 # ---------------------------------------------------------------------------------------------- kinds of rows
-
-
-class Kind(NamedTuple):
-    """Rows of one kind: settings of section `data`, what a row holds in an epoch, and where the rows may stay."""
-
-    data: dict[str, Any]
-    row: Callable[[int, int], Row]
-    tiers: tuple[Tier, ...] = TIERS
 
 
 def fields(*names: str) -> dict[str, str]:
@@ -136,22 +126,23 @@ LARGE_ROWS = DENSE | {"train": ["large-0.h5", "large-1.h5"], "val": "large-0.h5"
 RAGGED = {"train": ["ragged-0.h5", "ragged-1.h5"], "val": "ragged-0.h5", "fields": fields("items", "number")}
 PHOTOS = DENSE | {"train": ["photos-0.h5", "photos-1.h5"], "val": "photos-0.h5", "image_size": 16}
 OWN = DENSE | {"train": "own", "val": "other", "dataset": "test_sameness:Own"}
-BOXES = OWN | {"train": "with boxes", "val": "other boxes", "fields": fields("images", "labels", "boxes")}
+BOXES = OWN | {"fields": fields("images", "labels", "boxes")}
 WEIGHTS = RAGGED | {"train": {"ragged-0.h5": 1, "ragged-1.h5": 2.5}}
-KINDS = {
-    "dense": Kind(DENSE, dense_row),
-    "large": Kind(LARGE_ROWS, partial(dense_row, shape=LARGE)),
-    "ragged": Kind(RAGGED, ragged_row),
-    "encoded": Kind(PHOTOS, decoded_row),
-    "random parts": Kind(PHOTOS | {"min_crop_scale": 0.2}, partial(decoded_row, min_scale=0.2), ("disk",)),
-    "own Dataset": Kind(OWN, own_row),
-    "own Dataset of any length": Kind(BOXES, partial(own_row, with_boxes=True), ("disk",)),
-    "weights": Kind(WEIGHTS, ragged_row),
-    "weights without a share": Kind(WEIGHTS | {"val": "10%"}, ragged_row),
-    "classes without a share": Kind(DENSE | {"balance": "classes", "val": "10%"}, dense_row),
-    "classes of a Dataset without a share": Kind(OWN | {"balance": "classes", "val": "10%"}, own_row),
-    "encoded without a share": Kind(PHOTOS | {"val": "20%"}, decoded_row),
+KINDS: dict[str, tuple[dict[str, Any], Callable[[int, int], Row], tuple[Tier, ...]]] = {
+    "dense": (DENSE, dense_row, TIERS),
+    "large": (LARGE_ROWS, partial(dense_row, shape=LARGE), TIERS),
+    "ragged": (RAGGED, ragged_row, TIERS),
+    "encoded": (PHOTOS, decoded_row, TIERS),
+    "random parts": (PHOTOS | {"min_crop_scale": 0.2}, partial(decoded_row, min_scale=0.2), ("disk",)),
+    "own Dataset": (OWN, dense_row, TIERS),
+    "own Dataset of any length": (BOXES, own_row, ("disk",)),
+    "weights": (WEIGHTS, ragged_row, TIERS),
+    "weights without a share": (WEIGHTS | {"val": "10%"}, ragged_row, TIERS),
+    "classes without a share": (DENSE | {"balance": "classes", "val": "10%"}, dense_row, TIERS),
+    "classes of a Dataset without a share": (OWN | {"balance": "classes", "val": "10%"}, dense_row, TIERS),
+    "encoded without a share": (PHOTOS | {"val": "20%"}, decoded_row, TIERS),
 }
+"""{kind: (settings of section `data`, what a row holds in an epoch, where the rows may stay)}"""
 
 
 def write_photos(path: Path, start: int, stop: int) -> None:
@@ -179,9 +170,9 @@ def files(tmp_path_factory) -> Path:
 # ---------------------------------------------------------------------------------------------- the matrix
 
 
-def order_of(source: Dataset, pool_batches: int, world_size: int = 1, rank: int = 0, **options: Any) -> BlockSampler:
+def order_of(source: Dataset, pool_batches: int, world_size: int = 1, rank: int = 0) -> BlockSampler:
     shard = Shard(rank, world_size, CANONICAL_RANKS)
-    return BlockSampler(source, BATCH_SIZE // world_size, shard, pool_batches, **{"seed": SEED, **options})
+    return BlockSampler(source, BATCH_SIZE // world_size, shard, pool_batches, seed=SEED)
 
 
 def rows_of(batch: Rows) -> list[dict[str, bytes]]:
@@ -208,7 +199,7 @@ def global_rows(feeds: list[Feed], epoch: int, first_pool: int) -> list[dict[str
     return [row for batches in zip(*batches_of_ranks, strict=True) for batch in batches for row in batch]
 
 
-CASES = [(kind, tier) for kind in KINDS for tier in KINDS[kind].tiers]
+CASES = [(kind, tier) for kind, (_, _, tiers) in KINDS.items() for tier in tiers]
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
