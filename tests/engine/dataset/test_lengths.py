@@ -1,6 +1,7 @@
 """Datasets whose items have different lengths: the boxes of an image, the words of a text."""
 
 import shutil
+import subprocess
 import sys
 from contextlib import closing
 
@@ -12,10 +13,14 @@ from harness import (
     ALONE,
     ROOT,
     copy_project,
+    kill_tree,
     metrics_of,
     open_feed,
     run_to_end,
     run_train,
+    same_weights,
+    train_command,
+    wait_for_step,
 )
 from torch.utils.data import Dataset
 
@@ -193,21 +198,30 @@ data:
 loader: {num_workers: 1}
 optim: {lr: 0.01}
 train: {epochs: 4}
-run: {name: a}
+run: {checkpoint_every_steps: 5}
 dist: {device: cpu}
 """
 
 
 @pytest.mark.slow
-def test_rows_of_any_length_train_on_two_ranks_and_are_predicted_from(tmp_path):
+def test_rows_of_any_length_train_resume_to_equal_weights_on_two_ranks_and_are_predicted_from(tmp_path):
     project = copy_project(tmp_path)
     shutil.copyfile(ROOT / "predict.py", project / "predict.py")
     (project / "workloads/lengths.py").write_text(WORKLOAD)
     (project / "mine.py").write_text(DATASET)
     (project / "config.yaml").write_text(CONFIG)
-    trained = run_train(ranks=2, cwd=project, root=project)
-    assert trained.returncode == 0, trained.stderr
-    run = project / "runs/a"
+    where = {"ranks": 2, "cwd": project, "root": project}
+    whole = run_train("run.name=whole", **where)
+    assert whole.returncode == 0, whole.stderr
+    run = project / "runs/killed"
+    command = train_command("run.name=killed", ranks=2, root=project)
+    with subprocess.Popen(command, cwd=project, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        wait_for_step(run, 20, process)
+        kill_tree(process)
+    resumed = run_train("run.name=killed", "run.resume=auto", **where)
+    assert resumed.returncode == 0, resumed.stderr
+    assert same_weights(project / "runs/whole", run)
+
     errors = [point["val/mse"] for point in metrics_of(run) if "val/mse" in point]
     assert errors[-1] < errors[0]
     with h5py.File(project / "new.h5", "w") as file:
