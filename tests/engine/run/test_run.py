@@ -4,22 +4,23 @@ import re
 import shutil
 from math import inf, nan
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from harness import ALONE, newest, step_of
+from harness import ALONE, in_world, newest, step_of
 from short_run import STEPS_PER_EPOCH, parts_of, started_run, train_epoch
 from torch import nn
 
 from fastgpu import TEMPLATE_VERSION
-from fastgpu.process.config import Run
-from fastgpu.process.config_loader import load_config
+from fastgpu.process import config, files
 from fastgpu.process.files import FolderLock
 from fastgpu.process.launch import UserError
-from fastgpu.run import checkpoint, record
+from fastgpu.process.world import World
+from fastgpu.run import checkpoint
 from fastgpu.run import run as run_module
-from fastgpu.run.run import lock_folder
+from fastgpu.run.run import Run, lock_folder
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.telemetry import TensorBoard
 from fastgpu.training.average import AveragedModel
@@ -39,7 +40,7 @@ def checkpoints(run: Path, kind: str = "") -> list[str]:
 
 def locked(folder: Path, name: str = "auto", resume: str = "never") -> Path:
     """The folder that a run takes and gives back."""
-    path, lock = lock_folder(Run(folder=str(folder), name=name, resume=resume))
+    path, lock = lock_folder(config.Run(folder=str(folder), name=name, resume=resume))
     lock.close()
     return path
 
@@ -95,28 +96,21 @@ def test_a_lock_is_not_written_through_a_link(tmp_path):
 
 @pytest.mark.parametrize("content", [b"", b"- a list", b"\xff\xfe", b"a: &a [*a]", b"[" * 5000, b"5"])
 def test_files_that_only_describe_a_run_never_stop_it(tmp_path, model, content):
-    (tmp_path / "a").mkdir()
-    for name in ("config.yaml", "run.json", "metrics.jsonl"):
-        (tmp_path / "a" / name).write_bytes(content)
-    with started_run(tmp_path, model) as run, TensorBoard(run, ALONE) as log:
-        train_epoch(run)
-        log.write(1, {"val/x": 1.0})
+    for epoch in range(2):  # a new run, and one that is resumed
+        (tmp_path / "a").mkdir(exist_ok=True)
+        for name in ("config.yaml", "run.json", "metrics.jsonl"):
+            (tmp_path / "a" / name).write_bytes(content)
+        with started_run(tmp_path, model, resume="auto") as run, TensorBoard(run, ALONE) as log:
+            assert run.progress.epoch == epoch
+            train_epoch(run)
+            log.write(1, {"val/x": 1.0})
+            assert run.finish() == 0
 
 
 # ---------------------------------------------------------------------------------------------- what it ran with
 
 
-def test_the_config_of_a_run_is_a_valid_config_file(tmp_path, model):
-    with started_run(tmp_path, model):
-        pass
-    with started_run(tmp_path, model, sections={"data": {"pool_batches": 4}}, resume="auto"):
-        pass  # a resumed run adds its own
-    run = tmp_path / "a"
-    assert load_config(["--config", str(run / "config.yaml")]).flat() == parts_of(tmp_path, model).config.flat()
-    assert load_config(["--config", str(run / "config-2.yaml")]).data.pool_batches == 4
-
-
-def test_a_run_says_what_it_ran_with_and_what_it_trained(tmp_path, model):
+def test_a_run_says_what_it_ran_with(tmp_path, model):
     with started_run(tmp_path, model):
         pass
     description = json.loads((tmp_path / "a/run.json").read_text())
@@ -126,27 +120,33 @@ def test_a_run_says_what_it_ran_with_and_what_it_trained(tmp_path, model):
     assert {"command", "started", "gpu", "git_commit"} <= set(description)
 
 
-def test_a_disk_that_refuses_the_description_does_not_stop_the_run(tmp_path, model, monkeypatch, capsys):
-    def refuse(*_, **__):
-        raise OSError(28, "No space left on device")
+FULL = Mock(side_effect=OSError(28, "No space left on device"))
 
-    monkeypatch.setattr(record, "new_file", refuse)
-    with started_run(tmp_path, model) as run:
-        train_epoch(run)
+
+def test_a_disk_that_refuses_the_description_does_not_stop_the_run_and_leaves_no_part_of_it(
+    tmp_path, model, monkeypatch, capsys
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "flush", FULL)
+        run = Run(parts_of(tmp_path, model), ALONE)
     printed = capsys.readouterr().out
     for name in ("run.json", "config.yaml"):
         assert re.search(f"warning: cannot write .*/a/{name} .*; training goes on", printed)
+    assert {path.name for path in (tmp_path / "a").iterdir()} == {"checkpoints", "lock"}
+    with run:
+        train_epoch(run)
 
 
 # ---------------------------------------------------------------------------------------------- checkpoints
 
 
-def test_a_run_is_saved_after_each_epoch_and_continued_where_it_was(tmp_path, model, capsys):
-    with started_run(tmp_path, model) as run:
+def test_a_run_is_saved_after_each_epoch_and_inside_it_and_continued_where_it_was(tmp_path, model, capsys):
+    with started_run(tmp_path, model, checkpoint_every_steps=3) as run:
         train_epoch(run, score=2.0)
+        assert checkpoints(tmp_path / "a") == ["best-000002", "last-000001", "last-000003"]
+        assert step_of(tmp_path / "a/checkpoints/last-000001") == 3
         train_epoch(run, score=1.0)
         run.finish()
-    assert checkpoints(tmp_path / "a") == ["best-000001", "last-000002", "last-000003"]
     assert "done: epoch 2, step 8; " in capsys.readouterr().out
     with started_run(tmp_path, nn.Linear(2, 2), resume="auto") as run:
         at = run.progress
@@ -157,18 +157,9 @@ def test_a_checkpoint_keeps_what_has_a_state_and_the_weights_once(tmp_path, mode
     parts = parts_of(tmp_path, model)
     second = torch.optim.SGD(model.parameters(), lr=0.1)
     parts._asdict = lambda: {"model": model, "ddp": model, "ema": AveragedModel(model, 0.0), "second": second, "n": 1}
-    with run_module.Run(parts, ALONE) as run:
+    with Run(parts, ALONE) as run:
         train_epoch(run)
     assert {path.stem for path in newest(tmp_path / "a").glob("*.pt")} == {"model", "scaler", "second"}
-
-
-def test_checkpoints_inside_an_epoch(tmp_path, model):
-    with started_run(tmp_path, model, checkpoint_every_steps=3) as run:
-        for step in range(1, STEPS_PER_EPOCH + 1):
-            run.count()
-            run.end_pool()
-            assert bool(checkpoints(tmp_path / "a")) == (step >= 3)
-    assert checkpoints(tmp_path / "a") == ["last-000001"]
 
 
 @pytest.mark.parametrize(
@@ -215,7 +206,7 @@ def test_the_newest_run_is_not_taken_for_one_of_other_rows(tmp_path, model):
     parts = parts_of(tmp_path, model, name="auto", resume="auto")
     parts.train_rows = others
     with pytest.raises(UserError, match="run.name: the newest run, .*/a, has other rows; name the one to resume"):
-        run_module.Run(parts, ALONE)
+        Run(parts, ALONE)
 
 
 def test_a_kill_between_two_checkpoints_loses_no_best_one(tmp_path, model, monkeypatch):
@@ -233,11 +224,8 @@ def test_a_kill_between_two_checkpoints_loses_no_best_one(tmp_path, model, monke
 
 
 def test_a_run_whose_last_checkpoint_is_not_on_disk_ends_with_an_error(tmp_path, model, monkeypatch, capsys):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
     with started_run(tmp_path, model) as run:
-        monkeypatch.setattr(torch, "save", full)
+        monkeypatch.setattr(torch, "save", FULL)
         train_epoch(run)
         with pytest.raises(UserError, match="last checkpoint is not in .*/a: make room, and resume the run"):
             run.finish()
@@ -247,12 +235,32 @@ def test_a_run_whose_last_checkpoint_is_not_on_disk_ends_with_an_error(tmp_path,
 
 
 class Masked(nn.Module):
-    """A norm, and a mask of -inf."""
+    """A norm, a mask of -inf, and a queue."""
 
     def __init__(self):
         super().__init__()
         self.norm = nn.BatchNorm1d(2)
         self.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+        self.register_buffer("queue", torch.zeros(2))
+
+
+def lose_a_value(world: World, folder: Path) -> str:
+    """What a rank says when a value of rank 1 alone is not finite."""
+    model = Masked()
+    with Run(parts_of(folder, model), world) as run:
+        model.queue[world.rank - 1] = nan if world.rank else 0.0
+        try:
+            train_epoch(run)
+        except UserError as error:
+            return str(error)
+    return "saved"
+
+
+@pytest.mark.slow
+def test_what_became_nan_on_one_rank_alone_is_an_error_of_every_rank(tmp_path):
+    for error in in_world(2, lose_a_value, tmp_path):
+        assert re.search("queue.* is not finite at step 4; nothing is saved", error)
+    assert not checkpoints(tmp_path / "a")
 
 
 @pytest.mark.parametrize("name", ["norm.running_mean", "norm.weight"])
@@ -270,7 +278,7 @@ def test_what_became_nan_is_not_saved_and_a_mask_may_be_infinite(tmp_path, name)
 # ---------------------------------------------------------------------------------------------- one writer
 
 
-@pytest.mark.parametrize("how", ["removed", "moved", "deleted", "taken"])
+@pytest.mark.parametrize("how", ["removed", "moved", "deleted", "replaced", "taken"])
 def test_a_run_that_lost_its_lock_writes_no_more(tmp_path, model, how):
     path = tmp_path / "a"
     with started_run(tmp_path, model) as run:
@@ -280,9 +288,9 @@ def test_a_run_that_lost_its_lock_writes_no_more(tmp_path, model, how):
             path.rename(tmp_path / "b")
         elif how == "deleted":
             shutil.rmtree(path)
-        else:
+        elif how == "removed" or how == "replaced":
             (path / "lock").unlink()
-        if how == "taken":
+        if how in ("replaced", "taken"):
             (path / "lock").write_text("process 1 on another machine")
         with pytest.raises(UserError, match="a/lock is no longer the lock of this process"):
             train_epoch(run)
