@@ -153,13 +153,22 @@ def test_a_run_is_saved_after_each_epoch_and_inside_it_and_continued_where_it_wa
         assert (at.epoch, at.step, at.pool, at.best) == (2, 8, 0, 2.0)
 
 
-def test_a_checkpoint_keeps_what_has_a_state_and_the_weights_once(tmp_path, model):
-    parts = parts_of(tmp_path, model)
-    second = torch.optim.SGD(model.parameters(), lr=0.1)
-    parts._asdict = lambda: {"model": model, "ddp": model, "ema": AveragedModel(model, 0.0), "second": second, "n": 1}
-    with Run(parts, ALONE) as run:
-        train_epoch(run)
-    assert {path.stem for path in newest(tmp_path / "a").glob("*.pt")} == {"model", "scaler", "second"}
+def test_what_has_a_state_is_saved_and_comes_back_and_the_weights_are_saved_once(tmp_path, model):
+    """Such as a second optimizer and its scheduler."""
+    for epoch in range(2):
+        parts = parts_of(tmp_path, model, resume="auto")
+        second = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(second, 0.5)
+        copies = {"ddp": model, "ema": AveragedModel(model, 0.0)}
+        states = {"model": model, "second": second, "scheduler": scheduler}
+        parts._asdict = {**copies, **states, "n": 1}.copy
+        with Run(parts, ALONE) as run:
+            assert scheduler.last_epoch == epoch
+            assert second.param_groups[0]["lr"] == 0.1 * 0.5**epoch
+            second.step()
+            scheduler.step()
+            train_epoch(run)
+    assert {path.stem for path in newest(tmp_path / "a").glob("*.pt")} == {*states, "scaler"}
 
 
 @pytest.mark.parametrize(
