@@ -70,11 +70,17 @@ def test_resuming_takes_the_run_that_saved_last_or_starts_one(tmp_path):
     assert locked(tmp_path / "none", resume="auto").parent == tmp_path / "none"
 
 
-@pytest.mark.parametrize("name", ["file", "x" * 300])
-def test_a_folder_that_cannot_be_written(tmp_path, name):
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="run.folder: cannot write to .*; use another run.folder"):
+@pytest.mark.parametrize(
+    ("name", "reason"), [("file", "Not a directory"), ("x" * 300, "too long"), ("run", "symbolic link")]
+)
+def test_a_folder_that_cannot_be_written_and_a_lock_that_is_a_link(tmp_path, name, reason):
+    victim = tmp_path / "file"
+    victim.write_text("mine")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/lock").symlink_to(victim)
+    with pytest.raises(UserError, match=f"run.folder: cannot write to .*{reason}.*; use another run.folder"):
         locked(tmp_path, name)
+    assert victim.read_text() == "mine"
 
 
 def test_what_a_killed_process_left_is_removed_with_the_lock(tmp_path):
@@ -82,16 +88,6 @@ def test_what_a_killed_process_left_is_removed_with_the_lock(tmp_path):
         (tmp_path / "a/checkpoints" / name).mkdir(parents=True)
     locked(tmp_path, "a")
     assert [path.name for path in (tmp_path / "a/checkpoints").iterdir()] == ["copy-of-last"]
-
-
-def test_a_lock_is_not_written_through_a_link(tmp_path):
-    victim = tmp_path / "victim"
-    victim.write_text("mine")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/lock").symlink_to(victim)
-    with pytest.raises(UserError, match="run.folder: cannot write .*symbolic links"):
-        locked(tmp_path, "run")
-    assert victim.read_text() == "mine"
 
 
 @pytest.mark.parametrize("content", [b"", b"- a list", b"\xff\xfe", b"a: &a [*a]", b"[" * 5000, b"5"])
@@ -173,10 +169,7 @@ def test_what_has_a_state_is_saved_and_comes_back_and_the_weights_are_saved_once
 
 @pytest.mark.parametrize(
     ("direction", "scores", "epochs"),
-    [
-        ("higher", [nan, 3.0, 1.0, nan, 4.0, 2.0, 4.0], [0, 2, 2, 2, 5, 5, 5]),
-        ("lower", [inf, 1.0, 2.0, nan, 0.5, 0.5], [0, 2, 2, 2, 5, 5]),
-    ],
+    [("higher", [nan, 3, 1, nan, 4, 2, 4], [0, 2, 2, 2, 5, 5, 5]), ("lower", [inf, 1, 2, nan, 0.5], [0, 2, 2, 2, 5])],
 )
 def test_the_best_checkpoint_is_kept_by_the_value_of_the_metric(tmp_path, model, direction, scores, epochs):
     kept = []
@@ -189,14 +182,7 @@ def test_the_best_checkpoint_is_kept_by_the_value_of_the_metric(tmp_path, model,
     assert kept == epochs
 
 
-def test_a_best_metric_that_does_not_exist_is_told_and_costs_no_epoch(tmp_path, model, capsys):
-    with started_run(tmp_path, model, best=("recall", "higher")) as run:
-        train_epoch(run, score=1.0, loss=0.5)
-    assert "`best` of the workload is recall, but `metrics` gives val/score, val/loss" in capsys.readouterr().out
-    assert checkpoints(tmp_path / "a") == ["last-000001"]
-
-
-def test_a_resumed_run_may_choose_another_metric(tmp_path, model):
+def test_a_resumed_run_may_choose_another_metric_and_one_that_does_not_exist_is_told(tmp_path, model, capsys):
     with started_run(tmp_path, model) as run:
         train_epoch(run, score=1000.0, loss=0.5)
     with started_run(tmp_path, model, best=("loss", "lower"), resume="auto") as run:
@@ -205,7 +191,10 @@ def test_a_resumed_run_may_choose_another_metric(tmp_path, model):
         run._card["val_rows"] = "other rows"  # to validate on
         train_epoch(run, score=0.0, loss=0.7)
         assert run.progress.best == 0.7
-    assert step_of(newest(tmp_path / "a", "best")) == 12
+    with started_run(tmp_path, model, best=("recall", "higher"), resume="auto") as run:
+        train_epoch(run)
+    assert "`best` of the workload is recall, but `metrics` gives val/score, val/loss" in capsys.readouterr().out
+    assert [step_of(newest(tmp_path / "a", kind)) for kind in ("best", "last")] == [12, 16]
 
 
 def test_the_newest_run_is_not_taken_for_one_of_other_rows(tmp_path, model):
@@ -219,14 +208,9 @@ def test_the_newest_run_is_not_taken_for_one_of_other_rows(tmp_path, model):
 
 
 def test_a_kill_between_two_checkpoints_loses_no_best_one(tmp_path, model, monkeypatch):
-    save = checkpoint.save
-
-    def killed_before_the_last(run, kind, *arguments, **options):
-        if kind == "last":
-            raise KeyboardInterrupt
-        return save(run, kind, *arguments, **options)
-
-    monkeypatch.setattr(checkpoint, "save", killed_before_the_last)
+    save = Mock(side_effect=[True, KeyboardInterrupt])  # of the best one, and of the last one
+    real = checkpoint.save
+    monkeypatch.setattr(checkpoint, "save", lambda *arguments, **options: save() and real(*arguments, **options))
     with started_run(tmp_path, model) as run, pytest.raises(KeyboardInterrupt):
         train_epoch(run)
     assert checkpoints(tmp_path / "a") == ["best-000001"]
@@ -253,57 +237,51 @@ class Masked(nn.Module):
         self.register_buffer("queue", torch.zeros(2))
 
 
-def lose_a_value(world: World, folder: Path) -> str:
-    """What a rank says when a value of rank 1 alone is not finite."""
+def lose_a_value(world: World, folder: Path, name: str = "queue") -> str:
+    """What a rank says when the last rank alone loses a value after the first epoch."""
     model = Masked()
     with Run(parts_of(folder, model), world) as run:
-        model.queue[world.rank - 1] = nan if world.rank else 0.0
-        try:
-            train_epoch(run)
-        except UserError as error:
-            return str(error)
-    return "saved"
-
-
-@pytest.mark.slow
-def test_what_became_nan_on_one_rank_alone_is_an_error_of_every_rank(tmp_path):
-    for error in in_world(2, lose_a_value, tmp_path):
-        assert re.search("queue.* is not finite at step 4; nothing is saved", error)
-    assert not checkpoints(tmp_path / "a")
-
-
-@pytest.mark.parametrize("name", ["norm.running_mean", "norm.weight"])
-def test_what_became_nan_is_not_saved_and_a_mask_may_be_infinite(tmp_path, name):
-    model = Masked()
-    with started_run(tmp_path, model) as run:
         train_epoch(run)
-        saved = checkpoints(tmp_path / "a")
-        model.state_dict()[name][0] = nan
-        with pytest.raises(UserError, match=rf"{name}.* is not finite at step 8; nothing is saved"):
+        if world.rank == world.world_size - 1:
+            model.state_dict()[name][0] = nan
+        with pytest.raises(UserError) as error:
             train_epoch(run)
-    assert checkpoints(tmp_path / "a") == saved
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("n_ranks", "name"),
+    [(1, "norm.running_mean"), (1, "norm.weight"), pytest.param(2, "queue", marks=pytest.mark.slow)],
+)
+def test_what_became_nan_on_any_rank_is_not_saved_and_a_mask_may_be_infinite(tmp_path, n_ranks, name):
+    errors = in_world(2, lose_a_value, tmp_path) if n_ranks == 2 else [lose_a_value(ALONE, tmp_path, name)]
+    for error in errors:
+        assert re.search(rf"{name}.* is not finite at step 8; nothing is saved", error)
+    assert checkpoints(tmp_path / "a") == ["best-000001", "last-000002"]
 
 
 # ---------------------------------------------------------------------------------------------- one writer
 
 
-@pytest.mark.parametrize("how", ["removed", "moved", "deleted", "replaced", "taken"])
+LOSSES = {
+    "removed": lambda path: (path / "lock").unlink(),
+    "replaced": lambda path: ((path / "lock").unlink(), (path / "lock").touch()),
+    "taken": lambda path: (path / "lock").write_text("process 1 on another machine"),
+    "moved": lambda path: path.rename(path.with_name("b")),
+    "deleted": shutil.rmtree,
+}
+"""{how a folder can be lost: what somebody else does}"""
+
+
+@pytest.mark.parametrize("how", LOSSES)
 def test_a_run_that_lost_its_lock_writes_no_more(tmp_path, model, how):
-    path = tmp_path / "a"
     with started_run(tmp_path, model) as run:
         train_epoch(run)
-        saved = checkpoints(path)
-        if how == "moved":
-            path.rename(tmp_path / "b")
-        elif how == "deleted":
-            shutil.rmtree(path)
-        elif how == "removed" or how == "replaced":
-            (path / "lock").unlink()
-        if how in ("replaced", "taken"):
-            (path / "lock").write_text("process 1 on another machine")
+        LOSSES[how](run.folder)
+        saved = sorted(tmp_path.rglob("*-0*"))
         with pytest.raises(UserError, match="a/lock is no longer the lock of this process"):
             train_epoch(run)
-    assert checkpoints(path) == saved if path.exists() else how in ("moved", "deleted")
+    assert sorted(tmp_path.rglob("*-0*")) == saved
 
 
 def test_a_folder_in_which_another_process_began_meanwhile_is_left_alone(tmp_path, model, monkeypatch):
