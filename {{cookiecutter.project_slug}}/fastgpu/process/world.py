@@ -126,8 +126,11 @@ def init_distributed(settings: Dist, launch: Launch | None = None) -> Iterator[W
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and not re.search("gloo|NCCL", str(error)):
             raise
-        lost = _silent_ranks(store, world) or "the others"
-        raise RankError(f"rank {world.rank} lost {lost}; see what failed there, or raise dist.timeout_s") from None
+        silent = _silent_ranks(store, world)
+        which = f": {silent} hangs or is gone" if silent else ""
+        raise RankError(
+            f"rank {world.rank} lost the others{which}; see which failed, or raise dist.timeout_s"
+        ) from None
     _leave()
 
 
@@ -144,7 +147,7 @@ def _silent_ranks(store: dist.Store, world: World) -> str:
     thread = threading.Thread(target=ask, daemon=True)  # the process that holds the store may hang itself
     thread.start()
     thread.join(2 * NOTICE_S)
-    return ", ".join(silent)
+    return " and ".join(silent)
 
 
 def _leave() -> None:
