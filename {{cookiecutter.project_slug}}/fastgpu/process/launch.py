@@ -86,6 +86,5 @@ def exit_with_message() -> Iterator[None]:
 def end_with_parent() -> None:
     """Let Linux kill this process when the thread that started it ends: as an orphan of torchrun it would hold its GPU,
     and write to a run that has been restarted."""
-    pr_set_pdeathsig = 1
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
