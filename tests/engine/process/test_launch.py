@@ -1,3 +1,4 @@
+import socket
 import subprocess
 import sys
 
@@ -5,7 +6,7 @@ import pytest
 from harness import ROOT, TIMEOUT_S
 
 from fastgpu.process import launch as launch_module
-from fastgpu.process.launch import Launch, RankError, UserError, exit_with_message, read_launch, warn
+from fastgpu.process.launch import Launch, RankError, UserError, check_parent, exit_with_message, read_launch, warn
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
 
@@ -50,6 +51,16 @@ def test_a_person_sees_one_message_of_a_machine_or_that_of_the_rank_that_alone_f
         assert capsys.readouterr().err == (message if speaks else "")
         # torchrun ends all ranks with the first that ends: they wait until that one has printed its message
         assert slept == ([] if speaks or code == 130 else [launch_module.SPEAKER_S])
+
+
+def test_a_rank_whose_torchrun_ended_before_linux_was_told_ends_at_once(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    with socket.create_server(("localhost", 0)) as store:
+        monkeypatch.setenv("MASTER_PORT", str(store.getsockname()[1]))
+        check_parent()
+    with pytest.raises(RankError, match="torchrun, which started this process, has ended"):
+        check_parent()
 
 
 def test_a_bug_keeps_its_traceback():

@@ -8,6 +8,7 @@ import ctypes
 import faulthandler
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -64,9 +65,10 @@ def exit_with_message() -> Iterator[None]:
     traceback; a fatal signal (a bug in a driver, a file truncated while it is mapped) leaves one, too."""
     faulthandler.enable(sys.__stderr__ or 2)
     launch = read_launch()
-    if launch.is_launched:
-        end_with_parent()
     try:
+        if launch.is_launched:
+            end_with_parent()
+            check_parent()
         yield
     except UserError as error:
         if launch.local_rank == 0 or isinstance(error, RankError):
@@ -88,3 +90,19 @@ def end_with_parent() -> None:
     and write to a run that has been restarted."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def check_parent() -> None:
+    """Raise RankError if torchrun ended before `end_with_parent` was called.
+
+    The store of torchrun listens before a rank starts, for as long as torchrun lives. A rank that finds nobody there
+    would wait for the others until `dist.timeout_s`.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        try:
+            socket.create_connection(store, timeout=5).close()
+        except ConnectionRefusedError:
+            raise RankError("torchrun, which started this process, has ended") from None
+        except OSError:
+            pass  # such as a name that is not known yet: torch tries for longer
