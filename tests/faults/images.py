@@ -48,6 +48,7 @@ def make_image(number: int) -> bytes:
     on_its_side[0x0112] = 6
     ways = [("RGB", "PNG", {}), ("L", "JPEG", {}), ("RGB", "JPEG", {"progressive": True})]
     ways += [("RGB", "JPEG", {"exif": on_its_side}), ("RGB", "WEBP", {}), ("CMYK", "JPEG", {})]
+    ways += 4 * [("RGB", "JPEG", {})]
     mode, form, options = ways[number % len(ways)]
     file = io.BytesIO()
     pixels.convert(mode).save(file, form, **options)
