@@ -71,7 +71,7 @@ def test_without_hooks_a_project_has_every_file(bake):
 def test_odd_answers_still_make_a_project(bake, tmp_path):
     text = (
         "-leading dash, quotes \" and ' and \"\"\" and ''', back\\slash \\n \\, Ünïcödé 日本語 😀 # hash : colon "
-        "{{ cookiecutter.project_slug }} {% if x %} {brace} [bracket] & amp; <b> ${HOME} $(touch hacked) `touch hacked` "
+        "{{ cookiecutter.project_slug }} {% if x %} {brace} [b] & amp; <b> ${HOME} $(touch hacked) `touch hacked` "
         "'''; import os; os.mkdir('hacked'); '''"
     )
     project = bake(project_name=text, project_slug="odd", author=text)
