@@ -62,7 +62,7 @@ SUITES = {
         (DataSpec("celeba", 12_000, (3, 218, 178), 256), DataSpec("cifar", 200_000, (3, 32, 32), 1024)),
         data.make,
         paced=(contenders.OURS, contenders.H5PY, contenders.RAM),
-        cold=(contenders.OURS, contenders.H5PY, contenders.MEMMAP),
+        cold=(contenders.OURS, contenders.H5PY),
     ),
     "encoded": Suite(
         list(jpegs.CONTENDERS),
