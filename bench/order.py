@@ -118,10 +118,8 @@ def tables(results: dict[str, list[dict[str, Any]]], starts: list[dict[str, floa
         "batches like those of a full shuffle, whatever the size of the pools. In a file that is sorted by class, "
         "chi2/df is about 1 + batch size / blocks of a pool: their number counts, not their size."
     )
-    return [
-        publish.Table("targets", publish.TARGET_COLUMNS, targets),
-        publish.Table("shuffle quality", [*columns, "random file: chi2/df"], rows, note),
-    ]
+    quality = publish.Table("shuffle quality", [*columns, "random file: chi2/df"], rows, note)
+    return [publish.Table("targets", publish.TARGET_COLUMNS, targets), quality]
 
 
 def main() -> None:

@@ -1,15 +1,14 @@
 """Projects as users have them: pruned to one workload, changed by their owners, without a room that nobody needs."""
 
-import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import yaml
+from harness import run_to_end
 from template import ROOT, WORKLOAD_ANSWERS, WORKLOADS
 from test_template import expected, files, parses
 
@@ -25,17 +24,10 @@ SPEAK_OF_BOTH = {
 }
 
 
-def run_in(project: Path, command: Iterable[str], **environment: str) -> subprocess.CompletedProcess[str]:
+def run_in(project: Path, command: list[str]) -> subprocess.CompletedProcess[str]:
     """Run `python -m ...` or a script of the project; its output is shown if it fails."""
     caches = {"MYPY_CACHE_DIR": str(ROOT / ".cache/mypy-baked"), "RUFF_NO_CACHE": "true"}
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=project,
-        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"} | caches | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_to_end([sys.executable, *command], project, **caches, PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1")
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
     return done
 
