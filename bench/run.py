@@ -125,7 +125,7 @@ class Lineup(ExitStack):
         if name not in self.started:
             process = self.enter_context(start(name, self.spec))
             files = process.ask("files")["files"]
-            if self.run.suite.make is data.make and name != FIXED:  # labels are row numbers
+            if name in contenders.CONTENDERS or name in peers.PEERS:  # labels are row numbers
                 process.ask("check", max_s=CHECK_S)
             self.started[name] = process, files
         process, files = self.started[name]
