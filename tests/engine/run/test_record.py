@@ -99,7 +99,7 @@ SOURCES = Groups(("a.h5", "b.h5"), (1, 3), np.repeat([0, 1], [8, 2]), True)
 @pytest.mark.parametrize(
     ("n_rows", "groups", "line"),
     [
-        (12, None, "batches: 4 rows over all ranks, 4 on each; 10 batches in a pool; 1 canonical ranks; "),
+        (12, None, "batches: 4 rows over all ranks, 4 on each; shuffled 10 at a time; reader threads on each rank: 2"),
         (1011, None, "each epoch: 1,008 of 1,011 rows; the rest does not fill a batch"),
         (10, SOURCES, "each epoch: 2 rows of a.h5 (0.25 passes), 6 rows of b.h5 (3 passes)"),
     ],
@@ -111,5 +111,5 @@ def test_it_is_told_where_rows_lie_and_how_many_an_epoch_has(n_rows, groups, lin
         source.selection = Mixture(groups, source.block_rows, 4, 0)
     lines = describe_feed(source, SIZES, BlockSampler(source, 4, pool_batches=10)).splitlines()
     assert lines[0] == "rows: x.h5 (x: int64 (N))"
-    assert lines[1].startswith("memory: 0.0 MiB for all rows, on the device tier; free for each rank: 1.0 GiB in RAM")
+    assert lines[1] == "memory: 0.0 MiB for all rows, kept on the device; free for each rank: 1.0 GiB in RAM"
     assert lines[-1].startswith(line)
