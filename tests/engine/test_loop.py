@@ -54,7 +54,7 @@ def test_a_run_leaves_a_record(folder, capsys):
     assert "config/text_summary" in events.Tags()["tensors"]
     assert {"config.yaml", "run.json", "metrics.jsonl", "checkpoints"} <= {path.name for path in run.iterdir()}
     assert "1 x CPU" in printed
-    assert "on the device tier" in printed
+    assert "kept on the device" in printed
     assert "tensorboard --logdir runs" in printed.splitlines()[-1]
     errors = {point["step"]: point["val/mse"] for point in val_points(run)}
     (best,) = run.glob("checkpoints/best-*")
