@@ -117,6 +117,8 @@ def test_the_order_of_a_seed_and_its_names_in_checkpoints_never_change():
 
 def test_without_a_seed_rows_come_in_the_order_of_the_file():
     assert list(BlockSampler(np.array([3, 4, 2]), 4, seed=None, drop_last=False)) == list(range(9))
+    samplers = [BlockSampler(np.array([3, 4]), 1, Shard(rank, 2), seed=None, drop_last=False) for rank in range(2)]
+    assert [list(sampler) for sampler in samplers] == [[0, 1, 2, 2], [3, 4, 5, 6]]  # the last row is repeated
 
 
 @pytest.mark.parametrize("block_rows", [1, 2, 7])

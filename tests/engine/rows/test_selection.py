@@ -101,6 +101,8 @@ def test_sources_are_read_in_whole_blocks_except_at_one_place_in_each_and_pools_
         assert whole.count(False) <= 4  # the window of a group is cut at both ends
     first_pool = next(sampler.pools(0))
     assert 0.3 < (first_pool.row_ids < 30 * 16).mean() < 0.7
+    rows = [Mixture(groups, np.full(40, 16), 32, seed).extents(0).starts.tolist() for seed in (3, 3, 4)]
+    assert rows[0] == rows[1] != rows[2]  # which rows of the larger group come in the first epoch
 
 
 def test_another_weight_or_another_grouping_is_another_order():
