@@ -3,19 +3,17 @@ import fcntl
 import mmap
 import os
 import traceback
-from collections.abc import Callable, Iterator
 from io import FileIO
 from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import PLAN, numbers_of, reads_of
-from scattered import read_scattered
+from harness import numbers_of
+from scattered import jobs_of, read_by_jobs, read_scattered
 
 from fastgpu.process.launch import RankError
 from fastgpu.storage import store as store_module
 from fastgpu.storage.file import OpenFile
-from fastgpu.storage.store import HDF5Dataset
 
 BIG = (1, 96, 96)  # 9 KiB: rows that the kernel scatters
 
@@ -117,10 +115,9 @@ def test_all_that_is_not_cached_is_announced_before_the_first_read_five_function
 
     monkeypatch.setattr(os, "posix_fadvise", lambda *_: calls.append("announce"))
     monkeypatch.setattr(os, "preadv", preadv)
-    out = {name: np.zeros((40, *field.shape), field.dtype) for name, field in opened.fields.items()}
-    opened.read(PLAN, reads_of(*[(8 * block, np.arange(8) + 8 * block) for block in range(5)]), out)
-    assert numbers_of(out["images"]) == list(range(40))
-    assert calls == ["announce"] * 5 + ["read"] * 5
+    assert numbers_of(read_by_jobs(opened, np.arange(40), 40)["images"]) == list(range(40))
+    assert calls == sorted(calls)
+    assert {*calls} == {"announce", "read"}
 
 
 @pytest.mark.usefixtures("nothing_cached")
@@ -169,16 +166,11 @@ def test_a_file_changed_while_in_use_is_an_error(store, options, change):
         read_scattered(opened)
 
 
-def jobs_of(store: HDF5Dataset) -> Iterator[Callable[[], None]]:
-    out = {name: np.zeros((8, *field.shape), field.dtype) for name, field in store.fields.items()}
-    return store.jobs(PLAN._replace(n_rows=8, reads=reads_of((16, np.arange(8)))), out, 8)
-
-
 @pytest.mark.usefixtures("all_cached")
 @pytest.mark.parametrize("change", [cut, grow])
 def test_a_file_changed_after_its_rows_were_found_in_memory_is_an_error(store, change):
     opened = store(40, BIG)
-    (job,) = jobs_of(opened)
+    (job,), _ = jobs_of(opened, np.arange(8), 8)
     change(opened.file.path)
     with pytest.raises(RankError, match="was changed while in use"):
         job()
@@ -194,7 +186,7 @@ def test_a_file_changed_while_a_part_of_it_is_read_is_an_error(store, request, m
         real(file)
         grow(file.path)
 
-    (job,) = jobs_of(opened)
+    (job,), _ = jobs_of(opened, np.arange(8), 8)
     monkeypatch.setattr(OpenFile, "check_unchanged", check_and_grow)
     with pytest.raises(RankError, match="was changed while in use"):
         job()

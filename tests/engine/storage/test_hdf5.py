@@ -1,6 +1,5 @@
 import subprocess
 import sys
-from pathlib import Path
 
 import h5py
 import numpy as np
@@ -54,33 +53,11 @@ def test_what_h5py_raises_is_one_line_and_a_bug_of_ours_is_not(write):
         {}["bug"]
 
 
-def damage_index(path: Path) -> None:
-    content = path.read_bytes()
-    assert content.count(b"FAHD") == 1
-    path.write_bytes(content.replace(b"FAHD", bytes(4)))
-
-
-def cut(path: Path) -> None:
-    with path.open("r+b") as raw:
-        raw.truncate(20_000)
-
-
-def cut_sparse_rows(path: Path) -> None:
-    """The first byte of the rows is in the file, the last one is not."""
-    with h5py.File(path, "w") as file:
-        file.create_dataset("images", (2**34,), "u1")[0] = 1
-        file["labels"] = 0
-        offset = file["images"].id.get_offset()
-    with path.open("r+b") as raw:
-        raw.truncate(offset + 1)
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (damage_index, "x.h5 cannot be read: .*: copy or write it again"),
-        (cut, "truncated.*: copy or write it again"),
-        (cut_sparse_rows, "truncated"),
+        (lambda content: content.replace(b"FAHD", bytes(4)), "cannot be read: "),  # the index of chunks
+        (lambda content: content[:20_000], "cannot be read: .*truncated"),
     ],
 )
 def test_a_damaged_file_is_refused(tmp_path, damage, message):
@@ -88,5 +65,7 @@ def test_a_damaged_file_is_refused(tmp_path, damage, message):
     with h5py.File(path, "w", libver="latest") as file:
         file.create_dataset("images", data=numbered(40, (1, 96, 96)), chunks=(8, 1, 96, 96))
         file["labels"] = np.arange(40)
-    damage(path)
-    refused(str(path), message)
+    damaged = damage(path.read_bytes())
+    assert damaged != path.read_bytes()
+    path.write_bytes(damaged)
+    refused(str(path), rf"x.h5 {message}.*: copy or write it again$")

@@ -41,7 +41,7 @@ def test_every_layout_gives_the_rows_without_the_hdf5_library_if_that_can_be(sto
 @pytest.mark.usefixtures("either_cached_or_not")
 @pytest.mark.parametrize("chunks", [(3, 2), (3, 3000)], ids=["split rows", "whole rows"])
 def test_rows_in_foreign_byte_order(tmp_path, chunks):
-    wide = np.arange(20 * 3000, dtype=">i4").reshape(20, 3000)
+    wide = np.arange(20 * 3000, dtype=">i4").reshape(20, 3000)[:, : 3 * chunks[1]]
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file.create_dataset("images", data=wide, chunks=chunks)
         file["labels"] = np.arange(20.0, dtype=">f8")

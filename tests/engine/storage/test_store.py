@@ -4,10 +4,9 @@ import tracemalloc
 import h5py
 import numpy as np
 import pytest
-from harness import PLAN, numbered, numbers_of, reads_of
-from scattered import read_scattered
+from harness import numbered, numbers_of
+from scattered import read_by_jobs, read_scattered
 
-from fastgpu.rows.contract import Dataset
 from fastgpu.storage import store as module
 from fastgpu.storage.layout import DIGESTS
 from fastgpu.storage.store import expand, open_store
@@ -73,25 +72,15 @@ def test_only_small_fields_are_in_memory_and_others_have_chunks_and_names_of_the
 # ---------------------------------------------------------------------------------------------- jobs
 
 
-def read_in_parts(store: Dataset, row_ids: np.ndarray, n_rows: int) -> dict[str, np.ndarray]:
-    """Rows of a store in any order, copied in parts of `n_rows`."""
-    places = np.arange(len(row_ids))
-    reads = reads_of(*[(row, places[i : i + 1]) for i, row in enumerate(row_ids.tolist())])
-    out = {name: np.zeros((len(row_ids), *field.shape), field.dtype) for name, field in store.fields.items()}
-    for job in store.jobs(PLAN._replace(n_rows=len(row_ids), reads=reads), out, n_rows):
-        job()
-    return out
-
-
 @pytest.mark.parametrize("cached", ["all_cached", "nothing_cached"])
 @pytest.mark.parametrize("options", [{"chunk": 8}, {"chunk": None}, {"compression": "gzip"}])
 @pytest.mark.parametrize("n_files", [1, 2])
-def test_rows_of_a_pool_are_read_in_parts_in_any_order(write, request, cached, options, n_files):
+def test_rows_of_a_pool_are_read_by_jobs_in_any_order(write, request, cached, options, n_files):
     paths = [write(40, BIG, name=f"{number}.h5", start=40 * number, **options) for number in range(n_files)]
     store = open_store("data.train", paths, FIELDS)
     request.getfixturevalue(cached)
     order = np.random.default_rng(0).permutation(40 * n_files)
-    rows = read_in_parts(store, order, 13)
+    rows = read_by_jobs(store, order, 13)
     assert numbers_of(rows["images"]) == order.tolist()
     assert rows["labels"].tolist() == (order % 4).tolist()
 
@@ -116,7 +105,7 @@ def test_rows_in_the_page_cache_are_read_however_they_lie_and_without_all_the_ot
     store = open_store("data.train", str(tmp_path / "x.h5"), {"x": name})
     order = np.random.default_rng(0).permutation(len(values))[:100]
     tracemalloc.start()
-    rows = read_in_parts(store, order, 13)
+    rows = read_by_jobs(store, order, 13)
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     np.testing.assert_array_equal(rows["x"], values[order])
