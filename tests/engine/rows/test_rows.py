@@ -104,10 +104,3 @@ def test_rows_are_copied_to_memory_of_a_device_that_shares_their_offsets_on_the_
     assert addresses(device) == before != addresses(host)
     check(device.slice(0, 20), list(range(20)))
     check(device.slice(4, 9), list(range(4, 9)))
-
-
-def test_places_of_ragged_rows(rows):
-    array = rows.numpy()["items"]
-    row_ids = [19, 3, 3, 0, 7]
-    assert len(array) == 20
-    assert array.values[array.places(np.array(row_ids))].tolist() == ragged(row_ids).values.tolist()
