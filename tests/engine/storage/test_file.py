@@ -226,7 +226,7 @@ def test_a_file_changed_after_its_rows_were_found_in_memory_is_an_error(write, c
     path = write(40, BIG)
     store = open_store("data.train", path, FIELDS)
     out = {name: np.zeros((8, *field.shape), field.dtype) for name, field in store.fields.items()}
-    (job,) = store.jobs(PLAN._replace(n_rows=8, reads=reads_of((16, np.arange(8)))), out, 8)
+    (job,) = store.gathers(PLAN._replace(n_rows=8, reads=reads_of((16, np.arange(8)))), out, 8)
     change(path)
     with pytest.raises(RankError, match="was changed while in use"):
         job()

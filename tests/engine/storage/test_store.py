@@ -91,8 +91,9 @@ def gathered(store: HDF5Dataset, row_ids: np.ndarray, n_rows: int) -> dict[str, 
     places = np.arange(len(row_ids))
     reads = reads_of(*[(row, places[i : i + 1]) for i, row in enumerate(row_ids.tolist())])
     out = {name: np.zeros((len(row_ids), *field.shape), field.dtype) for name, field in store.fields.items()}
-    for job in store.jobs(PLAN._replace(n_rows=len(row_ids), reads=reads), out, n_rows):
-        assert job.func == store._gather
+    jobs = store.gathers(PLAN._replace(n_rows=len(row_ids), reads=reads), out, n_rows)
+    assert jobs
+    for job in jobs:
         job()
     return out
 
@@ -125,8 +126,7 @@ def test_gathering_a_row_copies_no_others_where_values_lie_at_odd_bytes(tmp_path
 def is_found(path: str | list[str], fields: dict[str, str] = FIELDS) -> bool:
     store = open_store("data.train", path, fields)
     out = {name: np.zeros((2, *field.shape), field.dtype) for name, field in store.fields.items()}
-    (job,) = store.jobs(PLAN._replace(n_rows=2, reads=reads_of((0, np.arange(2)))), out, 2)
-    return job.func == store._gather
+    return bool(store.gathers(PLAN._replace(n_rows=2, reads=reads_of((0, np.arange(2)))), out, 2))
 
 
 def test_rows_that_do_not_lie_in_the_page_cache_in_one_piece_as_they_are_cannot_be_gathered(

@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from importlib import import_module
@@ -90,10 +90,6 @@ class ItemDataset(Dataset):
             raise UserError(f"loader.num_workers is {n_workers}: {error.strerror}; use fewer of them") from None
         return other
 
-    def jobs(self, plan: PoolPlan, out: Mapping[str, Out], n_rows: int) -> Iterator[Callable[[], None]]:
-        """See `Dataset.jobs`. A job is what a worker is asked for."""
-        return super().jobs(plan, out, rows_per_ask(self, plan.order))
-
     def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Out]) -> None:
         """See `Dataset.read`; rows of a ragged field go to a list. Without workers, one thread may call this.
 
@@ -131,7 +127,6 @@ class ItemDataset(Dataset):
         """Kill the workers: they may hang, or be stopped, and have nothing to save."""
         for worker in self._workers:
             worker.kill()
-        for worker in self._workers:
             worker.join(CLOSE_S)
 
     def column(self, name: str) -> np.ndarray | None:
@@ -150,18 +145,18 @@ class ItemDataset(Dataset):
     def draws_at_random(self) -> bool:
         """Whether an item is another one in another epoch, as far as the first rows tell."""
         rows = np.arange(min(4, len(self.block_rows)))
-        first, second = (self.items.read_rows(rows, seed=0, epoch=epoch) for epoch in (0, 1))
-        return any(_bytes_of(first[name]) != _bytes_of(second[name]) for name in self.fields)
+        drawn = []
+        for epoch in (0, 1):
+            columns = self.items.read_rows(rows, seed=0, epoch=epoch).values()
+            arrays = [column.values if isinstance(column, RaggedArray) else column for column in columns]
+            drawn.append([array.tobytes() for array in arrays])
+        return drawn[0] != drawn[1]
 
 
 def rows_per_ask(source: Dataset, order: BlockSampler) -> int:
     """Rows that a worker is asked for at a time. What is drawn depends on it: the number of workers must not count."""
     of_pool = max(order.batch_size, order.max_pool_rows // ASKS_PER_POOL)
     return max(1, min(of_pool, ASK_BYTES // source.row_bytes))
-
-
-def _bytes_of(column: np.ndarray | RaggedArray) -> bytes:
-    return column.values.tobytes() if isinstance(column, RaggedArray) else column.tobytes()
 
 
 def _work(pipe: Connection, items: Items, timeout_s: float) -> None:

@@ -25,12 +25,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from fastgpu.dataset.source import CLOSE_S, READERS_NICE, ItemDataset
+from fastgpu.dataset.source import CLOSE_S, READERS_NICE, ItemDataset, rows_per_ask
 from fastgpu.process.config import Loader
 from fastgpu.process.launch import HangError
 from fastgpu.rows.contract import Dataset, Pool, PoolPlan
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import RaggedArray, Rows
+from fastgpu.storage.store import HDF5Dataset
 
 JOB_BYTES = 1 << 20
 """A reader thread is given at least this much at a time, ..."""
@@ -82,12 +83,14 @@ class PrefetchLoader:
         self._slots = [self._make_slot(source) for _ in range(loader.prefetch_pools + 1)]
         if self._stream:  # kernels of a previous owner of the slots' memory may still run on the loop's stream
             self._stream.wait_stream(torch.cuda.current_stream(device))
-        if isinstance(source, ItemDataset) and n_readers:
-            source = source.with_workers(n_readers, self._timeout_s)
-            self._n_threads = 2 * n_readers
-        self._source = source
         job_rows = JOB_BYTES // max(1, source.row_bytes)
         self._rows_per_job = max(1, job_rows, order.max_pool_rows // (JOBS_PER_READER * self._n_threads))
+        if isinstance(source, ItemDataset):
+            self._rows_per_job = rows_per_ask(source, order)
+            if n_readers:
+                source = source.with_workers(n_readers, self._timeout_s)
+                self._n_threads = 2 * n_readers
+        self._source = source
         self._threads: list[threading.Thread] = []
         self._next: tuple[int, int] | None = None  # (epoch, number) of the pools that are being read now
         atexit.register(self.close)  # a daemon that runs C++ while Python ends would abort the process
@@ -209,7 +212,9 @@ class PrefetchLoader:
         for name, lengths in self._source.lengths.items():
             self._set_lengths(slot, name, lengths[row_ids])
         out = slot.host.numpy() | {name: [] for name in self._unknown}
-        jobs = [*self._source.jobs(plan, out, self._rows_per_job)]
+        source, n_rows = self._source, self._rows_per_job
+        jobs = source.gathers(plan, out, n_rows) if isinstance(source, HDF5Dataset) else []
+        jobs = jobs or [partial(source.read, plan, reads, out) for reads in plan.reads.portions(n_rows)]
         pool = _Filling(plan, slot, out, len(jobs))
         for job in jobs:
             self._todo.put((job, pool))
