@@ -149,7 +149,7 @@ def test_mirrored_images_are_arrays():
 
 def test_a_part_of_a_dataset_comes_with_balanced_classes():
     source = source_of()
-    source.items.dataset.targets = np.arange(len(source)) % 4
+    source.dataset.targets = np.arange(len(source)) % 4
     labels = source.column("labels").copy()
     labels[hold_out(source.block_rows, 50)[1].rows()] = -1
     groups = Groups(("0", "1", "2", "3"), (1, 1, 1, 1), labels, by_block=False)
@@ -173,7 +173,7 @@ def test_workers_end_when_all_rows_are_kept(tier):
 def test_random_numbers_of_items_leave_gpus_alone(monkeypatch):
     seeds = []
     monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
-    items = source_of("random", DRAWN).items
+    items = source_of("random", DRAWN)
     rows = np.array([5, 9])
     drawn = [items.read_rows(rows, seed, epoch)["c"].tolist() for seed, epoch in ((0, 3), (0, 3), (1, 3), (0, 4))]
     assert drawn[0] == drawn[1]
