@@ -134,7 +134,7 @@ def test_workers_end_when_all_rows_are_kept(tier):
 
 def test_random_numbers_of_items_leave_gpus_alone(monkeypatch):
     monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda _: pytest.fail("a GPU is seeded"))
-    source_of("random", DRAWN).items.read_rows(np.array([5, 9]), seed=0, epoch=3)
+    source_of("random", DRAWN).read_rows(np.array([5, 9]), seed=0, epoch=3)
 
 
 def test_random_numbers_of_a_dataset_do_not_depend_on_the_workers():
@@ -215,7 +215,7 @@ class Odd(Dataset):
 
 
 def read_odd(usual: object, odd: object) -> np.ndarray:
-    return ItemDataset("mine", Odd(usual, odd), {"x": "x"}).items.read_rows(np.array([7, 3]), seed=0, epoch=0)["x"]
+    return ItemDataset("mine", Odd(usual, odd), {"x": "x"}).read_rows(np.array([7, 3]), seed=0, epoch=0)["x"]
 
 
 def test_a_batch_with_rows_of_several_types_keeps_their_values():

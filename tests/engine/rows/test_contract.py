@@ -27,8 +27,8 @@ def test_a_source_needs_no_more_than_rows_and_read_which_threads_do_in_portions(
     order = BlockSampler(source, 4, pool_batches=5, seed=3)
     plan = next(order.pools(0))
     out = {"x": np.zeros(20, np.int64)}
-    for job in source.jobs(plan, out, n_rows):
-        job()
+    for reads in plan.reads.portions(n_rows):
+        source.read(plan, reads, out)
     assert out["x"].tolist() == [row**2 for row in order]
     portions = list(plan.reads.portions(n_rows))
     assert len(portions) <= -(-20 // n_rows)
