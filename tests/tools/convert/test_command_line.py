@@ -34,7 +34,7 @@ def test_help_and_mistakes_do_not_wait_for_torch():
 def test_shares_and_sizes():
     assert [shares(text) for text in ("0.75", "0.8,0.1,0.1")] == [(0.75, 0.25), (0.8, 0.1, 0.1)]
     assert [size(text) for text in ("64", "218x178")] == [(64, 64), (218, 178)]
-    wrong = [(shares, each) for each in "0 1 -0.5 half 0.5,0.6 0.5,0.5,0 0.4,0.2,0.2,0.2 nan".split()]
+    wrong = [(shares, each) for each in ("0", "1", "-0.5", "half", "0.5,0.6", "0.5,0.5,0", "0.4,0.2,0.2,0.2", "nan")]
     for parse, text in [*wrong, *((size, each) for each in ("", "x", "0x3", "-1", "1.5", "3x32x32"))]:
         with pytest.raises((ArgumentTypeError, ValueError)):  # argparse makes a message of each
             parse(text)

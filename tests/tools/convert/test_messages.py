@@ -88,7 +88,17 @@ def of_tables() -> Mistakes:
     for value in ("12.0", "256", "-1", "", "cat"):
         text = f"n,note\n7,a\n{value},b\n"
         made[f"whole numbers, {value!r}"] = lambda text=text: make(text).whole_numbers("n", 255)
-    columns = ["0 1|1 2", "0 1|0 -1", "0 1|yes no", "0.5 n/a 0.25", "cat 3", "1.5 1e300", "nan 0.5", "1 20260101", "1 -2"]
+    columns = [
+        "0 1|1 2",
+        "0 1|0 -1",
+        "0 1|yes no",
+        "0.5 n/a 0.25",
+        "cat 3",
+        "1.5 1e300",
+        "nan 0.5",
+        "1 20260101",
+        "1 -2",
+    ]
     for text in columns:
         names = ["a", "b"][: text.count("|") + 1]
         rows = zip(*(column.split() for column in text.split("|")), strict=True)
@@ -133,7 +143,17 @@ def of_events() -> Mistakes:
     made: Mistakes = {f"events {source}": partial(read_events, source) for source in sources}
     made["events, other columns"] = partial(read_events, "r.csv", ["user", "item", "rating"])
     made["events, one column"] = partial(read_events, "r.csv", ["userId"])
-    lines = ["a,2,3.0,4", "1,2", "1,2,nan,4", "-1,2,3.0,4", "1,2,,4", "1;2;3", "9999999999,2,3.0,4", "1,2,inf,4", "\x00"]
+    lines = [
+        "a,2,3.0,4",
+        "1,2",
+        "1,2,nan,4",
+        "-1,2,3.0,4",
+        "1,2,,4",
+        "1;2;3",
+        "9999999999,2,3.0,4",
+        "1,2,inf,4",
+        "\x00",
+    ]
     lines += ["1,2,3,75,4", '1,2,"3,75",4', "4e0,2,5,4", "4.0,2,5,4", "1,2,0x4,4", "3000000000,2,5,4"]
     for line in lines:  # the line is 42 in all of them
         made[f"events line {line!r}"] = lambda line=line: read_events(write_ratings(Path("x.csv"), {42: line, 99: ""}))
@@ -152,7 +172,9 @@ def of_images() -> Mistakes:
     Image.fromarray(np.full((30, 40), 256, np.uint16)).save("deep/x.png")
     Image.new("L", (40, 30)).save("others/y.png")
     Path("others/x.png").unlink()
-    made: Mistakes = {f"masks, {name}": partial(Masks, "images", name) for name in ("masks", "others", "turned", "deep")}
+    made: Mistakes = {
+        f"masks, {name}": partial(Masks, "images", name) for name in ("masks", "others", "turned", "deep")
+    }
     made["a folder without classes"] = partial(ImageFolder, "photos")
     made["a table that is not there"] = partial(ImageTable, "none.csv")
     made["a table of one column"] = partial(ImageTable, "none.csv", columns=("file",))
