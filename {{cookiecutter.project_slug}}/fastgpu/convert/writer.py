@@ -112,14 +112,7 @@ class Column:
     """Fills one dataset, and takes the SHA-256 of each of its blocks."""
 
     def __init__(
-        self,
-        group: h5py.Group,
-        name: str,
-        field: Field,
-        *,
-        block_rows: int,
-        filters: Mapping[str, Any],
-        n_rows: int = 0,
+        self, group: h5py.Group, name: str, field: Field, *, block_rows: int, filters: dict[str, Any], n_rows: int = 0
     ):
         """n_rows: number of rows that will come at most. 0: nobody knows."""
         plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
@@ -176,7 +169,7 @@ class Column:
 class RaggedColumn:
     """Fills a group with two datasets: the values of all ragged rows, and `indptr`, where each row begins."""
 
-    def __init__(self, group: h5py.Group, field: Field, n_rows: int, filters: Mapping[str, Any]):
+    def __init__(self, group: h5py.Group, field: Field, n_rows: int, filters: dict[str, Any]):
         self._group = group
         self._field = field
         self._codecs: set[str] = set()
