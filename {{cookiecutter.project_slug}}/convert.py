@@ -24,7 +24,6 @@ COMMANDS = {
     "recsys.commands.events": "MovieLens, a CSV or sparse.npz, split as Liang et al. (2018): events ml.zip ml.h5",
 }
 """{module.function in fastgpu/convert: what the command does, with an example}"""
-ROOM = Path(__file__).parent / "fastgpu/convert"
 WRITING = "arrays dataset repack images pixels events"
 
 
@@ -35,7 +34,8 @@ def parse(argv: list[str]) -> Namespace:
     parsers: dict[str, ArgumentParser] = {}
     for run, text in COMMANDS.items():
         module, _, name = run.rpartition(".")
-        if (ROOM / f"{module.replace('.', '/')}.py").exists():  # a project may be without images, or without users
+        file = Path(__file__).parent / f"fastgpu/convert/{module.replace('.', '/')}.py"
+        if file.exists():  # a project may be without images, or without users
             parsers[name] = commands.add_parser(name, help=text, description=text)
             parsers[name].set_defaults(run=run)
 

@@ -21,9 +21,6 @@ from fastgpu.storage.file import OpenFile, split_group
 from fastgpu.storage.hdf5 import find, open_file
 from fastgpu.storage.layout import DIGESTS, Layout
 
-MAX_CHARS = 100
-"""Characters of an attribute that are shown."""
-
 
 class Stored(NamedTuple):
     """One dataset of numbers in a file."""
@@ -128,7 +125,7 @@ def describe_rows(parts: Mapping[str, Dataset]) -> Iterator[str]:
         for name, part in parts.items():
             yield f"  {name or 'labels':<8} {_describe_labels(labels[rows_of(part)], names)}"
     for name, value in source.attributes.items():
-        yield f"  {name}: {' '.join(str(value).split())[:MAX_CHARS]}"
+        yield f"  {name}: {' '.join(str(value).split())[:100]}"
 
 
 def _describe_labels(labels: np.ndarray, names: Sequence[str]) -> str:

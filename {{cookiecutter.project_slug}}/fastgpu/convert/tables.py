@@ -40,8 +40,8 @@ class Table:
             named = next(csv.reader([header], delimiter=self._separator), [])
             self._has_header = not names
             self.names = list(names) or [name.strip() for name in named]
+            how: dict[str, Any] = {"separator": self._separator, "has_header": self._has_header}
             try:
-                how: dict[str, Any] = {"separator": self._separator, "has_header": self._has_header}
                 rows = pl.read_csv(self._content, **how, infer_schema=False, raise_if_empty=False)
             except pl.exceptions.PolarsError:
                 list(self._lines())  # says the line
@@ -49,9 +49,9 @@ class Table:
             if len(rows) and rows[:, -1].has_nulls():
                 list(self._lines())
         self._rows = rows.filter(~pl.all_horizontal(pl.all().is_null()))  # blank lines
-        n_long = max((column.str.contains("\n", literal=True).sum() or 0 for column in self._rows), default=0)
-        if n_long:
-            warn(f"{path}: {n_long:,} rows have line breaks in quotes; a stray quote swallows lines: double it")
+        n_long = [column.str.contains("\n", literal=True).sum() or 0 for column in self._rows]
+        if any(n_long):
+            warn(f"{path}: {max(n_long):,} rows have line breaks in quotes; a stray quote swallows lines: double it")
 
     def texts(self, name: str) -> pl.Series:
         """A column of text without the spaces around it. Raises UserError with the line of a value that is missing."""

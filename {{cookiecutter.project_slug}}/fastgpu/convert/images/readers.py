@@ -177,8 +177,8 @@ class PixelTable(Reader):
             texts = table.texts("pixels")
             pixels = [_parse_pixels(text) for text in texts]
             n_pixels = max(map(len, pixels))
-            is_right = np.array([len(row) == n_pixels for row in pixels])
-            table.check(texts, is_right, f"it should be {n_pixels:,} whole numbers from 0 to 255")
+            cure = f"it should be {n_pixels:,} whole numbers from 0 to 255"
+            table.check(texts, np.array([len(row) == n_pixels for row in pixels]), cure)
         else:
             numbers = [[int(number) for number in re.findall(r"\d+", name)] for name in others]
             if numbers != sorted(numbers):
