@@ -13,7 +13,6 @@ cache are read fastest.
 """
 
 import hashlib
-import io
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from importlib import import_module
@@ -224,9 +223,9 @@ class ImageStatistics:
         images = rows.get(self._name, ())
         for row in range(-start % self._row_step, len(images), self._row_step):
             if isinstance(images, RaggedArray):
-                files = import_module("fastgpu.images.files")  # which a project without images lacks
-                data = images.values[images.offsets[row] : images.offsets[row + 1]]
-                image_CHW = files.decode(io.BytesIO(data.data), files.Preprocessing())
+                decode = import_module("fastgpu.images.decode")  # which a project without images lacks
+                image = decode.EncodedImage(images.values[images.offsets[row] : images.offsets[row + 1]])
+                image_CHW = image.decode((0, 0, image.height, image.width), (image.height, image.width))
             else:
                 image_CHW = images[row]
             pixels = image_CHW.reshape(len(image_CHW), -1)

@@ -233,13 +233,15 @@ def keep(data: bytes, side: int | None = None) -> bytes:
     """
     image = EncodedImage(np.frombuffer(data, np.uint8), obeys_exif=True)
     whole = Box(0, 0, image.height, image.width)
+    kind = "JPEG"
     scale = min(1, side / min(image.height, image.width)) if side else 1
-    with open_image(io.BytesIO(data)) as opened:
-        kind = "JPEG" if scale < 1 or opened.format in ("JPEG", "MPO") else "PNG"
-        is_upright_rgb = opened.mode in ("RGB", "L") and opened.getexif().get(EXIF_ORIENTATION, 1) == 1
-    if scale == 1 and is_upright_rgb and data[0] in CODECS:
-        image.decode(whole, (1, 1))  # in full, as far as damage goes
-        return data
+    if scale == 1:
+        with open_image(io.BytesIO(data)) as opened:
+            kind = "JPEG" if opened.format in ("JPEG", "MPO") else "PNG"
+            is_upright_rgb = opened.mode in ("RGB", "L") and opened.getexif().get(EXIF_ORIENTATION, 1) == 1
+        if is_upright_rgb and data[0] in CODECS:
+            image.decode(whole, (1, 1))  # in full, as far as damage goes
+            return data
     pixels_CHW = image.decode(whole, (round(image.height * scale), round(image.width * scale)))
     file = io.BytesIO()
     Image.fromarray(np.ascontiguousarray(pixels_CHW.transpose(1, 2, 0))).save(file, kind, quality=JPEG_QUALITY)
