@@ -11,7 +11,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import fastgpu.convert
 from fastgpu.process.launch import UserError, exit_with_message
 
 COMMANDS = {
@@ -25,7 +24,6 @@ COMMANDS = {
     "recsys.commands.events": "MovieLens, a CSV or sparse.npz, split as Liang et al. (2018): events ml.zip ml.h5",
 }
 """{module.function in fastgpu/convert: what the command does, with an example}"""
-ROOM = Path(fastgpu.convert.__file__ or "").parent
 WRITING = "arrays dataset repack images pixels events"
 
 
@@ -36,7 +34,8 @@ def parse(argv: list[str]) -> Namespace:
     parsers: dict[str, ArgumentParser] = {}
     for run, text in COMMANDS.items():
         module, _, name = run.rpartition(".")
-        if (ROOM / f"{module.replace('.', '/')}.py").exists():  # a project may be without images, or without users
+        file = Path(__file__).parent / f"fastgpu/convert/{module.replace('.', '/')}.py"
+        if file.exists():  # a project may be without images, or without users
             parsers[name] = commands.add_parser(name, help=text, description=text)
             parsers[name].set_defaults(run=run)
 
@@ -54,29 +53,24 @@ def parse(argv: list[str]) -> Namespace:
     add(WRITING, "--compression", choices=("none", "gzip"), default="none", help="default: none")
     add(WRITING, "--force", **switch, help="replace existing files")
     add(WRITING, "--dry-run", **switch, help="show what was understood of the source; write nothing")
-    text = "share to train on, such as 0.9 (the rest is for validation), or of train, val and test: 0.8,0.1,0.1"
-    add("arrays images pixels", "--split", type=shares, help=text)
+    add("arrays images pixels", "--split", type=shares, help="shares of train, val and test, 0.8,0.1,0.1; or of train")
     add("images pixels", "--split-by", type=str.strip, help="column of the CSV that says train, val or test")
     add("arrays", "--layout", choices=("nhwc",), help="of fields with four axes: write them as (N, C, H, W)")
-    text = "NAME or NAME=DATASET; default: all datasets; of a torch Dataset, images and labels"
-    add("dataset repack", "--fields", nargs="+", type=field, default=[], metavar="NAME", help=text)
+    text = "all if not given; of a torch Dataset, images and labels"
+    add("dataset repack", "--fields", nargs="+", type=field, default=[], metavar="NAME[=DATASET]", help=text)
     add("images", "--columns", help="of the CSV: the path and its labels; default: path,label")
     add("images", "--size", type=size, metavar="HxW", help="height and width of the rows; default: those of the images")
-    text = "shorter (default): cover the size and cut off the rest. exact: stretch"
-    add("images", "--resize", choices=("shorter", "exact"), help=text)
-    text = "write the files as they are; each epoch decodes them. With --size 256, those whose shorter side is longer"
-    add("images", "--keep-encoded", **switch, help=f"{text} become smaller JPEG files")
+    add("images", "--resize", choices=("shorter", "exact"), help="cut off the rest (shorter, the default), or stretch")
+    text = "write the files as they are; with --size 256, those whose shorter side is longer become smaller JPEG files"
+    add("images", "--keep-encoded", **switch, help=text)
     add("images", "--masks", type=Path, metavar="DIR", help="folder with a mask of the same name for each image")
     add("images", "--binary-masks", **switch, help="the masks hold 0 and 255, which is class 1 and not ignored")
-    text = (
-        "stop (default): list all broken images and write nothing. skip: leave 1 %% out at most, listed beside TARGET"
-    )
+    text = "list all broken images and write nothing (default), or leave 1 %% out at most, listed beside TARGET"
     add("images", "--on-error", choices=("stop", "skip"), help=text)
     add("pixels", "--label", type=str.strip, help="its column; default: label, or the only one beside `pixels`")
     add("events", "--above", type=float, help="count ratings above this; default: 3.5")
     add("events", "--held-out", type=int, default=10_000, help="users for val, and as many for test; default: 10,000")
-    text = "of the CSV; default: userId,movieId,rating. USER,ITEM: without ratings, so that each line counts"
-    add("events", "--columns", help=text)
+    add("events", "--columns", help="of the CSV; default: userId,movieId,rating. Without a rating, each line counts")
     return parser.parse_args(argv)
 
 
@@ -92,8 +86,8 @@ def shares(text: str) -> tuple[float, ...]:
 
 def field(text: str) -> tuple[str, str]:
     """(name, name in the source) of images=x, or of x for both."""
-    name, _, dataset = text.partition("=")
-    return name, dataset or name
+    name, _, source = text.partition("=")
+    return name, source or name
 
 
 def size(text: str) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 import io
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,25 +72,20 @@ def test_resizing_takes_the_part_it_should(shape, box):
 @pytest.mark.parametrize("value", [Preprocessing(), Preprocessing((20, 30), "exact", 0.5)])
 def test_preprocessing_comes_back_from_json(value):
     assert read_preprocessing(value.to_json()) == value
-
-
-@pytest.mark.parametrize(
-    "text", ['{"size": [4, 5], "resize": "pad"}', '{"size": null, "resize": "exact", "crop": [6, 6]}']
-)
-def test_ways_to_prepare_images_that_are_gone_are_refused(text):
     with pytest.raises(UserError, match="images that were prepared with .* need the version that prepared them"):
-        read_preprocessing(text)
+        read_preprocessing('{"size": [4, 5], "resize": "pad"}')
 
 
 # ---------------------------------------------------------------------------------------------- masks
 
 
-def pair_in(folder: Path, image: Image.Image, mask: Image.Image, preprocessing: Preprocessing, **options) -> Masks:
+def pair_in(folder: Path, image: Image.Image, mask: Image.Image, prepared: Preprocessing, **options: Any) -> Masks:
     """The reader of one image and its mask."""
-    for name, content, kind in (("images/x.jpg", image, "JPEG"), ("masks/x.png", mask, "PNG")):
-        (folder / name).parent.mkdir()
-        content.save(folder / name, kind, quality=95, **(options if kind == "JPEG" else {}))
-    return Masks(folder / "images", folder / "masks", prepared=preprocessing)
+    for name in ("images", "masks"):
+        (folder / name).mkdir()
+    image.save(folder / "images/x.jpg", quality=95, **options)
+    mask.save(folder / "masks/x.png")
+    return Masks(folder / "images", folder / "masks", prepared=prepared)
 
 
 @pytest.mark.parametrize("preprocessing", [Preprocessing(), Preprocessing((10, 40)), Preprocessing((15, 15), "exact")])
@@ -114,20 +110,6 @@ def test_a_mask_stays_on_its_image(tmp_path, preprocessing, mode):
 def test_a_mask_is_of_the_size_of_the_upright_image(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6
-    item = pair_in(tmp_path, Image.fromarray(pixels(30, 40)), Image.new("L", (30, 40), 1), Preprocessing(), exif=exif)[
-        0
-    ]
+    photo, mask = Image.fromarray(pixels(30, 40)), Image.new("L", (30, 40), 1)
+    item = pair_in(tmp_path, photo, mask, Preprocessing(), exif=exif)[0]
     assert item["images"].shape[1:] == item["masks"].shape == (40, 30)
-
-
-@pytest.mark.parametrize(
-    ("mask", "message"),
-    [
-        (Image.new("RGB", (40, 30)), "its mask has the mode RGB; allowed are grey values or a palette"),
-        (Image.new("L", (30, 40)), r"its mask is \(40, 30\), the image \(30, 40\)"),
-        (Image.fromarray(np.full((30, 40), 256, np.uint16)), "its mask has the mode I;16"),
-    ],
-)
-def test_what_is_no_mask_is_refused(tmp_path, mask, message):
-    with pytest.raises(UserError, match=message):
-        pair_in(tmp_path, Image.fromarray(pixels()), mask, Preprocessing())

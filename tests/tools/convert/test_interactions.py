@@ -3,10 +3,8 @@ import pytest
 from harness import arrays_of, read_rows
 from scipy import sparse
 
-from fastgpu.convert.recsys.interactions import MIN_ITEMS, PUBLISHED_SEED, draw_hidden, hold_out_users, make_csr
-from fastgpu.process.launch import UserError
+from fastgpu.convert.recsys.interactions import PUBLISHED_SEED, hold_out_users
 from fastgpu.rows.rows import RaggedArray
-from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.storage.store import open_store
 
 HELD = 15
@@ -19,9 +17,8 @@ def events(seed: int = 0, users: int = 80, items: int = 60) -> tuple[np.ndarray,
     return tuple(np.array(column, np.int32) for column in zip(*found, strict=True))
 
 
-def rows_of(part: ArrayDataset, field: str) -> list[set[int]]:
-    found = arrays_of(part)[field]
-    return [set(found.values[a:b].tolist()) for a, b in zip(found.offsets, found.offsets[1:], strict=False)]
+def sets_of(rows: RaggedArray) -> list[set[int]]:
+    return [set(rows.values[a:b].tolist()) for a, b in zip(rows.offsets, rows.offsets[1:], strict=False)]
 
 
 def as_published(
@@ -55,71 +52,37 @@ def as_published(
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_split_is_that_of_the_published_protocol(seed):
+@pytest.mark.parametrize("n_repeated", [0, 300])
+def test_the_split_is_that_of_the_published_protocol(seed, n_repeated):
+    """A pair that comes again does not count."""
     users, items = events(seed)
-    found, (train, parts, names) = hold_out_users("x", users, items, HELD), as_published(users, items)
-    assert arrays_of(found.parts["train"])["user"].tolist() == train
+    given = [np.concatenate([column, column[:n_repeated]]) for column in (users, items)]
+    found, (train, parts, names) = hold_out_users("x", *given, HELD), as_published(users, items)
+    columns = {part: arrays_of(rows) for part, rows in found.parts.items()}
+    assert columns["train"]["user"].tolist() == train
     assert found.parts["train"].attributes["item_ids"].tolist() == names
     assert found.parts["train"].fields["items"].n_items == len(names)
     number = {item: place for place, item in enumerate(names)}
     of_user = [{number[i] for i in items[users == user].tolist()} for user in train]
-    assert rows_of(found.parts["train"], "items") == of_user
+    assert sets_of(columns["train"]["items"]) == of_user
     for part in ("val", "test"):
-        seen, held = (rows_of(found.parts[part], field) for field in ("items", "held_out"))
-        for user, *mine in zip(arrays_of(found.parts[part])["user"].tolist(), seen, held, strict=True):
+        seen, held = (sets_of(columns[part][field]) for field in ("items", "held_out"))
+        for user, *mine in zip(columns[part]["user"].tolist(), seen, held, strict=True):
             assert tuple(mine) == parts[part][user]
     counts = np.unique(users, return_counts=True)[1]
     assert (found.n_events, found.n_users) == (counts[counts >= 5].sum(), (counts >= 5).sum())
-
-
-def test_a_pair_that_comes_again_does_not_count():
-    users, items = events()
-    twice = hold_out_users("x", np.concatenate([users, users[:300]]), np.concatenate([items, items[:300]]), HELD)
-    once = hold_out_users("x", users, items, HELD)
-    assert twice.n_events == once.n_events
-    for part, reader in once.parts.items():
-        for field in [name for name, column in arrays_of(reader).items() if isinstance(column, RaggedArray)]:
-            assert rows_of(twice.parts[part], field) == rows_of(once.parts[part], field)
-
-
-def test_too_few_users_are_one_line():
-    users, items = events(users=20)
-    with pytest.raises(
-        UserError, match="have 5 items or more, and 2 x 15 are to be held out; use a smaller --held-out"
-    ):
-        hold_out_users("x", users, items, HELD)
-
-
-def test_a_fifth_of_each_row_is_hidden():
-    rows = np.repeat(np.arange(100), np.arange(100) % 23)
-    hidden = np.bincount(rows[draw_hidden(rows, 3)], minlength=100)
-    counts = np.bincount(rows, minlength=100)
-    assert (hidden == np.where(counts >= MIN_ITEMS, (0.2 * counts).astype(int), 0)).all()
-    assert not len(draw_hidden(rows[:0], 3))
-
-
-def test_pairs_become_rows():
-    found = make_csr(np.array([2, 0, 2, 0]), np.array([5, 9, 1, 3]), 4)
-    assert found.offsets.tolist() == [0, 2, 2, 4, 4]
-    assert found.values.tolist() == [3, 9, 1, 5]
-
-
-# ---------------------------------------------------------------------------------------------- the command
+    assert found.n_repeated == n_repeated
 
 
 def test_rows_of_a_sparse_matrix_are_held_out(tmp_path, convert):
     dense = (np.random.default_rng(0).random((40, 30)) < 0.4).astype(np.float32)
     sparse.save_npz(tmp_path / "x.npz", sparse.csr_array(dense))
-    sparse.save_npz(tmp_path / "counts.npz", sparse.csr_array(2 * dense))
     result = convert("events x.npz y.h5 --held-out 8")
     assert f"{int(dense.sum())} events of 40 users" in result.stdout
-    fields = {"items": "items", "held_out": "held_out", "user": "user"}
-    val = open_store("data.val", "y-val.h5", fields)
+    val = open_store("data.val", "y-val.h5", {"items": "items", "held_out": "held_out", "user": "user"})
     rows, numbers = read_rows(val), np.array(val.attributes["item_ids"])
     assert len(val) == 8
     for row, user in enumerate(rows["user"]):
         mine = [numbers[field.values[field.offsets[row] : field.offsets[row + 1]]] for field in list(rows.values())[:2]]
         assert sorted(np.concatenate(mine)) == np.flatnonzero(dense[user]).tolist()
         assert len(mine[1]) == int(0.2 * dense[user].sum())
-    result = convert("events counts.npz z.h5 --held-out 8", code=2)
-    assert "counts.npz is no sparse matrix of ones" in result.stderr

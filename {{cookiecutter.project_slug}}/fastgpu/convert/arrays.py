@@ -44,13 +44,13 @@ def open_arrays(sources: Sequence[str], *, channels_last: bool = False) -> Array
                 found = f"{path} has values from {values.min():g} to {values.max():g}, which become {name}_values"
                 warn(f"{found}; of ratings, keep those that count before: matrix = matrix > 3")
     dense = {name: column for name, column in columns.items() if not isinstance(column, RaggedArray)}
-    if channels_last and not any(column.ndim == 4 for column in dense.values()):
+    images = [name for name, column in dense.items() if channels_last and column.ndim == 4]
+    if channels_last and not images:
         raise UserError("--layout nhwc has no effect: no field has four axes (N, H, W, C); leave it out")
     for name, column in dense.items():
         if column.ndim == 0 or 0 in column.shape[1:] or column.dtype.kind not in "buif":
             raise UserError(f"{name} is {column.dtype} {column.shape}; allowed are rows of bool, integers and floats")
-        if channels_last and column.ndim == 4:
-            columns[name] = np.moveaxis(column[:], 3, 1)
+    columns |= {name: np.moveaxis(columns[name][:], 3, 1) for name in images}
     lengths = {name: len(column) for name, column in columns.items()}
     if len({*lengths.values()}) > 1 or 0 in lengths.values():
         raise UserError(f"the arrays have lengths {lengths}; give all as many rows, and at least one")

@@ -10,29 +10,21 @@ from fastgpu.convert.reader import split_rows
 from fastgpu.convert.summary import damaged, describe_rows, fields_of, inspect
 from fastgpu.convert.writing import write_files
 from fastgpu.dataset.source import open_dataset
-from fastgpu.feed.sizes import class_order_warning
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Dataset
-from fastgpu.storage.file import split_group
 from fastgpu.storage.store import expand, open_store
 
 
 def write(source: Dataset | Mapping[str, Dataset], args: Namespace) -> None:
     """Show what was understood of a source, or of its parts, and write it to files, as the command line says."""
-    split = vars(args).get("split")
-    parts = split_rows(source, split, args.seed) if isinstance(source, Dataset) else source
+    parts = source if isinstance(source, Mapping) else split_rows(source, vars(args).get("split"), args.seed)
     print(next(iter(parts.values())).name, *describe_rows(parts), sep="\n", flush=True)
     if args.dry_run:
         print("--dry-run: nothing is written")
         return
-    write_files(
-        parts,
-        args.target,
-        seed=None if args.keep_order else args.seed,
-        compression=args.compression,
-        replace=args.force,
-        skips_broken=vars(args).get("on_error") == "skip",
-    )
+    seed = None if args.keep_order else args.seed
+    skips_broken = vars(args).get("on_error") == "skip"
+    write_files(parts, args.target, seed, args.compression, replace=args.force, skips_broken=skips_broken)
 
 
 def arrays(args: Namespace) -> None:
@@ -54,14 +46,14 @@ def repack(args: Namespace) -> None:
     names = {Path(file).resolve() for file, _ in files}
     if len(names) > 1 and args.target.resolve() in names:  # so that its old rows would be in it again
         raise UserError(f"{args.target} is one of the {len(names)} files of SOURCE; choose another name")
-    file, group = files[0]
-    group = f"/{group.strip('/')}"
-    groups = fields_of(inspect(f"{file}::{group}"))
+    stored = {f"{file}::{group}": inspect(f"{file}::{group}") for file, group in files}
+    groups = fields_of(next(iter(stored.values())))
+    group = f"/{files[0][1].strip('/')}"
     fields = dict(args.fields) or groups.get(group, {})
     if not fields:
         raise UserError(f"{args.source[0]} has no rows in {group}, but {', '.join(sorted(groups)) or 'no numbers'}")
-    for each in (f"{file}::{group}" for file, group in files):
-        if any(data.has_digests for data in inspect(each)) and (damages := damaged(each)):
+    for path, datasets in stored.items():
+        if any(each.has_digests for each in datasets) and (damages := damaged(path)):
             raise UserError(f"{damages[0]}; `python convert.py check` lists all damaged blocks")
     write(open_store("SOURCE", args.source, fields), args)
 
@@ -71,17 +63,13 @@ def info(args: Namespace) -> None:
     for path in args.source:
         stored = inspect(path)
         print(path, *(f"  {each.text}" for each in stored), sep="\n")
-        file, _ = split_group(path)
         for group, fields in sorted(fields_of(stored).items()):
             try:
-                rows = open_store("FILE", f"{file}::{group}", fields)
+                rows = open_store("FILE", f"{path.partition('::')[0]}::{group}", fields)
+                print(f"  {group}", *describe_rows({"": rows}), sep="\n")
             except UserError as error:
                 print(f"  {group} cannot be trained on: {error}")
-                continue
-            print(f"  {group}", *describe_rows({"": rows}), sep="\n")
-            if problem := class_order_warning(rows):
-                print(f"  {problem}")
-        if any(each.is_compressed or not each.has_digests for each in stored):
+        if not all(each.has_digests for each in stored):
             print("  `python convert.py repack` writes such rows in blocks that are read fastest, with checksums")
 
 
@@ -89,13 +77,12 @@ def check(args: Namespace) -> int:
     """Read files, count the damaged blocks and list the first of them. The exit code is 1 if there is one."""
     exit_code = 0
     for path in args.source:
-        stored = inspect(path)
         damages = damaged(path)
         if damages:
             exit_code = 1
             print(list_first(damages, "\n"))
         print(f"{path}: {len(damages):,} blocks are damaged" if damages else f"{path}: whole")
-        for each in stored:
+        for each in inspect(path):
             if not each.has_digests:
                 print(f"  {each.path} was read, but has no checksums; `python convert.py repack` writes them")
     return exit_code

@@ -7,7 +7,6 @@ from fastgpu.process.launch import UserError
 
 MAX_LISTED = 20
 """Things that a message lists."""
-MAX_ERROR_CHARS = 200
 
 
 def list_first(items: Sequence[str], separator: str = ", ") -> str:
@@ -24,5 +23,5 @@ def explain_errors(path: object, expected: str) -> Iterator[None]:
     except (UserError, ModuleNotFoundError):
         raise
     except Exception as error:  # parsers raise anything for damaged bytes
-        text = " ".join(str(error).split())[:MAX_ERROR_CHARS]
+        text = " ".join(str(error).split())[:200]
         raise UserError(f"{path} cannot be read as {expected}: {text}") from None

@@ -14,19 +14,10 @@ from fastgpu.rows.contract import Dataset, Out, PoolPlan, Reads
 from fastgpu.rows.rows import Field, RaggedArray
 from fastgpu.rows.selection import Share
 
-PROBED_ROWS = 100
-"""Rows that are tried at most to find a whole one."""
-PROBED_SIZES = 32
-"""Rows that are looked at to estimate the bytes of encoded images."""
-
-WORDS = {
-    "train": ("train", "training"),
-    "val": ("val", "valid", "validation", "dev", "publictest"),
-    "test": ("test", "testing", "privatetest"),
-}
-"""{split: what data sets call it, in small letters}. PublicTest and PrivateTest are those of Kaggle."""
-SPLITS = tuple(WORDS)
-SPLIT_OF_WORD = {word: number for number, words in enumerate(WORDS.values()) for word in words}
+SPLITS = ("train", "val", "test")
+WORDS = ("train training", "val valid validation dev publictest", "test testing privatetest")
+"""What data sets call each split, in small letters. PublicTest and PrivateTest are those of Kaggle."""
+SPLIT_OF_WORD = {word: number for number, words in enumerate(WORDS) for word in words.split()}
 """{word: the place of its split in SPLITS}"""
 
 
@@ -50,6 +41,8 @@ class Reader(Dataset, TorchDataset[dict[str, Any]]):
         self.block_rows = np.ones(n_rows, np.int32)
         self.broken: dict[int, str] = {}
         """{row: why it cannot be read}, of the rows that were read."""
+        self.losses: dict[int, list[str]] = {}
+        """{row: what of its source it does not keep}, of the rows that were read."""
 
     @property
     def class_names(self) -> list[str] | None:
@@ -71,36 +64,30 @@ class Reader(Dataset, TorchDataset[dict[str, Any]]):
         """Attributes that are known when all rows have been read."""
         return {}
 
-    def remarks(self, rows: np.ndarray) -> Sequence[str]:
-        """Lines about those of these rows that were read, such as what decoding has changed."""
-        return ()
-
     @cached_property
     def fields(self) -> dict[str, Field]:  # type: ignore[override]
-        """The types of the fields, as the first whole row has them. Raises UserError if the first rows are broken."""
+        """The types of the fields, as the first whole row has them. Raises UserError if all rows are broken."""
         n_rows = len(self.block_rows)
-        tries = (self._try(row, {}) for row in range(min(PROBED_ROWS, n_rows)))
-        first = next(filter(None, tries), None)
+        first = next(filter(None, (self._try(row, {}) for row in range(n_rows))), None)
         if not first:
             reasons = list_first([*self.broken.values()], "\n  ")
-            raise UserError(f"{self.name}: none of the first rows can be read:\n  {reasons}")
+            raise UserError(f"{self.name}: none of the rows can be read:\n  {reasons}")
         fields = {name: Field(value.dtype, value.shape) for name, value in first.items()}
-        if self.encoded:
-            rows = np.linspace(0, n_rows - 1, min(PROBED_SIZES, n_rows)).astype(int).tolist()
+        if self.encoded:  # some rows tell how long they are
+            rows = np.linspace(0, n_rows - 1, min(32, n_rows)).astype(int).tolist()
             sizes = [len(item["images"]) for row in rows if (item := self._try(row, {}))]
-            mean = float(np.mean(sizes or [len(first["images"])]))
-            fields["images"] = Field(np.dtype(np.uint8), (), mean, codec="encoded")
+            mean_bytes = float(np.mean(sizes or [len(first["images"])]))
+            fields["images"] = Field(np.dtype(np.uint8), (), mean_bytes, codec="encoded")
         return fields
 
     def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Out]) -> None:
         """See `Dataset.read`. A row that is broken is noted in `broken`; it is zeros, or has no values."""
         zeros = {name: np.zeros(0 if each.is_ragged else each.shape, each.dtype) for name, each in self.fields.items()}
         items = [self._try(row, self.fields) or zeros for row in reads.starts.tolist()]  # a block is a row
-        for name, field in self.fields.items():
+        for name, target in out.items():
             values = [item[name] for item in items]
-            target = out[name]
             if isinstance(target, np.ndarray):
-                target[reads.places] = np.array(values, field.dtype)
+                target[reads.places] = values
             elif isinstance(target, list):
                 target.append((reads.places, RaggedArray(np.concatenate(values), np.cumsum([0, *map(len, values)]))))
 

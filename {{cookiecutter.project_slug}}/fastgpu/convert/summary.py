@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from math import prod
 from pathlib import PurePosixPath
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import h5py
 import numpy as np
@@ -21,9 +21,6 @@ from fastgpu.storage.file import OpenFile, split_group
 from fastgpu.storage.hdf5 import find, open_file
 from fastgpu.storage.layout import DIGESTS, Layout
 
-MAX_CHARS = 100
-"""Characters of an attribute that are shown."""
-
 
 class Stored(NamedTuple):
     """One dataset of numbers in a file."""
@@ -31,7 +28,6 @@ class Stored(NamedTuple):
     path: PurePosixPath
     has_digests: bool
     """Whether each block has a checksum, which `convert.py` alone writes."""
-    is_compressed: bool
     text: str
     """How the rows lie in the file."""
 
@@ -64,11 +60,12 @@ def damaged(path: str) -> list[str]:
     Blocks without checksums are read and decoded all the same.
     """
 
-    def check(layout: Layout, start: int, n_rows: int) -> str:
+    def check(layout: Layout, block: int) -> str:
+        start = block * layout.chunk_rows
+        n_rows = min(layout.chunk_rows, len(layout) - start)
         out = np.empty((n_rows, *layout.field.shape), layout.field.dtype)
         try:
             layout.read([(start, range(n_rows))], out)
-            block = start // layout.chunk_rows
             if layout.digests is not None and sha256(out.data).digest() != layout.digests[block].tobytes():
                 raise RankError(f"{layout.name}: block {block} is damaged: its SHA-256 is another one")
         except (RankError, OSError) as error:
@@ -78,13 +75,12 @@ def damaged(path: str) -> list[str]:
 
     file_path, group = split_group(path)
     with open_file(file_path, file_path) as file, ThreadPoolExecutor(available_cpus()) as pool:
-        checks = []
-        bytes_of_file = OpenFile(file_path)
-        for data in _datasets(find(file, group, h5py.Group, file_path)):
-            layout = Layout(f"{path}: {data.name}", data, bytes_of_file)
-            for start in range(0, len(data), layout.chunk_rows):
-                checks.append(pool.submit(check, layout, start, min(layout.chunk_rows, len(data) - start)))
-        return [line for each in tqdm(checks, unit="blocks", disable=None) if (line := each.result())]
+        opened = OpenFile(file_path)
+        datasets = _datasets(find(file, group, h5py.Group, file_path))
+        layouts = [Layout(f"{path}: {data.name}", data, opened) for data in datasets]
+        blocks = [(each, number) for each in layouts for number in range(-(-len(each) // each.chunk_rows))]
+        lines = tqdm(pool.map(lambda block: check(*block), blocks), total=len(blocks), unit="blocks", disable=None)
+        return [line for line in lines if line]
 
 
 def _datasets(group: h5py.Group) -> list[h5py.Dataset]:
@@ -104,17 +100,14 @@ def _datasets(group: h5py.Group) -> list[h5py.Dataset]:
     return datasets
 
 
-def _has_digests(data: h5py.Dataset) -> bool:
-    return f"{DIGESTS}/{data.name.rpartition('/')[2]}" in data.parent
-
-
 def _describe(data: h5py.Dataset) -> Stored:
     chunk = data.chunks or data.shape
     filters = " + ".join(name for _, _, name in codecs.filters_of(data))
-    has_digests = _has_digests(data)
+    path = PurePosixPath(data.name)
+    has_digests = f"{DIGESTS}/{path.name}" in data.parent
     blocks = f"blocks {chunk} of {prod(chunk) * data.dtype.itemsize / 2**20:.2f} MiB, {filters or 'plain'}"
-    text = f"{data.name}  {data.dtype} {data.shape}  {blocks}, {'SHA-256' if has_digests else 'no checksums'}"
-    return Stored(PurePosixPath(data.name), has_digests, bool(filters), text)
+    text = f"{path}  {data.dtype} {data.shape}  {blocks}, {'SHA-256' if has_digests else 'no checksums'}"
+    return Stored(path, has_digests, text)
 
 
 # ---------------------------------------------------------------------------------------------- rows
@@ -131,13 +124,8 @@ def describe_rows(parts: Mapping[str, Dataset]) -> Iterator[str]:
         names = list(map(str, source.attributes.get("class_names", ())))
         for name, part in parts.items():
             yield f"  {name or 'labels':<8} {_describe_labels(labels[rows_of(part)], names)}"
-    yield from describe_attributes(source.attributes)
-
-
-def describe_attributes(attributes: Mapping[str, Any]) -> Iterator[str]:
-    """A line of text for each attribute."""
-    for name, value in attributes.items():
-        yield f"  {name}: {' '.join(str(value).split())[:MAX_CHARS]}"
+    for name, value in source.attributes.items():
+        yield f"  {name}: {' '.join(str(value).split())[:100]}"
 
 
 def _describe_labels(labels: np.ndarray, names: Sequence[str]) -> str:

@@ -32,33 +32,26 @@ class Table:
 
     def __init__(self, path: Path, *, content: bytes | None = None, names: Sequence[str] = ()):
         self.path = path
-        expected = (
-            "a CSV file of UTF-8 text (if it is Korean: iconv -f CP949 -t UTF-8; close quotes, double stray ones)"
-        )
-        with explain_errors(path, expected):
+        cures = "if it is Korean: iconv -f CP949 -t UTF-8; close quotes, double stray ones"
+        with explain_errors(path, f"a CSV file of UTF-8 text ({cures})"):
             self._content = path.read_bytes() if content is None else content
             header = self._content.partition(b"\n")[0].decode("utf-8-sig")
             self._separator = max(SEPARATORS, key=header.count)
             named = next(csv.reader([header], delimiter=self._separator), [])
             self._has_header = not names
             self.names = list(names) or [name.strip() for name in named]
+            how: dict[str, Any] = {"separator": self._separator, "has_header": self._has_header}
             try:
-                rows = pl.read_csv(
-                    self._content,
-                    separator=self._separator,
-                    has_header=self._has_header,
-                    infer_schema=False,
-                    raise_if_empty=False,
-                )
+                rows = pl.read_csv(self._content, **how, infer_schema=False, raise_if_empty=False)
             except pl.exceptions.PolarsError:
                 list(self._lines())  # says the line
                 raise
             if len(rows) and rows[:, -1].has_nulls():
                 list(self._lines())
         self._rows = rows.filter(~pl.all_horizontal(pl.all().is_null()))  # blank lines
-        n_long = max((column.str.contains("\n", literal=True).sum() or 0 for column in self._rows), default=0)
-        if n_long:
-            warn(f"{path}: {n_long:,} rows have line breaks in quotes; a stray quote swallows lines: double it")
+        n_long = [column.str.contains("\n", literal=True).sum() or 0 for column in self._rows]
+        if any(n_long):
+            warn(f"{path}: {max(n_long):,} rows have line breaks in quotes; a stray quote swallows lines: double it")
 
     def texts(self, name: str) -> pl.Series:
         """A column of text without the spaces around it. Raises UserError with the line of a value that is missing."""
@@ -117,14 +110,11 @@ def parse_labels(table: Table, names: Sequence[str]) -> tuple[np.ndarray, dict[s
 
     Raises UserError with the line of a label that does not fit.
     """
-    columns = [_parse_numbers(table, table.texts(name)) for name in names]
+    columns = [_parse_numbers(table, table.texts(name), may_be_names=len(names) == 1) for name in names]
     several = pl.DataFrame(columns)
-    if pl.String in several.dtypes and len(names) == 1:
+    if pl.String in several.dtypes:
         classes, numbers = np.unique(columns[0].to_list(), return_inverse=True)
         return numbers, {"class_names": classes.tolist()}
-    for column in columns:
-        cure = "several columns of labels are numbers: 0 and 1 for attributes, decimals for targets"
-        table.check(column, np.full(len(column), column.dtype != pl.String), cure)
     if pl.Float32 in several.dtypes:
         targets = several.cast(pl.Float32).to_numpy()
         return (targets, {"target_names": list(names)}) if len(names) > 1 else (targets[:, 0], {})
@@ -140,17 +130,20 @@ def parse_labels(table: Table, names: Sequence[str]) -> tuple[np.ndarray, dict[s
     return several.select(pl.all() == 1).cast(pl.UInt8).to_numpy(), {"class_names": list(names)}
 
 
-def _parse_numbers(table: Table, words: pl.Series) -> pl.Series:
+def _parse_numbers(table: Table, words: pl.Series, *, may_be_names: bool) -> pl.Series:
     """Int64 if all are whole numbers, else Float32 if all are numbers, else the names as they are.
 
-    Raises UserError if numbers and names are mixed, or if a number is too large.
+    Raises UserError with the line of what is no number, or too large, unless all are names and these are allowed.
     """
     whole = words.cast(pl.Int64, strict=False)
     if not whole.has_nulls():
         return whole
     numbers = words.cast(pl.Float64, strict=False).cast(pl.Float32)
     is_number = numbers.is_finite().fill_null(False)
-    if not is_number.any():
+    if may_be_names and not is_number.any():
         return words
-    table.check(words, is_number, "others are numbers; give numbers only (not too large), or names only")
+    cure = "several columns of labels are numbers: 0 and 1 for attributes, decimals for targets"
+    if may_be_names:
+        cure = "others are numbers; give numbers only (not too large), or names only"
+    table.check(words, is_number, cure)
     return numbers

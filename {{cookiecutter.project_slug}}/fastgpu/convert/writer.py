@@ -47,13 +47,13 @@ def write_rows(
     *,
     attributes: Mapping[str, Any],
     compression: Compression = "none",
-) -> tuple[int, dict[str, Any]]:
+) -> int:
     """Write a file of rows, which come in their final order. After an exception it is not whole.
 
     n_rows: number of rows that will come at most, which decides the size of the blocks. batches: {field: (n, *shape) or
     RaggedArray}; their memory may be used again for the next one. attributes: facts about the rows, such as class_names
     and source; for uint8 images without `mean`, the mean and standard deviation of each channel are added. Returns the
-    number of rows that came, and the attributes.
+    number of rows that came.
     """
     n_came = 0
     statistics = ImageStatistics({} if "mean" in attributes else fields, n_rows)
@@ -78,13 +78,12 @@ def write_rows(
             raise UserError("all rows are broken, so none is left to write")
         for column in columns.values():
             column.finish()
-        attributes = {**attributes, **statistics.attributes(), "fastgpu_format": FORMAT}
-        write_attributes(file, attributes)
+        write_attributes(file, {**attributes, **statistics.attributes(), "fastgpu_format": FORMAT})
         file.close()
     finally:
         with suppress(OSError, RuntimeError):  # a full disk refuses the rest once more
             file.close()
-    return n_came, attributes
+    return n_came
 
 
 def write_attributes(group: h5py.Group, attributes: Mapping[str, Any]) -> None:
@@ -112,24 +111,17 @@ class Column:
     """Fills one dataset, and takes the SHA-256 of each of its blocks."""
 
     def __init__(
-        self,
-        group: h5py.Group,
-        name: str,
-        field: Field,
-        *,
-        block_rows: int,
-        filters: Mapping[str, Any],
-        n_rows: int | None = None,
+        self, group: h5py.Group, name: str, field: Field, *, block_rows: int, filters: dict[str, Any], n_rows: int = 0
     ):
-        """n_rows: number of rows that will come at most. None: nobody knows."""
+        """n_rows: number of rows that will come at most. 0: nobody knows."""
         plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         if n_rows and not filters:  # all blocks get their places now, before anything else could lie between them
             plan.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
         self._data = group.create_dataset(
             name,
-            (n_rows or 0, *field.shape),
+            (n_rows, *field.shape),
             field.dtype,
-            maxshape=(n_rows, *field.shape),
+            maxshape=(n_rows or None, *field.shape),
             chunks=(block_rows, *field.shape),
             fill_time="never",
             shuffle=bool(filters) and field.dtype.itemsize > 1,  # sorting bytes by their place helps numbers only
@@ -176,7 +168,7 @@ class Column:
 class RaggedColumn:
     """Fills a group with two datasets: the values of all ragged rows, and `indptr`, where each row begins."""
 
-    def __init__(self, group: h5py.Group, field: Field, n_rows: int, filters: Mapping[str, Any]):
+    def __init__(self, group: h5py.Group, field: Field, n_rows: int, filters: dict[str, Any]):
         self._group = group
         self._field = field
         self._codecs: set[str] = set()
@@ -218,11 +210,10 @@ class ImageStatistics:
     """
 
     def __init__(self, fields: Mapping[str, Field], n_rows: int):
-        whole = {name: each for name, each in fields.items() if each.codec or not each.is_ragged}
-        images = (
-            name for name, each in whole.items() if each.dtype == np.uint8 and (each.codec or len(each.shape) == 3)
-        )
-        self._name = next(images, "")
+        def holds_images(field: Field) -> bool:
+            return bool(field.codec) or (field.dtype == np.uint8 and len(field.shape) == 3 and not field.is_ragged)
+
+        self._name = next((name for name, field in fields.items() if holds_images(field)), "")
         self._row_step = -(-n_rows // STATISTICS_ROWS)
         self._rng = np.random.default_rng(0)
         self._sums: list[np.ndarray] = []  # (3, C) for each row: number of pixels, their sum, the sum of their squares
@@ -232,8 +223,9 @@ class ImageStatistics:
         images = rows.get(self._name, ())
         for row in range(-start % self._row_step, len(images), self._row_step):
             if isinstance(images, RaggedArray):
-                decode = import_module("fastgpu.images.files").decode_whole
-                image_CHW = decode(images.values[images.offsets[row] : images.offsets[row + 1]])
+                decode = import_module("fastgpu.images.decode")  # which a project without images lacks
+                image = decode.EncodedImage(images.values[images.offsets[row] : images.offsets[row + 1]])
+                image_CHW = image.decode((0, 0, image.height, image.width), (image.height, image.width))
             else:
                 image_CHW = images[row]
             pixels = image_CHW.reshape(len(image_CHW), -1)

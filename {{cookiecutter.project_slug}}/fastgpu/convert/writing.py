@@ -1,10 +1,9 @@
 """Sources -> files: what was understood is shown, rows are read in their final order, written, and counted."""
 
-import shutil
+from collections import Counter
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
@@ -13,14 +12,13 @@ from tqdm import tqdm
 
 from fastgpu.convert.messages import list_first
 from fastgpu.convert.reader import SPLITS, Reader, rows_of
-from fastgpu.convert.summary import describe_attributes
 from fastgpu.convert.writer import Compression, write_attributes, write_rows
 from fastgpu.dataset.items import Columns
 from fastgpu.feed import PrefetchLoader
 from fastgpu.process.config import Loader
-from fastgpu.process.files import flush, new_file
+from fastgpu.process.files import new_file
 from fastgpu.process.launch import UserError, warn
-from fastgpu.process.machine import available_cpus, format_bytes, free_host_bytes
+from fastgpu.process.machine import available_cpus, free_host_bytes
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import RaggedArray
@@ -39,9 +37,9 @@ MIN_ROWS_PER_SKIPPED = 100
 def write_files(
     parts: Mapping[str, Dataset],
     target: Path,
-    *,
     seed: int | None = 0,
     compression: Compression = "none",
+    *,
     replace: bool = False,
     skips_broken: bool = False,
 ) -> None:
@@ -51,73 +49,56 @@ def write_files(
     is listed beside it.
 
     seed: of the random order; None keeps that of the source. skips_broken: leave broken rows out. Raises UserError if a
-    file is in the way, the disk is too small, or rows are broken that must not be left out.
+    file is in the way, or rows are broken that must not be left out; OSError if the disk is full.
     """
     named = {split: target.with_name(f"{target.stem}-{split}{target.suffix}") for split in SPLITS} | {"": target}
-    orders = {name: _choose_order(part, seed) for name, part in parts.items()}
     broken = getattr(next(iter(parts.values())), "broken", {})  # of all parts of a split
-    written: dict[str, tuple[int, dict[str, Any]]] = {}
     target.parent.mkdir(parents=True, exist_ok=True)
-    for report in map(_report_of, (named[name] for name in parts)):
+    reports = {name: named[name].with_name(f"{named[name].name}.skipped.txt") for name in parts}
+    for report in reports.values():
         if report.exists() and not replace:
             raise UserError(f"{report} exists; --force replaces a file")
     with ExitStack() as stack:
         partial = {name: stack.enter_context(new_file(named[name], replace=replace)) for name in parts}
-        needed = sum(len(part) * part.row_bytes for part in parts.values())
-        if compression == "none" and needed > shutil.disk_usage(target.parent).free:
-            raise UserError(f"{target} needs {format_bytes(needed)}, more than is free; make room, or write elsewhere")
+        written = {}
         for name, part in parts.items():
-            order = _describe_order(part, orders[name])
-            attributes = {"source": part.name, **part.attributes, "row_order": order}
-            with closing(_read(part, orders[name], broken, named[name].name)) as rows:
-                written[name] = write_rows(
-                    partial[name], len(part), part.fields, rows, attributes=attributes, compression=compression
-                )
+            as_before = part.attributes.get("row_order", "as in the source")
+            row_order = as_before if seed is None else f"random, seed {seed}"
+            facts = {"source": part.name, **part.attributes, "row_order": row_order}
+            path, fields = partial[name], part.fields
+            with closing(_read(part, _choose_order(part, seed), broken, named[name].name)) as rows:
+                written[name] = write_rows(path, len(part), fields, rows, attributes=facts, compression=compression)
         n_rows = sum(map(len, parts.values()))
         n_allowed = max(1, n_rows // MIN_ROWS_PER_SKIPPED) if skips_broken else 0
         if len(broken) > n_allowed:
             reasons = list_first([broken[row] for row in sorted(broken)], "\n  ")
             cure = "nothing was written; --on-error skip leaves out 1 % at most"
             raise UserError(f"{len(broken):,} of {n_rows:,} rows are broken; {cure}:\n  {reasons}")
-        n_came = sum(n for n, _ in written.values()) + len(broken)
+        n_came = sum(written.values()) + len(broken)
         assert n_came == n_rows, f"{n_came} of {n_rows} rows came"
         for name, part in parts.items():
             if isinstance(part, Reader):
-                written[name][1].update(part.facts())
                 with h5py.File(partial[name], "r+") as file:
                     write_attributes(file, part.facts())
-            flush(partial[name])  # now, since the disk may refuse: all files get their names, or none
     for name, part in parts.items():
-        n_rows, attributes = written[name]
-        new = {key: value for key, value in attributes.items() if key not in part.attributes}
-        print(f"{n_rows:,} rows in {named[name]}", *describe_attributes(new), sep="\n")
+        print(f"{written[name]:,} rows in {named[name]}")
         if isinstance(part, Reader):
-            _report(part, named[name])
+            _report(part, reports[name])
     if old := ", ".join(str(path) for name, path in named.items() if name not in parts and path.exists()):
         warn(f"{old} was here before: if it is of the same source, it has rows of the new files; delete it")
 
 
 def _choose_order(source: Dataset, seed: int | None) -> BlockSampler:
-    largest_block = int(source.block_rows.max())
-    pool_bytes = SINGLE_ROW_POOL_BYTES
-    if largest_block > 1:
-        pool_bytes = max(POOL_BYTES, POOL_BLOCKS * largest_block * source.row_bytes)
+    block_rows = int(source.block_rows.max())
+    pool_bytes = max(POOL_BYTES, POOL_BLOCKS * block_rows * source.row_bytes)
+    if block_rows == 1:
+        pool_bytes = SINGLE_ROW_POOL_BYTES
     pool_bytes = min(pool_bytes, free_host_bytes() // 4)
     pool_rows = max(1, min(len(source), pool_bytes // source.row_bytes))
     batch_size = max(1, BLOCK_BYTES // source.row_bytes)
     order = BlockSampler(source, batch_size, pool_batches=-(-pool_rows // batch_size), seed=seed, drop_last=False)
     order.n_epochs = 1
     return order
-
-
-def _describe_order(source: Dataset, order: BlockSampler) -> str:
-    if not order.shuffle:
-        return str(source.attributes.get("row_order", "as in the source"))
-    text = f"random, seed {order.seed}"
-    if order.pools_per_epoch > 1 and source.block_rows.max() > 1:
-        pool_rows = order.pool_batches * order.batch_size
-        text += f": blocks over the whole source, rows within pools of {pool_rows:,}"
-    return text
 
 
 def _read(source: Dataset, order: BlockSampler, broken: Mapping[int, str], name: str) -> Generator[Columns]:
@@ -139,18 +120,13 @@ def _read(source: Dataset, order: BlockSampler, broken: Mapping[int, str], name:
             bar.update(pool.plan.n_rows)
 
 
-def _report_of(path: Path) -> Path:
-    """The file that lists the rows that were left out of `path`."""
-    return path.with_name(f"{path.name}.skipped.txt")
-
-
-def _report(reader: Reader, path: Path) -> None:
-    """Print what was changed or left out, and list the rows that were left out in a file beside `path`."""
+def _report(reader: Reader, report: Path) -> None:
+    """Print what was changed or left out, and list the rows that were left out in a file."""
     rows = rows_of(reader)
     is_broken = np.isin(rows, list(reader.broken))
-    for remark in reader.remarks(rows[~is_broken]):
-        print(f"  {remark}")
+    whole = rows[~is_broken].tolist()
+    for loss, count in Counter(loss for row in whole for loss in reader.losses.get(row, ())).items():
+        print(f"  changed  {loss}: {count:,} of {len(whole):,} images")
     if is_broken.any():
-        report = _report_of(path)
         report.write_text("".join(f"{reader.broken[row]}\n" for row in rows[is_broken].tolist()), encoding="utf-8")
         print(f"broken images that were skipped: {is_broken.sum():,}, listed in {report}")

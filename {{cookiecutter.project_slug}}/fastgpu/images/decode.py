@@ -16,7 +16,7 @@ from typing import IO, Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageFile, ImageOps
+from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from fastgpu.images.parts import Box
@@ -100,7 +100,10 @@ def decode_plain(data: np.ndarray, out_HWC: np.ndarray) -> bool:
 
 def open_image(file: IO[bytes]) -> ImageFile.ImageFile:
     """Read the header of an image. Raises an exception of any kind if it is none, or one of too many pixels."""
-    return Image.open(file, formats=FORMATS)
+    try:
+        return Image.open(file, formats=FORMATS)
+    except UnidentifiedImageError:  # which says how the file object is called
+        raise ValueError("it is not an image that Pillow knows") from None
 
 
 def to_rgb(image: Image.Image) -> Tensor:

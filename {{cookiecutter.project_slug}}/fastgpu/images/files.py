@@ -9,13 +9,12 @@ Shapes: C channels, H and W pixels.
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, get_args
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps
 from torch import Tensor
 
 from fastgpu.images.decode import (
@@ -27,7 +26,7 @@ from fastgpu.images.decode import (
     resize_pixels,
     to_rgb,
 )
-from fastgpu.images.parts import Box, Preprocessing, Resize, centre_box
+from fastgpu.images.parts import Preprocessing, Resize, centre_box
 from fastgpu.process.launch import UserError
 
 IGNORED_CLASS = 255
@@ -79,47 +78,18 @@ def list_images(root: Path) -> list[str]:
     return paths
 
 
-class ImageFiles:
-    """Image files in their order, each of which becomes a row when it is read. Thread-safe."""
+def read_image(path: Path, preprocessing: Preprocessing, shape: tuple[int, ...]) -> np.ndarray:
+    """An image file -> uint8 (3, H, W), or if `shape` is that of grey rows, (1, H, W) or (H, W).
 
-    def __init__(self, paths: Sequence[Path], prepared: Preprocessing, shape: tuple[int, ...] | None = None):
-        """shape: of all rows, (3, H, W), or of grey ones, (1, H, W) or (H, W). None: RGB, each of its own size."""
-        self.paths = paths
-        self.prepared = prepared
-        self.shape = shape
-        self.losses: dict[int, list[str]] = {}
-        """{row: what is lost of the file}, of the rows that were read."""
-
-    def __len__(self) -> int:
-        return len(self.paths)
-
-    def read(self, row: int) -> np.ndarray:
-        """The pixels, uint8. Raises an exception of any kind if the file is damaged, ValueError for another size."""
-        with self.open(row) as file:
-            image_CHW = decode(file, self.prepared)
-        if self.shape is None:
-            return image_CHW
-        if image_CHW.shape[1:] != self.shape[-2:]:
-            raise ValueError(f"it has {image_CHW.shape[1:]} pixels, the others {self.shape[-2:]}; resize it")
-        if self.shape[:-2] == (3,):
-            return image_CHW
-        return np.asarray(Image.fromarray(image_CHW.transpose(1, 2, 0)).convert("L")).reshape(self.shape)
-
-    @contextmanager
-    def open(self, row: int) -> Iterator[IO[bytes]]:
-        """The file of a row, at its start. Raises OSError, or ValueError if it is no image."""
-        with Path(self.paths[row]).open("rb") as file:
-            try:
-                self.losses[row] = describe_losses(file)
-            except UnidentifiedImageError:
-                raise ValueError("it is not an image that Pillow knows") from None
-            file.seek(0)
-            yield file
-
-    def count_losses(self, rows: Sequence[int]) -> list[str]:
-        """A line for each kind of loss in these rows."""
-        counts = Counter(loss for row in rows for loss in self.losses.get(row, ()))
-        return [f"changed  {loss}: {count:,} of {len(rows):,} images" for loss, count in counts.items()]
+    Raises an exception of any kind if the file is damaged, ValueError if the image has another size.
+    """
+    with path.open("rb") as file:
+        image_CHW = decode(file, preprocessing)
+    if image_CHW.shape[1:] != shape[-2:]:
+        raise ValueError(f"it has {image_CHW.shape[1:]} pixels, the others {shape[-2:]}; resize it")
+    if shape[:-2] == (3,):
+        return image_CHW
+    return np.asarray(Image.fromarray(image_CHW.transpose(1, 2, 0)).convert("L")).reshape(shape)
 
 
 def decode(file: IO[bytes], preprocessing: Preprocessing) -> np.ndarray:
@@ -137,13 +107,6 @@ def decode(file: IO[bytes], preprocessing: Preprocessing) -> np.ndarray:
         ImageOps.exif_transpose(image, in_place=True)
         image_CHW = to_rgb(image)
     return fit(image_CHW, preprocessing).contiguous().numpy()
-
-
-def decode_whole(data: np.ndarray) -> np.ndarray:
-    """All of an image: uint8 (3, H, W), valid until this thread decodes again."""
-    image = EncodedImage(data)
-    size = (image.height, image.width)
-    return image.decode(Box(0, 0, *size), size)
 
 
 def decode_centre(data: np.ndarray, size: tuple[int, int], share: float) -> np.ndarray:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ class ImageRows(Dataset):
         for path in map(Path, paths):
             self.files += [path / name for name in images.list_images(path)] if path.is_dir() else [path]
         prepared = images.read_preprocessing(preprocessing) if preprocessing else images.Preprocessing()
-        self._images = images.ImageFiles(self.files, prepared, field.shape)
+        self._read = partial(images.read_image, preprocessing=prepared, shape=field.shape)
         self.name = "INPUT"
         self.fields = {name: field}
         self.attributes = {}
@@ -49,7 +50,7 @@ class ImageRows(Dataset):
         assert isinstance(images, np.ndarray)
         for row, (place,) in reads.ranges():
             try:
-                images[place] = self._images.read(row)
+                images[place] = self._read(self.files[row])
             except Exception as error:  # a decoder may raise anything for damaged bytes
                 self.failed[row] = f"{self.files[row]} cannot be read: {error}"
 

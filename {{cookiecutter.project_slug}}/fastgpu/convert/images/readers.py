@@ -5,7 +5,6 @@ they are trained on as they are. Copy one to read data of your own.
 """
 
 import io
-import os
 import re
 from collections.abc import Sequence
 from math import isqrt
@@ -18,9 +17,8 @@ from PIL import Image, ImageOps
 
 from fastgpu.convert.messages import list_first
 from fastgpu.convert.reader import SPLIT_OF_WORD, Reader, read_splits
-from fastgpu.images import files
 from fastgpu.images.decode import EXIF_ORIENTATION, EncodedImage, open_image
-from fastgpu.images.files import IGNORED_CLASS, fit, list_images
+from fastgpu.images.files import IGNORED_CLASS, decode, describe_losses, fit, list_images
 from fastgpu.images.parts import Box, Preprocessing
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import CODECS
@@ -47,30 +45,29 @@ class ImageFiles(Reader):
         labels: np.ndarray | None = None,
         encoded: bool = False,
     ):
-        if not paths:
-            raise UserError(f"{name} has no images")
         super().__init__(name, len(paths), labels)
         self.paths = paths
+        self.files = [root / path for path in paths]
+        self.prepared = prepared
         self.encoded = encoded
-        self.files = files.ImageFiles([root / path for path in paths], prepared)
         if not encoded:
             _, height, width = self.fields["images"].shape
             self.attributes["preprocessing"] = prepared._replace(size=(height, width)).to_json()
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         """Raises an exception of any kind if the file is damaged."""
-        item: dict[str, Any] = {} if self.labels is None else {"labels": self.labels[row]}
-        if not self.encoded:
-            return {"images": self.files.read(row), **item}
-        size = self.files.prepared.size
-        with self.files.open(row) as file:
-            return {"images": np.frombuffer(keep(file.read(), size and size[0]), np.uint8), **item}
+        size = self.prepared.size
+        with self.files[row].open("rb") as file:
+            self.losses[row] = describe_losses(file)
+            file.seek(0)
+            if self.encoded:
+                image = np.frombuffer(keep(file.read(), size and size[0]), np.uint8)
+            else:
+                image = decode(file, self.prepared)
+        return {"images": image} if self.labels is None else {"images": image, "labels": self.labels[row]}
 
     def where(self, row: int) -> str:
         return f"{self.name}: {self.paths[row]}"
-
-    def remarks(self, rows: np.ndarray) -> list[str]:
-        return self.files.count_losses(rows.tolist())
 
 
 class ImageFolder(ImageFiles):
@@ -106,25 +103,26 @@ class Masks(ImageFiles):
     """
 
     def __init__(self, root: str | Path, masks: str | Path, *, is_binary: bool = False, **how: Any):
-        images = {path.rpartition(".")[0]: path for path in list_images(Path(root))}
+        images = list_images(Path(root))
+        names = [path.rpartition(".")[0] for path in images]
         mask_of = {path.rpartition(".")[0]: path for path in list_images(Path(masks))}
-        if lonely := [path for name, path in images.items() if name not in mask_of]:
+        if lonely := [path for path, name in zip(images, names, strict=True) if name not in mask_of]:
             raise UserError(f"{len(lonely):,} of {len(images):,} images have no mask in {masks}: {list_first(lonely)}")
-        if n_unused := len(mask_of) - len(images):
+        if n_unused := len(mask_of.keys() - {*names}):
             print(f"masks without an image in {root}, which are left out: {n_unused:,}")
-        self._masks = [Path(masks, mask_of[name]) for name in images]
+        self._masks = [Path(masks, mask_of[name]) for name in names]
         self._is_binary = is_binary
         self._highest = np.zeros(len(images), np.uint8)
-        super().__init__(str(root), Path(root), list(images.values()), **how)
+        super().__init__(str(root), Path(root), images, **how)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         """Raises ValueError if the mask is none, or has another size than the image."""
         item = super().__getitem__(row)
-        upright = EncodedImage(np.fromfile(self.files.paths[row], np.uint8), obeys_exif=True)
+        upright = EncodedImage(np.fromfile(self.files[row], np.uint8), obeys_exif=True)
         values_HW = read_mask(self._masks[row], is_binary=self._is_binary)
         if values_HW.shape != (upright.height, upright.width):
             raise ValueError(f"its mask is {values_HW.shape}, the image {(upright.height, upright.width)}")
-        mask_HW = fit(torch.from_numpy(values_HW)[None], self.files.prepared, is_mask=True)[0].contiguous().numpy()
+        mask_HW = fit(torch.from_numpy(values_HW)[None], self.prepared, is_mask=True)[0].contiguous().numpy()
         self._highest[row] = mask_HW.max(initial=0, where=mask_HW != IGNORED_CLASS)
         return item | {"masks": mask_HW}
 
@@ -152,8 +150,6 @@ class ImageTable(ImageFiles):
         files, *names = (name.strip() for name in columns)
         paths = table.texts(files).to_list()
         labels, attributes = parse_labels(table, names)
-        if n_repeated := len(paths) - len({*map(os.path.normpath, paths)}):
-            print(f"lines of {path} whose image an earlier line names, perhaps for another split: {n_repeated:,}")
         super().__init__(str(path), table.path.parent, paths, labels=labels, **how)
         self.attributes |= attributes
         if split_by:
@@ -177,24 +173,23 @@ class PixelTable(Reader):
                 raise UserError(f"{path} has the columns {list_first(table.names)}; name that of the label by --label")
             label = "label" if "label" in others else others[0]
             others.remove(label)
-        numbers = [[int(number) for number in re.findall(r"\d+", name)] for name in others]
         if "pixels" in table.names:
             texts = table.texts("pixels")
             pixels = [_parse_pixels(text) for text in texts]
             n_pixels = max(map(len, pixels))
-            is_right = np.array([len(row) == n_pixels for row in pixels])
-            table.check(texts, is_right, f"it should be {n_pixels:,} whole numbers from 0 to 255")
-            rows = np.stack(pixels)
-        elif numbers == sorted(numbers):
-            rows = np.stack([table.whole_numbers(name, 255).astype(np.uint8) for name in others], axis=1)
+            cure = f"it should be {n_pixels:,} whole numbers from 0 to 255"
+            table.check(texts, np.array([len(row) == n_pixels for row in pixels]), cure)
         else:
-            raise UserError(f"{path} has columns of pixels in another order than their numbers; put them into it")
-        side = isqrt(rows.shape[1])
-        if side**2 != rows.shape[1]:
-            raise UserError(f"{path} has {rows.shape[1]:,} pixels in a row, which are no square; save arrays (.npy)")
+            numbers = [[int(number) for number in re.findall(r"\d+", name)] for name in others]
+            if numbers != sorted(numbers):
+                raise UserError(f"{path} has columns of pixels in another order than their numbers; put them into it")
+            pixels = [*np.stack([table.whole_numbers(name, 255) for name in others], axis=1).astype(np.uint8)]
+        side = isqrt(len(pixels[0]))
+        if side**2 != len(pixels[0]):
+            raise UserError(f"{path} has {len(pixels[0]):,} pixels in a row, which are no square; save arrays (.npy)")
         labels, attributes = parse_labels(table, [label])
         super().__init__(str(path), len(labels), labels)
-        self.images = rows.reshape(-1, 1, side, side)
+        self.images = np.stack(pixels).reshape(-1, 1, side, side)
         self.attributes |= attributes
         if split_by:
             self.splits = read_splits(str(path), table.texts(split_by))
@@ -237,20 +232,17 @@ def keep(data: bytes, side: int | None = None) -> bytes:
     PNG. Raises an exception of any kind if the file is damaged.
     """
     image = EncodedImage(np.frombuffer(data, np.uint8), obeys_exif=True)
-    size = (image.height, image.width)
-    whole = Box(0, 0, *size)
-    if side and min(size) > side:
-        kind = "JPEG"
-        scale = side / min(size)
-        size = (round(image.height * scale), round(image.width * scale))
-    else:
+    whole = Box(0, 0, image.height, image.width)
+    kind = "JPEG"
+    scale = min(1, side / min(image.height, image.width)) if side else 1
+    if scale == 1:
         with open_image(io.BytesIO(data)) as opened:
             kind = "JPEG" if opened.format in ("JPEG", "MPO") else "PNG"
             is_upright_rgb = opened.mode in ("RGB", "L") and opened.getexif().get(EXIF_ORIENTATION, 1) == 1
         if is_upright_rgb and data[0] in CODECS:
             image.decode(whole, (1, 1))  # in full, as far as damage goes
             return data
+    pixels_CHW = image.decode(whole, (round(image.height * scale), round(image.width * scale)))
     file = io.BytesIO()
-    pixels_HWC = np.ascontiguousarray(image.decode(whole, size).transpose(1, 2, 0))
-    Image.fromarray(pixels_HWC).save(file, kind, quality=JPEG_QUALITY)
+    Image.fromarray(np.ascontiguousarray(pixels_CHW.transpose(1, 2, 0))).save(file, kind, quality=JPEG_QUALITY)
     return file.getvalue()
