@@ -2,7 +2,8 @@
 #               users and items
 # make test     the tests: of the engine and the tools in place, of the template, of baked projects
 # make slow     those of them that are marked as slow
-# make nightly  what takes too long for that: kills under torchrun, two agents, planted causes, benchmarks, Slurm, damaged files and faults, for hours
+# make nightly  what takes too long for that, within 40 minutes: kills under torchrun, two agents, planted causes,
+#               benchmarks, Slurm, the site, and short forms of `make fuzz images soak`
 # make check    the gate: format, lint, types, fast tests; changes no file
 # make fix      format, mend what the linter can, make the page config.md and the golden messages again
 # make docs     the pages as a site in build/site; a broken link is an error
@@ -12,7 +13,7 @@
 # make slurm    launch/slurm.sh on a cluster of two nodes on this machine; it needs root and Debian's packages slurmctld,
 #               slurmd, slurm-client and shellcheck
 # make soak     200 training runs that meet faults at random moments, about an hour
-# make fuzz     10,000 damaged files for everything that reads files
+# make fuzz     10,000 damaged files for everything that reads files, and 500 checkpoints with flipped bits
 # make images   a million small images are decoded, and the memory stays flat, about 20 minutes
 # make bench    the loader benchmark, without the peers: bench/results/loader_*.md
 # make bench-peers  the same with the peer loaders, which it installs into bench/.venv-peers
@@ -52,9 +53,9 @@ slow: .venv/installed
 nightly: .venv/installed
 	$(PYTEST) -m nightly
 	$(MAKE) slurm docs
-	"$(BIN)/python" tests/faults/fuzz.py
-	"$(BIN)/python" tests/faults/images.py
-	"$(BIN)/python" tests/faults/soak.py
+	"$(BIN)/python" tests/faults/fuzz.py --files 500
+	"$(BIN)/python" tests/faults/images.py --images 100000
+	"$(BIN)/python" tests/faults/soak.py --runs 20
 
 check: .venv/installed
 	"$(BIN)/ruff" format --check
@@ -112,6 +113,7 @@ soak: .venv/installed
 fuzz: export OMP_NUM_THREADS := 1
 fuzz: .venv/installed
 	"$(BIN)/python" tests/faults/fuzz.py
+	"$(BIN)/python" tests/faults/fuzz.py flips --files 500
 
 images: .venv/installed
 	"$(BIN)/python" tests/faults/images.py

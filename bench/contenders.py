@@ -17,7 +17,7 @@ import hdf5plugin
 import numpy as np
 import ours
 import torch
-from peers import Batch, Contender, Task, convert_once, h5py_rows, loader, npy_arrays
+from peers import Batch, Contender, Task, convert_once, h5py_rows, loader
 from torch.utils.data import TensorDataset
 
 from fastgpu.feed.tiers import Feed
@@ -44,22 +44,9 @@ def in_memory(h5: Path) -> tuple[np.ndarray, np.ndarray]:
         return file["images"][:], file["labels"][:]
 
 
-def mapped_rows(task: Task) -> TensorDataset:
-    """Rows of a memory-mapped array. It is mapped copy-on-write, because torch warns about read-only arrays."""
-    arrays = npy_arrays(task.h5, task.folder)
-    images = np.load(arrays / "images.npy", mmap_mode="c")
-    return TensorDataset(torch.from_numpy(images), torch.from_numpy(np.load(arrays / "labels.npy")))
-
-
 def ram_rows(task: Task) -> TensorDataset:
     """Tensors in memory."""
     return TensorDataset(*map(torch.from_numpy, in_memory(task.h5)))
-
-
-def memmap(task: Task, *, workers: int | None = None) -> Contender:
-    """A DataLoader over these rows."""
-    source = loader(task, rows=mapped_rows, workers=workers)
-    return source._replace(files=[task.folder / "arrays" / "images.npy"])
 
 
 def memcpy(task: Task) -> Contender:
@@ -108,7 +95,6 @@ def layout(task: Task, *, name: str, block_bytes: int | None = BLOCK_BYTES, **op
 
 OURS = "fastgpu, disk"
 H5PY = "h5py, workers"
-MEMMAP = "memmap, workers"
 RAM = "RAM, workers"
 MEMCPY = "memcpy limit"
 LOADERS: dict[str, Callable[[Task], Contender]] = {
@@ -118,9 +104,6 @@ LOADERS: dict[str, Callable[[Task], Contender]] = {
     H5PY: partial(loader, rows=h5py_rows),
     "h5py, workers, no cache": partial(loader, rows=partial(h5py_rows, cache_bytes=0)),
     "h5py, workers, 1 GiB cache": partial(loader, rows=partial(h5py_rows, cache_bytes=1 << 30)),
-    "memmap, in process": partial(memmap, workers=0),
-    MEMMAP: memmap,
-    "RAM, in process": partial(loader, rows=ram_rows, workers=0),
     RAM: partial(loader, rows=ram_rows),
     MEMCPY: memcpy,
 }

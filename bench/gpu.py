@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import data
 import publish
 import torch
-from contenders import mapped_rows
+from contenders import ram_rows
 from data import DataSpec
 from jpegs import by_pillow, items_of
 from peers import PROJECT, Task, loader
@@ -79,7 +79,7 @@ CASES = {
         partial(data.make, n_classes=10),
         "config.yaml",
         {**RESNET18, "model.crop_padding": 4},
-        mapped_rows,
+        ram_rows,
     ),
     "recsys": Case(
         DataSpec("users of MovieLens-20M, Mult-VAE", 136_677, (20_108,), 500),

@@ -5,8 +5,6 @@ of the area), and have a thread or process for each CPU. FFCV and DALI resize by
 (B, H, W, C), all others resize by torch with antialiasing and yield (B, C, H, W). Nothing is flipped or normalised.
 """
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -96,12 +94,9 @@ def data_loader(task: Task, *, read: Callable[[Path], torch.Tensor]) -> Contende
     return loader(task, rows=partial(items_of, read=read))._replace(files=all_files(task))
 
 
-def ffcv(task: Task, *, mode: str = "jpg") -> Contender:
-    """FFCV: RGBImageField, RandomResizedCropRGBImageDecoder, compiled.
-
-    The field encodes the pixels anew, in the quality of the files. mode: proportion stores a random half of the images
-    as pixels.
-    """
+def ffcv(task: Task) -> Contender:
+    """FFCV: RGBImageField, which encodes the pixels anew in the quality of the files; RandomResizedCropRGBImageDecoder,
+    compiled."""
     import simplejpeg
     from ffcv.fields import RGBImageField
     from ffcv.fields.rgb_image import RandomResizedCropRGBImageDecoder
@@ -109,11 +104,11 @@ def ffcv(task: Task, *, mode: str = "jpg") -> Contender:
     from ffcv.writer import DatasetWriter
 
     def write(target: Path) -> None:
-        fields = {"image": RGBImageField(mode, jpeg_quality=92)}
+        fields = {"image": RGBImageField("jpg", jpeg_quality=92)}
         pixels = items_of(task, read=lambda path: simplejpeg.decode_jpeg(path.read_bytes()))
         DatasetWriter(str(target), fields, num_workers=task.n_workers).from_indexed_dataset(pixels)
 
-    path = convert_once(task.folder / f"{mode}.beton", write)
+    path = convert_once(task.folder / "jpg.beton", write)
     decoder = RandomResizedCropRGBImageDecoder(SIZE, (MIN_SCALE, 1), RATIO)
     loader = ffcv_loader(task, path, {"image": [decoder, ToTensor()]})
     return Contender(all_files(task), lambda number: loader)
@@ -193,7 +188,6 @@ def convert(task: Task) -> Contender:
 OURS = "fastgpu, JPEG"
 BARE = "simplejpeg in one thread"
 PILLOW = "DataLoader + Pillow"
-MIXED = "ffcv, half of the images as pixels"
 FFCV = "ffcv, JPEG"
 CONVERT = "500x375: convert.py, centre"
 CENTRE = "500x375: Pillow in one thread, centre"
@@ -205,7 +199,6 @@ CONTENDERS: dict[str, Callable[[Task], Contender]] = {
     CONVERT: convert,
     CENTRE: pillow_alone,
     FFCV: ffcv,
-    MIXED: partial(ffcv, mode="proportion"),
     "dali, JPEG": dali,
     "spdl, JPEG": spdl,
 }

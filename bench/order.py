@@ -9,6 +9,7 @@ import time
 import tracemalloc
 from functools import partial
 from statistics import fmean, median
+from typing import Any
 
 import numpy as np
 import publish
@@ -49,7 +50,7 @@ def chi2_per_df(labels: np.ndarray, batch_size: int, n_classes: int) -> float:
     return float(np.square(counts - expected).sum() / expected / n_batches / (n_classes - 1))
 
 
-def qualities(data: DataSpec, batch_size: int) -> list[dict[str, float]]:
+def qualities(data: DataSpec, batch_size: int) -> list[dict[str, Any]]:
     """Pools of each size and of 256 MiB, which is what `auto` chooses; at last, with 0 blocks, a full shuffle."""
     rng = np.random.default_rng(0)
     sorted_labels = np.arange(data.n_rows) * N_CLASSES // data.n_rows
@@ -70,8 +71,9 @@ def qualities(data: DataSpec, batch_size: int) -> list[dict[str, float]]:
             name: fmean(chi2_per_df(of_rows[rows], batch_size, N_CLASSES) for rows in epochs)
             for name, of_rows in labels.items()
         }
+        kind = "auto" if pool_batches == auto else "" if pool_batches else "all"
         pool = {"pool_batches": pool_batches, "pool_blocks": pool_batches * batch_size / int(block_rows[0])}
-        results.append({"batch_size": batch_size, "is_auto": pool_batches == auto, **pool, **measured})
+        results.append({"batch_size": batch_size, "kind": kind, **pool, **measured})
     return results
 
 
@@ -93,19 +95,17 @@ def begin_epoch(n_rows: int) -> dict[str, float]:
     return {"seconds": seconds, "bytes": peak_bytes + block_rows.nbytes}
 
 
-def tables(results: dict[str, list[dict[str, float]]], starts: list[dict[str, float]]) -> list[publish.Table]:
+def tables(results: dict[str, list[dict[str, Any]]], starts: list[dict[str, float]]) -> list[publish.Table]:
     """starts: results of `begin_epoch`"""
     rows = []
-    chi2: dict[str, list[float]] = {"auto": [], "all": []}
+    chi2: dict[str, list[float]] = {"auto": [], "all": [], "": []}
     for name, of_data in results.items():
         for each in of_data:
-            kind = "auto" if each["is_auto"] else "" if each["pool_batches"] else "all"
-            if kind:
-                chi2[kind].append(each["chi2_random"])
-            numbers = [f"{each[key]:.2f}" for key in ("chi2_sorted", "chi2_random")]
+            chi2[each["kind"]].append(each["chi2_random"])
             sizes = [f"{each[key]:.0f}" for key in ("batch_size", "pool_batches", "pool_blocks")]
-            rows.append([name, *sizes, kind, *numbers])
-    auto, full = (f"{min(values):.3f} to {max(values):.3f}" for values in chi2.values())
+            numbers = [f"{each[key]:.2f}" for key in ("chi2_sorted", "chi2_random")]
+            rows.append([name, *sizes, each["kind"], *numbers])
+    auto, full = (f"{min(chi2[kind]):.3f} to {max(chi2[kind]):.3f}" for kind in ("auto", "all"))
     start_s, start_mb = median(each["seconds"] for each in starts), median(each["bytes"] for each in starts) / 1e6
     begins = f"an epoch of 10^9 rows in 10^7 blocks begins on one of {SCALE_RANKS:,} ranks"
     targets = [
@@ -118,10 +118,8 @@ def tables(results: dict[str, list[dict[str, float]]], starts: list[dict[str, fl
         "batches like those of a full shuffle, whatever the size of the pools. In a file that is sorted by class, "
         "chi2/df is about 1 + batch size / blocks of a pool: their number counts, not their size."
     )
-    return [
-        publish.Table("targets", publish.TARGET_COLUMNS, targets),
-        publish.Table("shuffle quality", [*columns, "random file: chi2/df"], rows, note),
-    ]
+    quality = publish.Table("shuffle quality", [*columns, "random file: chi2/df"], rows, note)
+    return [publish.Table("targets", publish.TARGET_COLUMNS, targets), quality]
 
 
 def main() -> None:

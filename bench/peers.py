@@ -4,13 +4,10 @@ Each function converts the HDF5 file once to the format that its peer reads, and
 batches in host memory. A batch is valid until the next one is asked for.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os
 import queue
-import shutil
 import sys
 import threading
 import warnings
@@ -65,8 +62,6 @@ def convert_once(target: Path, write: Callable[[Path], None]) -> Path:
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         unfinished = target.with_name(f"{target.name}.{os.getpid()}.partial")
-        if unfinished.is_dir():
-            shutil.rmtree(unfinished)
         write(unfinished)
         unfinished.rename(target)
     return target
@@ -106,10 +101,6 @@ class Arrays:
     def gather(self, row_ids: RowIds, out: npt.NDArray[np.uint8]) -> Batch:
         """Copy rows to `out`. `numpy.take` releases the GIL."""
         return np.take(self.images, row_ids, axis=0, out=out, mode="clip"), self.labels[row_ids]
-
-    def order(self, number: int) -> RowIds:
-        """(batches, batch_size): the row numbers of an epoch."""
-        return permutation(len(self.images), self.batch_size, number)
 
 
 def fixed_batch(task: Task) -> Contender:
@@ -163,16 +154,8 @@ def ffcv_loader(task: Task, path: Path, pipelines: dict[str, Any]) -> Any:
     memory."""
     from ffcv.loader import Loader, OrderOption
 
-    return Loader(
-        str(path),
-        batch_size=task.batch_size,
-        num_workers=task.n_workers,
-        os_cache=True,
-        order=OrderOption.RANDOM,
-        seed=0,
-        drop_last=True,
-        pipelines=pipelines,
-    )
+    sizes = {"batch_size": task.batch_size, "num_workers": task.n_workers, "drop_last": True}
+    return Loader(str(path), os_cache=True, order=OrderOption.RANDOM, seed=0, pipelines=pipelines, **sizes)
 
 
 def ffcv(task: Task) -> Contender:
@@ -242,7 +225,7 @@ def dali(task: Task) -> Contender:
 
     def epoch(number: int) -> Iterator[Batch]:
         nonlocal order
-        order = iter(rows.order(number))
+        order = iter(permutation(len(rows.images), task.batch_size, number))
         with contextlib.suppress(StopIteration):
             while True:
                 images, labels = pipeline.run()
@@ -287,7 +270,7 @@ def spdl(task: Task) -> Contender:
     pipeline = spdl_pipeline(builder, task.n_workers)
 
     def epoch(number: int) -> Iterator[Batch]:
-        order = rows.order(number)
+        order = permutation(len(rows.images), task.batch_size, number)
         for row_ids in order:
             orders.put(row_ids)
         for _ in order:
@@ -317,7 +300,8 @@ def grain(task: Task) -> Contender:
             return rows.gather(row_ids, rows.new_batch())
 
     def epoch(number: int) -> Iterator[Batch]:
-        dataset = MapDataset.source(list(rows.order(number))).map(gather)
+        order = permutation(len(rows.images), task.batch_size, number)
+        dataset = MapDataset.source(list(order)).map(gather)
         for batch in dataset.to_iter_dataset(options):
             yield batch
             free.put(batch[0])

@@ -37,14 +37,9 @@ class Process:
         python = str(PEERS_PYTHON) if is_peer else sys.executable
         args = [name, spec.h5, spec.folder, spec.batch_size, n_workers]
         with self.log.open("w") as log:
-            self.popen = subprocess.Popen(
-                [python, HERE / "worker.py", *map(str, args)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                start_new_session=True,
-                text=True,
-            )
+            command = [python, HERE / "worker.py", *map(str, args)]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
+            self.popen = subprocess.Popen(command, **pipes, start_new_session=True, text=True)
 
     def ask(self, do: str, **values: Any) -> dict[str, Any]:
         """Send one command and return its answer. Raises FailedError."""

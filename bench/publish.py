@@ -114,8 +114,7 @@ def write_result(what: str, tables: Sequence[Table], data: Mapping[str, Any], ar
     folder = args.out or (Path(tempfile.mkdtemp(prefix="bench-")) if args.quick else RESULTS)
     folder.mkdir(parents=True, exist_ok=True)
     facts = machine()
-    year, month = facts["date"].split("-")[:2]
-    path = folder / f"{what}_{_hardware(facts)}_{year}{month}.md"
+    path = folder / f"{what}_{_hardware(facts)}_{facts['date'][:7].replace('-', '')}.md"
     command = " ".join(["python", f"bench/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     content = {"machine": facts, "command": command, "tables": [table._asdict() for table in tables], "data": data}
     path.with_suffix(".json").write_text(json.dumps(content, separators=(",", ":")) + "\n")

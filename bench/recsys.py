@@ -13,17 +13,14 @@ import numpy as np
 import ours
 import torch
 import torch.nn.functional as F
-from peers import Contender, Task, loader, permutation
+from peers import Contender, Task, permutation
 from scipy import sparse
 from torch import Tensor
-from torch.utils.data import TensorDataset
 
 from fastgpu.process.config import Tier
 from workloads.recsys import AutoEncoder, Workload
 
 MODEL = Workload.Options(hidden_dim=600, latent_dim=200, dropout=0.5, variational=True, kl_weight=0.2)
-MAX_DENSE_USERS = 20_000
-"""Users of the DataLoader of dense rows, which have to fit in memory: 1.6 GB."""
 
 
 def read_matrix(task: Task) -> sparse.csr_matrix:
@@ -44,12 +41,6 @@ def toarray(task: Task, *, dtype: type = np.float32) -> Contender:
             yield (torch.from_numpy(matrix[rows].toarray()).float(),)
 
     return Contender([], epoch)
-
-
-def dense_rows(task: Task) -> Contender:
-    """A DataLoader over the first users, which are dense in memory."""
-    dense = torch.from_numpy(read_matrix(task)[:MAX_DENSE_USERS].toarray())
-    return loader(task, rows=lambda task: TensorDataset(dense))
 
 
 def feed(task: Task, *, tier: Tier = "disk") -> Contender:
@@ -92,7 +83,6 @@ SPARSE_STEP = "step: fastgpu, disk tier"
 CONTENDERS: dict[str, Callable[[Task], Contender]] = {
     TOARRAY: toarray,
     "feed: toarray, float64 and a cast": partial(toarray, dtype=np.float64),
-    "feed: DataLoader of dense rows": dense_rows,
     OURS: feed,
     "feed: fastgpu, host tier": partial(feed, tier="host"),
     "feed: fastgpu, device tier": partial(feed, tier="device"),

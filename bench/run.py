@@ -62,7 +62,7 @@ SUITES = {
         (DataSpec("celeba", 12_000, (3, 218, 178), 256), DataSpec("cifar", 200_000, (3, 32, 32), 1024)),
         data.make,
         paced=(contenders.OURS, contenders.H5PY, contenders.RAM),
-        cold=(contenders.OURS, contenders.H5PY, contenders.MEMMAP),
+        cold=(contenders.OURS, contenders.H5PY),
     ),
     "encoded": Suite(
         list(jpegs.CONTENDERS),
@@ -125,7 +125,7 @@ class Lineup(ExitStack):
         if name not in self.started:
             process = self.enter_context(start(name, self.spec))
             files = process.ask("files")["files"]
-            if self.run.suite.make is data.make and name != FIXED:  # labels are row numbers
+            if name in contenders.CONTENDERS or name in peers.PEERS:  # labels are row numbers
                 process.ask("check", max_s=CHECK_S)
             self.started[name] = process, files
         process, files = self.started[name]

@@ -71,7 +71,8 @@ def print_table(root: type[Section], prefix: str = "") -> None:
         print(f"| {' | '.join(escaped)} |")
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Print the page."""
     print(HEAD)
     print_table(Config)
     for path in sorted(PROJECT.glob("workloads/[a-z]*.py")):
@@ -81,3 +82,7 @@ if __name__ == "__main__":
         print_table(workloads.load(path.stem).Options, "model.")
         if condition:
             print("{%- endif %}")
+
+
+if __name__ == "__main__":
+    main()

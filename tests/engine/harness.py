@@ -1,8 +1,11 @@
 """Rows that carry their own numbers, whole runs, and runs of several processes."""
 
+import atexit
 import json
 import os
+import random
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -10,22 +13,27 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
+from itertools import count
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
+import psutil
 import pytest
 import torch
 import torch.multiprocessing as mp
 import train as script
-import yaml
 
 from fastgpu.feed import Feed, Sizes, open_loaders
 from fastgpu.process.config import Dist, Loader, Tier
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import Launch, UserError
+from fastgpu.process.signals import STOP
 from fastgpu.process.world import World, init_distributed
 from fastgpu.rows.contract import Dataset, Reads
 from fastgpu.rows.order import BlockSampler
@@ -190,6 +198,16 @@ def write_ragged(path: Path, rows: int = 100, start: int = 0, *, items: int = IT
 # ---------------------------------------------------------------------------------------------- whole runs
 
 
+MINIMAL = """
+workload: minimal
+run: {name: a}
+data: {train: "rows.h5::/train", val: "rows.h5::/val", fields: {x: x, y: y}, batch_size: 32, pool_batches: 4}
+train: {epochs: 3}
+dist: {device: cpu}
+log: {every_steps: 5}
+"""
+
+
 def write_minimal(folder: Path, n_rows: int = 700, n_val_rows: int = 100) -> None:
     """Write rows.h5 and config.yaml for the workload `minimal` to a folder.
 
@@ -203,21 +221,7 @@ def write_minimal(folder: Path, n_rows: int = 700, n_val_rows: int = 100) -> Non
             group = file.create_group(name)
             group.create_dataset("x", data=x, chunks=(20, 6))
             group["y"] = np.sin(x[:, 0]) + x[:, 1] * x[:, 2]
-    config = {
-        "workload": "minimal",
-        "run": {"name": "a"},
-        "data": {
-            "train": "rows.h5::/train",
-            "val": "rows.h5::/val",
-            "fields": {"x": "x", "y": "y"},
-            "batch_size": 32,
-            "pool_batches": 4,
-        },
-        "train": {"epochs": 3},
-        "dist": {"device": "cpu"},
-        "log": {"every_steps": 5},
-    }
-    (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    (folder / "config.yaml").write_text(MINIMAL)
 
 
 def train(*words: str, world: World = ALONE) -> int:
@@ -234,9 +238,31 @@ def train_rank(world: World, folder: Path, *words: str) -> int | str:
         return str(error)
 
 
+def at_call(n_calls: int, function: Callable[..., Any], what: Callable[[], object]) -> Callable[..., Any]:
+    """The function; something else happens before the call with this number."""
+    calls = count(1)
+
+    def call(*arguments: Any) -> Any:
+        if next(calls) == n_calls:
+            what()
+        return function(*arguments)
+
+    return call
+
+
+def signalled(number: signal.Signals) -> Callable[[], None]:
+    """Sends this process a signal."""
+    return lambda: os.kill(os.getpid(), number)
+
+
 def metrics_of(run: Path) -> list[dict[str, float]]:
     """The lines of metrics.jsonl of a run."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def val_points(run: Path) -> list[dict[str, float]]:
+    """Those of the validations of a run with the workload `minimal`."""
+    return [point for point in metrics_of(run) if "val/mse" in point]
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
@@ -249,6 +275,15 @@ def step_of(checkpoint: Path) -> int:
     """The optimizer steps that were done when a checkpoint was saved."""
     step: int = json.loads((checkpoint / "state.json").read_text())["progress"]["step"]
     return step
+
+
+def saved_steps(run: Path) -> list[int]:
+    """The steps of the last checkpoints of a run, which may go on."""
+    steps = []
+    for path in run.glob("checkpoints/last-*"):
+        with suppress(FileNotFoundError):  # it has just been removed
+            steps.append(step_of(path))
+    return sorted(steps)
 
 
 def newest(run: Path, kind: str = "last") -> Path:
@@ -298,15 +333,8 @@ def run_train(
 
 
 def run_to_end(command: list[str], cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        cwd=cwd,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+    env = os.environ | environment
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
 
 
 def run_ranks(
@@ -350,6 +378,18 @@ def wait_until(holds: Callable[[], bool], process: subprocess.Popen) -> None:
         time.sleep(0.01)
 
 
+def wait_for_step(run: Path, step: int, process: subprocess.Popen) -> None:
+    """Wait until a run has saved this step or a later one."""
+    wait_until(lambda: any(number >= step for number in saved_steps(run)), process)
+
+
+def kill_tree(process: subprocess.Popen) -> None:
+    """Kill a process and all that it has started."""
+    parent = psutil.Process(process.pid)
+    for each in (*parent.children(recursive=True), parent):
+        each.kill()
+
+
 def wait_for_port(port: int, process: subprocess.Popen) -> None:
     """Wait until a process listens on a port, such as that of the rendezvous."""
 
@@ -363,34 +403,76 @@ def wait_for_port(port: int, process: subprocess.Popen) -> None:
 def in_world(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Call function(world, *arguments) in `size` gloo processes. Returns the results by rank.
 
-    Fails with the traceback of the first rank that raises. The function must be importable.
+    The processes stay for the next call, unless one of them fails. Fails with the traceback of the first rank that
+    raises, or with an EOFError if one dies. The function must be importable.
     """
     port = free_port()
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["harness"])  # torch is imported once, not by each rank
-    answers = context.Queue()
-    launches = [Launch(rank, size, rank, size) for rank in range(size)]
-    processes = [context.Process(target=_call, args=(answers, each, port, function, arguments)) for each in launches]
+    pending = {pipe: rank for rank, pipe in enumerate(_start_ranks(size))}
     results: dict[int, Any] = {}
     try:
-        for process in processes:
-            process.start()
-        while len(results) < size:
-            rank, results[rank], error = answers.get(timeout=TIMEOUT_S)
-            assert not error, f"rank {rank}:\n{error}"
-    finally:
-        for process in processes:
-            process.join(10)
-            process.kill()
+        for pipe, rank in pending.items():
+            pipe.send((Launch(rank, size, rank, size), port, function, arguments))
+        while pending:
+            answered = wait([*pending], TIMEOUT_S)
+            assert answered, "the ranks hang"
+            for pipe in answered:
+                rank = pending.pop(pipe)
+                results[rank], error = pipe.recv()
+                assert not error, f"rank {rank}:\n{error}"
+    except BaseException:
+        _end_ranks()
+        raise
     return [results[rank] for rank in range(size)]
 
 
-def _call(answers: Any, launch: Launch, port: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    os.environ.update(launch_variables(launch, port))
+@cache
+def _start_ranks(size: int) -> list[Connection]:
+    """Pipes to processes that call functions."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch"])  # is imported once, not by each rank
+    pipes = []
+    for _ in range(size):
+        pipe, its_pipe = context.Pipe()
+        process = context.Process(target=_serve, args=(its_pipe,))
+        process.start()
+        its_pipe.close()
+        pipes.append(pipe)
+        RANKS.append(process)
+    return pipes
+
+
+RANKS: list[ForkServerProcess] = []
+"""The processes that `in_world` has started."""
+
+
+@atexit.register
+def _end_ranks() -> None:
+    _start_ranks.cache_clear()
+    while RANKS:
+        RANKS.pop().kill()
+
+
+def _serve(pipe: Connection) -> None:
+    """What a rank does: call functions, each as if the process were new, until the pipe is closed."""
     torch.set_num_threads(1)
-    try:
-        with init_distributed(Dist(device="cpu", timeout_s=TIMEOUT_S), launch) as world:
-            value = function(world, *arguments)
-        answers.put((launch.rank, value, None))
-    except BaseException:
-        answers.put((launch.rank, None, traceback.format_exc()))
+    handlers = {number: signal.getsignal(number) for number in STOP}
+    folder, environment, path = Path.cwd(), dict(os.environ), [*sys.path]
+    with suppress(EOFError):
+        while True:
+            launch, port, function, arguments = pipe.recv()
+            os.environ.update(launch_variables(launch, port))
+            torch.manual_seed(0)
+            np.random.seed(0)
+            random.seed(0)
+            try:
+                with init_distributed(Dist(device="cpu", timeout_s=TIMEOUT_S), launch) as world:
+                    answer = function(world, *arguments), None
+            except BaseException:
+                answer = None, traceback.format_exc()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            os.chdir(folder)
+            os.environ.clear()
+            os.environ.update(environment)
+            sys.path[:] = path
+            pipe.send(answer)

@@ -1,5 +1,7 @@
-"""Read a whole source in the way pools are filled: in parts of blocks, each row to a shuffled place."""
+"""Read a source in the way pools are filled: in parts of blocks, each row to a shuffled place; or by jobs."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -7,6 +9,7 @@ from harness import PLAN, reads_of
 
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import RaggedArray
+from fastgpu.storage.store import HDF5Dataset
 
 N_SPARE = 5
 SPARE_VALUE = 7
@@ -42,3 +45,21 @@ def _in_order(column: np.ndarray | RaggedArray, places: np.ndarray) -> np.ndarra
     assert (column.values[column.offsets[-1] :] == SPARE_VALUE).all()  # nothing is written behind the last value
     lengths = np.diff(column.offsets)[places]
     return RaggedArray(column.values[column.places(places)], np.concatenate([[0], np.cumsum(lengths)]))
+
+
+def jobs_of(source: HDF5Dataset, row_ids: np.ndarray, n_rows: int) -> tuple[list[Callable[[], None]], dict[str, Any]]:
+    """(jobs of `n_rows` rows each, where these go), as the feed makes them: the rows `row_ids` of dense fields."""
+    places = np.arange(len(row_ids))
+    reads = reads_of(*[(row, places[place : place + 1]) for place, row in enumerate(row_ids.tolist())])
+    out = {name: np.zeros((len(row_ids), *field.shape), field.dtype) for name, field in source.fields.items()}
+    plan = PLAN._replace(n_rows=len(row_ids), reads=reads)
+    jobs = source.gathers(plan, out, n_rows)
+    return jobs or [partial(source.read, plan, portion, out) for portion in reads.portions(n_rows)], out
+
+
+def read_by_jobs(source: HDF5Dataset, row_ids: np.ndarray, n_rows: int) -> dict[str, Any]:
+    """The rows `row_ids`, read in parts of `n_rows`."""
+    jobs, out = jobs_of(source, row_ids, n_rows)
+    for job in jobs:
+        job()
+    return out

@@ -12,6 +12,7 @@ import pytest
 from harness import (
     TIMEOUT_S,
     free_port,
+    kill_tree,
     metrics_of,
     run_train,
     same_weights,
@@ -58,14 +59,6 @@ def rank_of(agent: subprocess.Popen) -> psutil.Process:
     return next(child for child in children if any(word.endswith("train.py") for word in child.cmdline()))
 
 
-def kill_node(agent: subprocess.Popen) -> None:
-    """What the loss of a machine is: agent and rank are gone at once."""
-    processes = [psutil.Process(agent.pid), *psutil.Process(agent.pid).children(recursive=True)]
-    for process in processes:
-        process.kill()
-    agent.wait(TIMEOUT_S)
-
-
 def last_time(run: Path, pattern: str) -> float:
     """When the newest of these files or folders was written; 0 if there is none. A run removes old checkpoints."""
     times = [0.0]
@@ -94,10 +87,11 @@ def test_a_job_outlives_a_rank_and_each_of_its_nodes(folder, start_agent):
     wait_for_progress(run, first, n_starts=1)
     rank_of(second).kill()
     wait_for_progress(run, first, n_starts=2)
-    kill_node(second)
+    kill_tree(second)  # what the loss of a machine is: agent and rank are gone at once
+    second.wait(TIMEOUT_S)
     second = start_agent(port)  # another machine takes its place
     wait_for_progress(run, first, n_starts=3)
-    kill_node(first)  # with it goes the store: the other agent gives up
+    kill_tree(first)  # with it goes the store: the other agent gives up
     assert second.wait(TIMEOUT_S) != 0
     port = free_port()
     for agent in (start_agent(port), start_agent(port)):

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from harness import ALONE, in_world, needs_gpu, no_host_sync
 from short_run import parts_of_step
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 from train import Parts, train_step
 
@@ -120,40 +121,31 @@ def three_steps(world: World, accumulation_steps: int) -> tuple[list, int]:
     gradients were averaged."""
     model = make_model()
     ddp = share_gradients(model, Dist(), world, ROWS)
-    n_averages = [0]
+    averages: list[dist.GradBucket] = []
 
     def average(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        n_averages[0] += 1
-        gradients = bucket.buffer() / world.world_size
-        dist.all_reduce(gradients)
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-        future.set_result(gradients)
-        return future
+        averages.append(bucket)
+        return allreduce_hook(dist.group.WORLD, bucket)
 
-    if world.world_size > 1 and accumulation_steps > 1:
+    if world.world_size > 1:
         ddp.register_comm_hook(None, average)
     ema = AveragedModel(model, 0.5)
     parts = make_parts(model, Optim(name="sgd", accumulation_steps=accumulation_steps), ddp=ddp)._replace(ema=ema)
     share = 24 // world.world_size
     for _ in range(3):
         train_step(parts, make_batch(24).slice(share * world.rank, share * (world.rank + 1)), 0.1)
-    weights = [*model.parameters(), *ema.parameters()]
-    return [parameter.tolist() for parameter in weights], n_averages[0]
-
-
-def three_steps_cut_and_whole(world: World) -> list[tuple[list, int]]:
-    return [three_steps(world, 1), three_steps(world, 3)]
+    return [parameter.tolist() for parameter in (*model.parameters(), *ema.parameters())], len(averages)
 
 
 @pytest.mark.slow
-def test_two_ranks_are_one_with_the_whole_batch_and_average_once_a_step():
+@pytest.mark.parametrize("accumulation_steps", [1, 3])
+def test_two_ranks_are_one_with_the_whole_batch_and_average_once_a_step(accumulation_steps):
     expected, _ = three_steps(ALONE, 1)
-    first, second = in_world(2, three_steps_cut_and_whole)
-    assert first == second
-    for weights, _ in first:
-        for mine, theirs in zip(weights, expected, strict=True):
-            torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs))
-    assert first[1][1] == 3  # the gradients of this model fill one bucket
+    (weights, n_averages), second = in_world(2, three_steps, accumulation_steps)
+    assert (weights, n_averages) == second
+    assert n_averages == 3  # the gradients of this model fill one bucket
+    for mine, theirs in zip(weights, expected, strict=True):
+        torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs))
 
 
 def test_the_average_of_the_weights_is_updated_once_a_step():

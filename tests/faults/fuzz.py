@@ -1,12 +1,13 @@
 """Feed damaged files of every kind to the functions that read them: each is refused in one message, or read rightly.
 
-    make fuzz                                         10,000 files
-    python tests/faults/fuzz.py --files 300           a short form
-    python tests/faults/fuzz.py --only hdf5-gzip:17   one file again, with all that it said; it stays for a look
+    make fuzz                                          10,000 files
+    python tests/faults/fuzz.py --files 500            a short form
+    python tests/faults/fuzz.py flips --files 500      of one kind: bits of a checkpoint are flipped
+    python tests/faults/fuzz.py --only hdf5-gzip:17    one file again, with all that it said; it stays for a look
 
 A file follows from its kind and its number. Each is read by a process of its own, which is forked from one that has
 imported torch. Faults are: another exception than UserError, a message that does not end, wrong rows where checksums
-cover them, a crash, a hang, much memory, and files left behind.
+cover them, a checkpoint with a flipped bit that is accepted, a crash, a hang, much memory, and files left behind.
 """
 
 import argparse
@@ -22,10 +23,11 @@ import sys
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from importlib import import_module
+from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,7 +41,7 @@ import h5py
 import numpy as np
 import torch
 from harness import ALONE, ITEMS, numbered, ragged, write_rows
-from mutations import mutate
+from mutations import flip, mutate
 from PIL import Image
 from short_run import CONFIG
 from torch import nn
@@ -64,6 +66,7 @@ MEMORY_BYTES = 2 << 30
 MAX_MESSAGE_BYTES = 20_000
 N_ROWS = 600
 SAVED = Path("run/checkpoints/last-000001")
+TEXTS = (".json", ".yaml", ".txt", ".csv")
 
 
 class Kind(NamedTuple):
@@ -77,7 +80,8 @@ class Kind(NamedTuple):
     """Those of which one is damaged, with spaces between them."""
     is_covered: bool = False
     """Whether checksums cover what is read."""
-    is_text: bool = False
+    only_flips: bool = False
+    """Whether nothing but bits is flipped, and each such file must be refused."""
 
 
 # ---------------------------------------------------------------------------------------------- whole files
@@ -106,13 +110,13 @@ def make_foreign() -> None:
 def make_config() -> None:
     shutil.copyfile(PROJECT / "config.yaml", "config.yaml")
     words = ["optim.lr=1e-3", "data.fields={images: x, labels: y}", "log.wandb=mine", "data.train=a.h5"]
-    Path("words").write_text("\n".join(words))
+    Path("words.txt").write_text("\n".join(words))
 
 
-def make_images(suffix: str = "png") -> None:
+def make_images(*suffixes: str) -> None:
     lines = []
     for number, image in enumerate(numbered(6, (3, 16, 16))):
-        path = Path(f"photos/{'ab'[number % 2]}/{number}.{suffix}")
+        path = Path(f"photos/{'ab'[number % 2]}/{number}.{suffixes[number % len(suffixes)]}")
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(image.transpose(1, 2, 0)).save(path)
         lines.append(f"{path},{'cat' if number % 2 else 'dog'},{number % 2},{number // 3}")
@@ -152,17 +156,16 @@ def new_state() -> dict[str, Any]:
 
 def digest(source: Dataset) -> str:
     """SHA-256 of all rows, read in the order of the source as pools on a device."""
-    hashes = {name: hashlib.sha256(str((field.dtype, field.shape)).encode()) for name, field in source.fields.items()}
+    digests = hashlib.sha256(str(source.fields).encode())
     with open_pools(source, 16, ALONE.device) as pools:
         for pool in pools:
             columns: Mapping[str, Any] = pool.rows.slice(0, pool.plan.n_real_rows).numpy()
             for name, column in columns.items():
-                values = column
+                rows = column
                 if isinstance(column, RaggedArray):
-                    hashes[name].update(np.diff(column.offsets).tobytes())
-                    values = column.values[column.offsets[0] : column.offsets[-1]]
-                hashes[name].update(np.ascontiguousarray(values).tobytes())
-    return " ".join(found.hexdigest() for found in hashes.values())
+                    rows = [column.values[start:stop] for start, stop in pairwise(column.offsets)]
+                digests.update(str((name, [row.tolist() for row in rows])).encode())
+    return digests.hexdigest()
 
 
 def read_hdf5(*fields: str, verify: bool = True) -> str:
@@ -204,19 +207,20 @@ def command(words: str) -> Callable[[], object]:
 read_images = partial(read_hdf5, "images", "labels")
 STATES = f"{SAVED}/state.json {SAVED}/model.pt {SAVED}/optimizer.pt"
 MODEL = f"{SAVED}/model.json {SAVED}/model.safetensors {SAVED}/state.json"
+PHOTOS = "photos/a/0.png photos/b/1.jpg"
 KINDS = {
     "hdf5": Kind(partial(make_hdf5, "none"), read_images, "x.h5", is_covered=True),
     "hdf5-gzip": Kind(partial(make_hdf5, "gzip"), read_images, "x.h5", is_covered=True),
     "hdf5-csr": Kind(make_csr, partial(read_hdf5, "items"), "x.h5", is_covered=True),
     "hdf5-foreign": Kind(make_foreign, partial(read_images, verify=False), "x.h5"),
     "hdf5-jpeg": Kind(make_encoded, read_encoded, "x.h5"),
-    "config": Kind(make_config, read_config, "config.yaml", is_text=True),
-    "command-line": Kind(make_config, partial(read_config, "words"), "words", is_text=True),
-    "csv-images": Kind(make_images, command("images images.csv out.h5"), "images.csv", is_text=True),
+    "config": Kind(make_config, read_config, "config.yaml"),
+    "command-line": Kind(make_config, partial(read_config, "words.txt"), "words.txt"),
+    "csv": Kind(partial(make_images, "png"), command("images images.csv out.h5"), "images.csv"),
+    "photos": Kind(partial(make_images, "png", "jpg"), command("images photos out.h5 --size 8"), PHOTOS),
     "arrays": Kind(make_arrays, command("arrays images=x.npy y.npz out.h5"), "x.npy y.npz"),
-    "png": Kind(make_images, command("images photos out.h5 --size 8"), "photos/a/0.png"),
-    "jpg": Kind(partial(make_images, "jpg"), command("images photos out.h5 --size 8"), "photos/a/0.jpg"),
     "checkpoint": Kind(make_checkpoint, read_checkpoint, STATES, is_covered=True),
+    "flips": Kind(make_checkpoint, read_checkpoint, f"{STATES} {MODEL}", is_covered=True, only_flips=True),
     "model": Kind(make_checkpoint, read_model, MODEL, is_covered=True),
 }
 
@@ -276,32 +280,36 @@ def damage(kind: str, number: int, folder: Path) -> None:
     """Damage a whole file of this kind in the folder."""
     rng = random.Random(f"0:{kind}:{number}")
     path = folder / rng.choice(KINDS[kind].files.split())
+    change = flip if KINDS[kind].only_flips else partial(mutate, is_text=path.suffix in TEXTS)
     data = damaged = path.read_bytes()
     while damaged == data:
-        damaged = mutate(data, rng, is_text=KINDS[kind].is_text or path.suffix == ".json")
+        damaged = change(data, rng)
     path.write_bytes(damaged)
 
 
 def try_file(base: Path, expected: Mapping[str, str], case: tuple[str, int]) -> tuple[str, int, str]:
     """Damage a copy of a whole file, and let it be read. Returns kind, number, outcome."""
-    kind, number = case
-    folder = base / f"{kind}-{number}"
-    shutil.copytree(base / kind, folder)
-    damage(kind, number, folder)
-    outcome = attempt(folder, KINDS[kind].use)
+    name, number = case
+    kind = KINDS[name]
+    folder = base / f"{name}-{number}"
+    shutil.copytree(base / name, folder)
+    damage(name, number, folder)
+    outcome = attempt(folder, kind.use)
     shutil.rmtree(folder)
-    if outcome.startswith("accepted") and KINDS[kind].is_covered and outcome != expected[kind]:
-        return kind, number, "wrong rows"
-    return kind, number, outcome
+    if outcome.startswith("accepted") and kind.is_covered and outcome != expected[name]:
+        return name, number, "wrong rows"
+    if outcome.startswith("accepted") and kind.only_flips:
+        return name, number, "a flipped bit is not noticed"
+    return name, number, outcome
 
 
-def make_whole(base: Path) -> dict[str, str]:
-    """Write whole files of every kind. Returns {kind: outcome of reading them}."""
+def make_whole(base: Path, names: Collection[str]) -> dict[str, str]:
+    """Write whole files of these kinds. Returns {kind: outcome of reading them}."""
     expected = {}
-    for name, kind in KINDS.items():
+    for name in names:
         folder = base / name
         folder.mkdir()
-        for work in (kind.make, kind.use):
+        for work in (KINDS[name].make, KINDS[name].use):
             expected[name] = attempt(folder, work)
             if not expected[name].startswith("accepted"):
                 sys.exit(f"error: a whole file of the kind {name} is not accepted: {expected[name]}")
@@ -310,8 +318,30 @@ def make_whole(base: Path) -> dict[str, str]:
     return expected
 
 
+# ---------------------------------------------------------------------------------------------- all of them
+
+
+def try_all(base: Path, names: list[str], n_files: int) -> int:
+    """Print how many files of each kind were accepted and refused. Returns the number of faults, which are told."""
+    expected = make_whole(base, names)
+    cases = [(name, number) for number in range(-(-n_files // len(names))) for name in names]
+    counts: Counter[tuple[str, str]] = Counter()
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("fork")) as pool:
+        for name, number, outcome in pool.map(partial(try_file, base, expected), cases, chunksize=4):
+            is_good = outcome == "refused" or (outcome.startswith("accepted") and "\n" not in outcome)
+            counts[name, outcome.split()[0] if is_good else "fault"] += 1
+            if not is_good:
+                print(f"fault: --only {name}:{number}: {outcome.splitlines()[-1][:200]}", flush=True)
+    for (name, outcome), n_of_them in sorted(counts.items()):
+        print(f"{name:20}{outcome:16}{n_of_them:8,}")
+    n_faults = sum(n_of_them for (_, outcome), n_of_them in counts.items() if outcome == "fault")
+    print(f"{n_faults} faults in {len(cases):,} damaged files")
+    return n_faults
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kinds", nargs="*", metavar="KIND", help=", ".join(KINDS))
     parser.add_argument("--files", type=int, default=10_000)
     parser.add_argument("--only", metavar="KIND:NUMBER", help="one file, which is kept")
     args = parser.parse_args()
@@ -320,29 +350,15 @@ def main() -> int:
     Image.init()
     new_state()
     gc.freeze()
-    base = Path(tempfile.mkdtemp(prefix="fuzz-"))
-    expected = make_whole(base)
     if args.only:
         kind, _, number = args.only.partition(":")
+        base = Path(tempfile.mkdtemp(prefix="fuzz-"))
+        make_whole(base, [kind])
         damage(kind, int(number), base / kind)
         print(attempt(base / kind, KINDS[kind].use), f"the file is in {base / kind}", sep="\n")
         return 0
-    cases = [(kind, number) for number in range(-(-args.files // len(KINDS))) for kind in KINDS]
-    counts: Counter[tuple[str, str]] = Counter()
-    try:
-        with ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("fork")) as pool:
-            for name, number, outcome in pool.map(partial(try_file, base, expected), cases, chunksize=4):
-                is_good = outcome == "refused" or (outcome.startswith("accepted") and "\n" not in outcome)
-                counts[name, outcome.split()[0] if is_good else "fault"] += 1
-                if not is_good:
-                    print(f"fault: --only {name}:{number}: {outcome.splitlines()[-1][:200]}", flush=True)
-    finally:
-        shutil.rmtree(base)
-    for (name, outcome), n_files in sorted(counts.items()):
-        print(f"{name:20}{outcome:16}{n_files:8,}")
-    n_faults = sum(n_files for (_, outcome), n_files in counts.items() if outcome == "fault")
-    print(f"{n_faults} faults in {len(cases):,} damaged files")
-    return int(n_faults > 0)
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as name:
+        return int(try_all(Path(name), args.kinds or list(KINDS), args.files) > 0)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Decode a million small images: the memory of the process stays flat.
 
-    make images                                  all of it
-    python tests/faults/images.py --images 4000  a short form
+    make images                                     all of it
+    python tests/faults/images.py --images 100000   a short form
 
 JPEG, PNG and WebP files of many sizes, some of which are grey, progressive or on their side, are decoded by reader
 threads in epoch after epoch, as random parts; the memory of the process is read on the way.
@@ -46,9 +46,10 @@ def make_image(number: int) -> bytes:
     pixels = Image.fromarray(rng.integers(0, 256, (4, 4, 3), np.uint8)).resize((width, height))
     on_its_side = Image.Exif()
     on_its_side[0x0112] = 6
-    ways = {0: ("RGB", "PNG", {}), 1: ("L", "JPEG", {}), 2: ("RGB", "JPEG", {"progressive": True})}
-    ways |= {3: ("RGB", "JPEG", {"exif": on_its_side}), 4: ("RGB", "WEBP", {}), 5: ("CMYK", "JPEG", {})}
-    mode, form, options = ways.get(number % 10, ("RGB", "JPEG", {}))
+    ways = [("RGB", "PNG", {}), ("L", "JPEG", {}), ("RGB", "JPEG", {"progressive": True})]
+    ways += [("RGB", "JPEG", {"exif": on_its_side}), ("RGB", "WEBP", {}), ("CMYK", "JPEG", {})]
+    ways += 4 * [("RGB", "JPEG", {})]
+    mode, form, options = ways[number % len(ways)]
     file = io.BytesIO()
     pixels.convert(mode).save(file, form, **options)
     return file.getvalue()

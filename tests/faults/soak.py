@@ -1,15 +1,16 @@
 """Let signals meet training runs, start them again, and compare their ends with a run that nobody touched.
 
-    make soak                              200 runs, about an hour
-    python tests/faults/soak.py --runs 8   a short form
-    python tests/faults/soak.py --signals  only signals that ask for a stop, and no checkpoints but those
+    make soak                                               200 runs, about an hour
+    python tests/faults/soak.py --runs 20                   a short form
+    python tests/faults/soak.py --only kills --runs 80      about 100 kills of ranks, of the launcher, and of the tree
+    python tests/faults/soak.py --only signals --runs 80    about 100 signals that ask for a stop, which alone save
 
 Of four runs, two are `torchrun --max-restarts` with two CPU ranks, one is a plain process, and one has two ranks and
 reads a Dataset through a worker process. One or two signals meet a run while it starts, trains, validates or saves.
 Whenever it ends without being done, it is started again.
 
-A signal that asks for a stop must leave stopped.json with a step, and a checkpoint of this very step. The log of a run
-with a problem is kept.
+A signal that asks for a stop must leave stopped.json with a step, and a checkpoint of this very step, unless no step
+was done. No process may be left 5 s after the end. The log of a run with a problem is kept.
 """
 
 import argparse
@@ -42,7 +43,8 @@ MAX_STARTS = 8
 """A run that is not done after so many starts has failed."""
 END_S = 120
 """A process that has been told to end, and does not, has failed."""
-ORPHAN_S = 10
+ORPHAN_S = 5
+"""How long a process may live after its launcher has ended."""
 PHASES = ("starting", "training", "validating", "saving")
 SETTINGS = [
     *("workload=planted", "run.resume=auto", "train.epochs=6", "data.echo=2.5"),
@@ -78,6 +80,8 @@ class Run:
         self.words = [f"run.name={folder.name}", *settings, *KINDS[kind]]
         self.n_starts = 0
         self.faults: list[str] = []
+        self.n_saved = 0
+        """How many signals have left a checkpoint of their step."""
         self.problems: list[str] = []
         folder.mkdir()
         write_minimal(folder, n_val_rows=2000)
@@ -170,6 +174,7 @@ FAULTS: dict[str, tuple[int, Callable[[Run], None]]] = {
 }
 """{fault: (weight, what does it)}"""
 STOPS = ("SIGTERM", "SIGINT", "SIGUSR2")
+ONLY = {"kills": ("SIGKILL",), "signals": STOPS}
 
 
 def meet(run: Run, name: str, usual: Untouched) -> None:
@@ -202,6 +207,7 @@ def wrong_answer(run: Run, fault: str, met_at: str) -> str:
     step = json.loads(marker.read_text())["step"]
     if step not in map(step_of, run.checkpoints):
         return f"stopped at step {step}, which is not saved"
+    run.n_saved += 1
     number = signal.Signals[fault.split()[0]]
     is_told = run.kind != "process" or code in (128 + number, -number)  # a shell says 128 to both
     return "" if is_told else f"exit code {code}"
@@ -212,22 +218,22 @@ def soak(run: Run, usual: Untouched, names: list[str]) -> None:
     if run.kind == "process":  # it has no torchrun, and may be stopped, as by Ctrl-Z
         names = [name for name in names if "torchrun" not in name and name != "SIGSTOP to a rank"]
     faults = run.rng.choices(names, [FAULTS[name][0] for name in names], k=run.rng.choice((1, 1, 2)))
-    try:
-        while run.n_starts < MAX_STARTS and not (run.n_starts and run.is_done):
-            run.start()
-            if faults:
-                meet(run, faults.pop(), usual)
-            run.launcher.wait(END_S + usual.start_s + usual.train_s)
-    except subprocess.TimeoutExpired:
-        run.problems.append("did not end")
-        kill_all(run)
-        run.launcher.wait()
-    until = time.monotonic() + ORPHAN_S
-    while run.processes() and time.monotonic() < until:
-        time.sleep(0.2)
-    if orphans := run.processes():
-        run.problems.append(f"{len(orphans)} processes are left")
-        kill_all(run)
+    with ThreadPoolExecutor() as watchers:  # beside the next start, which orphans must not disturb
+        watched = []
+        try:
+            while run.n_starts < MAX_STARTS and not (run.n_starts and run.is_done):
+                run.start()
+                if faults:
+                    meet(run, faults.pop(), usual)
+                run.launcher.wait(END_S + usual.start_s + usual.train_s)
+                watched.append(watchers.submit(psutil.wait_procs, run.processes(), ORPHAN_S))
+        except subprocess.TimeoutExpired:
+            run.problems.append("did not end")
+            kill_all(run)
+            run.launcher.wait()
+    if orphans := [process for watch in watched for process in watch.result()[1]]:
+        run.problems.append(f"{len(orphans)} processes were left after {ORPHAN_S} s")
+    kill_all(run)
     if leftovers := [path.name for path in run.folder.glob("runs/**/*partial*")]:
         run.problems.append(f"files are left: {leftovers}")
     if not run.is_done or run.result() != usual.result:
@@ -253,33 +259,39 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--jobs", type=int, default=2, help="runs side by side")
-    parser.add_argument("--signals", action="store_true", help="only those that ask for a stop")
+    parser.add_argument("--only", choices=ONLY, help="kills, or signals that ask for a stop")
     args = parser.parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a shell ignores it
-    names = [name for name in FAULTS if not args.signals or name.startswith(STOPS)]
-    settings = SETTINGS if args.signals else [*SETTINGS, "run.checkpoint_every_steps=7"]
-    met: Counter[str] = Counter()
+    names = [name for name in FAULTS if not args.only or name.startswith(ONLY[args.only])]
+    settings = SETTINGS if args.only == "signals" else [*SETTINGS, "run.checkpoint_every_steps=7"]
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         base = copy_project(Path(name))
         shutil.copyfile(HERE / "planted.py", base / "workloads" / "planted.py")
         usual = {kind: untouched(base, kind, settings) for kind in KINDS}
 
-        def try_run(number: int) -> bool:
+        def try_run(number: int) -> Run:
             kind = ("ranks", "process", "ranks", "dataset")[number % 4]
             run = Run(base / f"soak-{number}", kind, settings)
             soak(run, usual[kind], names)
-            met.update(run.faults)
             print(f"{number}: {kind}, {run.n_starts} starts, {run.faults}: {run.problems or 'equal'}", flush=True)
             if run.problems:
                 shutil.copyfile(run.folder / "log", Path(tempfile.gettempdir()) / f"{run.folder.name}.log")
-            return not run.problems
+            return run
 
         with ThreadPoolExecutor(args.jobs) as pool:
-            good = list(pool.map(try_run, range(args.runs)))
+            runs = list(pool.map(try_run, range(args.runs)))
+    met = Counter(fault for run in runs for fault in run.faults)
     for fault, times in sorted(met.items()):
         print(f"{times:4}  {fault}")
-    print(f"{sum(good)} of {len(good)} runs ended like a run without faults")
-    return int(not all(good))
+    n_kills, n_signals = (sum(met[each] for each in met if each.startswith(ONLY[kind])) for kind in ONLY)
+    n_saved = sum(run.n_saved for run in runs)
+    n_good = sum(not run.problems for run in runs)
+    print(f"{n_kills} kills of ranks, launcher and tree")
+    print(f"{n_signals} signals, {n_saved} saved, the others before the first step or after the last")
+    print(
+        f"{n_good} of {len(runs)} runs as they should be: bitwise equal to one without faults, nothing left after 5 s"
+    )
+    return int(n_good < len(runs))
 
 
 if __name__ == "__main__":

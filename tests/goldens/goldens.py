@@ -51,8 +51,8 @@ PROJECT = ROOT / FOLDER
 STORED = HERE / "goldens.json"
 sys.path[:0] = [str(PROJECT), str(ROOT / "tests" / "engine")]
 
-import train  # noqa: E402
-from harness import (  # noqa: E402
+import train
+from harness import (
     ALONE,
     CPU,
     free_port,
@@ -60,17 +60,18 @@ from harness import (  # noqa: E402
     numbers_of,
     train_command,
     weights_of,
+    write_minimal,
     write_ragged,
     write_rows,
 )
-from PIL import Image  # noqa: E402
+from PIL import Image
 
-from fastgpu.feed import sizes, sources, tiers  # noqa: E402
-from fastgpu.process.config import Config  # noqa: E402
-from fastgpu.process.config_loader import load_config  # noqa: E402
-from fastgpu.process.launch import Launch, exit_with_message  # noqa: E402
-from fastgpu.process.world import World  # noqa: E402
-from fastgpu.rows.order import BlockSampler, Shard  # noqa: E402
+from fastgpu.feed import sizes, sources, tiers
+from fastgpu.process.config import Config
+from fastgpu.process.config_loader import load_config
+from fastgpu.process.launch import Launch, exit_with_message
+from fastgpu.process.world import World
+from fastgpu.rows.order import BlockSampler, Shard
 
 WORLDS = (1, 2, 4, 8)
 N_ROWS = 700
@@ -84,9 +85,17 @@ atexit.register(shutil.rmtree, SCRATCH, ignore_errors=True)
 
 
 @contextmanager
-def opened(config: dict[str, Any], rank: int = 0, world_size: int = 1) -> Iterator[tuple[Any, Any, int]]:
+def opened(case: str, rank: int = 0, world_size: int = 1, *, tier: str = "disk") -> Iterator[tuple[Any, Any, int]]:
     """The feeds of the training and of the validation rows of one rank, and its batch size, as train.py opens them."""
-    cfg = Config.model_validate(config)
+    cfg = Config.model_validate(
+        {
+            "workload": "minimal",
+            "run": {"seed": 3},
+            "data": DATA | CASES[case] | {"tier": tier},
+            "loader": {"num_readers": 1, "num_workers": 0},
+            "dist": {"device": "cpu"},
+        }
+    )
     world = World(rank, world_size, world_size, CPU)
     rows, val_rows = sources.open_splits(cfg.data, cfg.run.seed)
     chosen = sizes.choose_sizes(cfg, rows, val_rows, world)
@@ -97,17 +106,17 @@ def opened(config: dict[str, Any], rank: int = 0, world_size: int = 1) -> Iterat
     val_order = BlockSampler(val_rows, size, shard=shard, pool_batches=pools, seed=None, drop_last=False)
     feeds = tiers.open_loaders((rows, val_rows), (order, val_order), chosen, CPU, loader=cfg.loader)
     with closing(feeds[0]), closing(feeds[1]):
-        yield feeds[0], feeds[1], chosen.batch_size
+        yield *feeds, size
 
 
 def batches(feed: Any, batch_size: int, epoch: int, first: int = 0) -> Iterator[dict[str, Any]]:
     """{field: array, or (values, offsets) of ragged rows} of each batch, beginning with pool number `first`."""
     for pool in feed.pools(epoch, first):
         for batch in pool.rows.batches(batch_size):
-            yield {name: columns_of(batch[name]) for name in batch.columns}
+            yield {name: arrays_of(batch[name]) for name in batch.columns}
 
 
-def columns_of(column: Any) -> Any:
+def arrays_of(column: Any) -> Any:
     if isinstance(column, torch.Tensor):
         return column.numpy()
     offsets = column.offsets.numpy()
@@ -166,6 +175,13 @@ def write_all(folder: Path) -> None:
     (folder / "golden_dataset.py").write_text(OWN_DATASET)
 
 
+DATA = {
+    "train": "rows.h5",
+    "val": "val.h5",
+    "fields": {"images": "images", "labels": "labels"},
+    "batch_size": BATCH_SIZE,
+    "pool_batches": POOL_BATCHES,
+}
 PARTS = ["part-0.h5", "part-1.h5", "part-2.h5"]
 RAGGED = {"train": "ragged.h5", "val": "ragged-val.h5", "fields": {"items": "items", "number": "number"}}
 JPEGS = {"train": "jpegs.h5", "val": "jpegs-val.h5", "fields": {"images": "images", "number": "number"}}
@@ -183,25 +199,6 @@ CASES: dict[str, dict[str, Any]] = {
 }
 """{kind of rows: keys of the section `data`}"""
 PIXELS = ("jpeg-centre", "jpeg-random-part")
-
-
-def config_of(case: str, tier: str = "disk") -> dict[str, Any]:
-    """The config of a case, as config.yaml would give it."""
-    data = {
-        "train": "rows.h5",
-        "val": "val.h5",
-        "fields": {"images": "images", "labels": "labels"},
-        "batch_size": BATCH_SIZE,
-        "pool_batches": POOL_BATCHES,
-        "tier": tier,
-    }
-    return {
-        "workload": "minimal",
-        "run": {"seed": 3},
-        "data": data | CASES[case],
-        "loader": {"num_readers": 1, "num_workers": 0},
-        "dist": {"device": "cpu"},
-    }
 
 
 def row_ids(batch: dict[str, Any]) -> list[int]:
@@ -236,17 +233,13 @@ def read_ids(case: str, world_size: int) -> Ids:
     """What all ranks see: epochs 0 and 1; the same, beginning inside epoch 0; the validation rows."""
     ranks = []
     for rank in range(world_size):
-        with opened(config_of(case), rank, world_size) as (feed, val_feed, size):
-            fresh = [row_ids(batch) for epoch in (0, 1) for batch in batches(feed, size, epoch)]
-            resumed = [
-                row_ids(batch) for epoch in (0, 1) for batch in batches(feed, size, epoch, [RESUMED_AT, 0][epoch])
-            ]
-            val = [row_ids(batch) for batch in batches(val_feed, size, 0)]
-        ranks.append((fresh, resumed, val))
-    fresh, resumed, val = (
-        [list(chain(*parts)) for parts in zip(*of_ranks, strict=True)] for of_ranks in zip(*ranks, strict=True)
+        with opened(case, rank, world_size) as (feed, val_feed, size):
+            fresh = ids(feed, size, 0) + ids(feed, size, 1)
+            resumed = ids(feed, size, 0, RESUMED_AT) + ids(feed, size, 1)
+            ranks.append((fresh, resumed, ids(val_feed, size, 0)))
+    return Ids(
+        *([list(chain(*parts)) for parts in zip(*of_ranks, strict=True)] for of_ranks in zip(*ranks, strict=True))
     )
-    return Ids(fresh, resumed, val)
 
 
 def g1(name: str) -> dict[str, str]:
@@ -277,15 +270,20 @@ def g2(name: str) -> dict[str, str]:
     """{what: SHA-256} of the batches of one case, in bytes: of epoch 0, and of a rank that is resumed in epoch 1."""
     found: dict[str, list[str]] = {}
     for tier in ("disk",) if name == "jpeg-random-part" else ("disk", "host", "device"):
-        with opened(config_of(name, tier)) as (feed, val_feed, size):
+        with opened(name, tier=tier) as (feed, val_feed, size):
             found.setdefault("train", []).append(sha256_of_batches(feed, size, 0))
             found.setdefault("val", []).append(sha256_of_batches(val_feed, size, 0))
-        with opened(config_of(name, tier), 1, 2) as (feed, _, size):
+        with opened(name, 1, 2, tier=tier) as (feed, _, size):
             found.setdefault("train, rank 1 of 2, resumed", []).append(sha256_of_batches(feed, size, 1, RESUMED_AT))
     for split, of_tiers in found.items():
         if len(set(of_tiers)) > 1:
             raise DiffersError(f"the tiers give other {split} rows")
     return {split: of_tiers[0] for split, of_tiers in found.items()}
+
+
+def ids(feed: Any, batch_size: int, epoch: int, first: int = 0) -> list[list[int]]:
+    """The row numbers of each batch of a rank."""
+    return [row_ids(batch) for batch in batches(feed, batch_size, epoch, first)]
 
 
 class DiffersError(Exception):
@@ -300,29 +298,21 @@ def decoders() -> dict[str, str]:
 
 # ------------------------------------------------------------------------------------------ g3: weights
 
-SHORT = {
-    "digits": {
-        "workload": "images",
-        "data": {
-            "train": "digits.h5::/train",
-            "val": "digits.h5::/val",
-            "fields": {"images": "images", "labels": "labels"},
-            "batch_size": 64,
-        },
-        "model": {"width": 8, "flip": True, "crop_padding": 1},
-    },
-    "interactions": {
-        "workload": "recsys",
-        "data": {
-            "train": "interactions-train.h5",
-            "val": "interactions-val.h5",
-            "fields": {"items": "items"},
-            "val_fields": {"items": "items", "held_out": "held_out"},
-            "batch_size": 200,
-        },
-        "model": {"hidden_dim": 32, "latent_dim": 8},
-    },
-}
+SHORT = yaml.safe_load("""
+digits:
+  workload: images
+  data: {train: "digits.h5::/train", val: "digits.h5::/val", fields: {images: images, labels: labels}, batch_size: 64}
+  model: {width: 8, flip: true, crop_padding: 1}
+interactions:
+  workload: recsys
+  data:
+    train: interactions-train.h5
+    val: interactions-val.h5
+    fields: {items: items}
+    val_fields: {items: items, held_out: held_out}
+    batch_size: 200
+  model: {hidden_dim: 32, latent_dim: 8}
+""")
 """{data that the template ships: config}"""
 EPOCHS = {1: 3, 2: 2, 2.5: 1}
 """{data.echo: train.epochs}"""
@@ -342,13 +332,10 @@ def base_project() -> Path:
 
 def write_short(folder: Path, name: str, echo: float) -> None:
     """config.yaml of a run, and its data."""
-    short: dict[str, Any] = SHORT[name]
-    config = {
-        "workload": short["workload"],
+    config = SHORT[name] | {
         "run": {"name": "a", "checkpoint_every_steps": 4, "resume": "auto"},
-        "data": short["data"] | {"pool_batches": 3, "echo": echo, "tier": "disk"},
+        "data": SHORT[name]["data"] | {"pool_batches": 3, "echo": echo, "tier": "disk"},
         "loader": {"num_readers": 1},
-        "model": short["model"],
         "train": {"epochs": EPOCHS[echo], "precision": "fp32"},
         "dist": {"device": "cpu"},
         "log": {"every_steps": 10},
@@ -405,13 +392,6 @@ def g3(name: str) -> dict[str, str]:
 
 # ------------------------------------------------------------------------------------------ g4: mistakes
 
-GOOD = """\
-workload: minimal
-run: {name: a}
-data: {train: rows.h5, val: val.h5, fields: {x: x, y: y}, batch_size: 16}
-dist: {device: cpu}
-"""
-"""A config without a mistake."""
 MISTAKES: dict[str, tuple[str, list[str], tuple[str, ...]]] = {
     # name: (YAML of a second file, words of the command line, what the line has to name)
     "misspelt key": ("data:\n  batch_siz: 5", [], ("data.batch_siz", "data.batch_size", "more.yaml:2")),
@@ -445,12 +425,7 @@ MISTAKES: dict[str, tuple[str, list[str], tuple[str, ...]]] = {
 
 def write_good(folder: Path) -> None:
     """A config without a mistake, its data, and a file that is no HDF5 file."""
-    rng = np.random.default_rng(0)
-    for name in ("rows.h5", "val.h5"):
-        with h5py.File(folder / name, "w") as file:
-            file.create_dataset("x", data=rng.standard_normal((200, 6), np.float32), chunks=(20, 6))
-            file["y"] = rng.standard_normal(200, np.float32)
-    (folder / "config.yaml").write_text(GOOD)
+    write_minimal(folder)
     (folder / "text.h5").write_text("no rows")
 
 

@@ -1,15 +1,14 @@
 """Projects as users have them: pruned to one workload, changed by their owners, without a room that nobody needs."""
 
-import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import yaml
+from harness import run_to_end
 from template import ROOT, WORKLOAD_ANSWERS, WORKLOADS
 from test_template import expected, files, parses
 
@@ -25,17 +24,10 @@ SPEAK_OF_BOTH = {
 }
 
 
-def run_in(project: Path, command: Iterable[str], **environment: str) -> subprocess.CompletedProcess[str]:
+def run_in(project: Path, command: list[str]) -> subprocess.CompletedProcess[str]:
     """Run `python -m ...` or a script of the project; its output is shown if it fails."""
     caches = {"MYPY_CACHE_DIR": str(ROOT / ".cache/mypy-baked"), "RUFF_NO_CACHE": "true"}
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=project,
-        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"} | caches | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_to_end([sys.executable, *command], project, **caches, PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1")
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
     return done
 
@@ -47,13 +39,19 @@ def run_pytest(project: Path, *arguments: str) -> subprocess.CompletedProcess[st
 
 BAKES = [
     *({"workload": answer, "launch": "both"} for answer in WORKLOAD_ANSWERS),
-    {"workload": "images", "tools": "none", "launch": "none"},
-    {"workload": "recsys", "tools": "none", "launch": "slurm"},
-    {"workload": "both", "tools": "none", "launch": "both"},
+    {"workload": "images", "tools": "none", "launch": "none", "license": "BSD-3-Clause"},
+    {"workload": "recsys", "tools": "none", "launch": "slurm", "license": "Apache-2.0"},
+    {"workload": "both", "tools": "none", "launch": "both", "license": "proprietary"},
     {"workload": "own", "tools": "all", "launch": "kubernetes"},
     {"workload": "own", "tools": "none", "launch": "none"},
 ]
 each_bake = pytest.mark.parametrize("answers", BAKES, ids=lambda answers: "-".join(answers.values()))
+LICENSES = {
+    "MIT": "MIT License",
+    "BSD-3-Clause": "BSD 3-Clause License",
+    "Apache-2.0": "Apache License",
+    "proprietary": "All rights reserved",
+}
 
 
 # ---------------------------------------------------------------------------------------------- files
@@ -63,6 +61,7 @@ each_bake = pytest.mark.parametrize("answers", BAKES, ids=lambda answers: "-".jo
 def test_a_project_has_what_was_asked_for_and_its_pages_name_nothing_else(baked, answers):
     project = baked(**answers)
     workload = answers["workload"]
+    license = answers.get("license", "MIT")
     assert files(project) == expected(**answers)
     wanted = {  # `expected` asks the hook itself
         "convert.py": answers.get("tools") != "none",
@@ -73,8 +72,11 @@ def test_a_project_has_what_was_asked_for_and_its_pages_name_nothing_else(baked,
     }
     assert {name: (project / name).exists() for name in wanted} == wanted
     assert all(any(path.iterdir()) for path in project.rglob("*") if path.is_dir())
-    needed = parses(project)["project"]["dependencies"]
-    assert any(name.startswith("pillow") for name in needed) == (workload in ("images", "both"))
+    meta = parses(project)["project"]
+    assert any(name.startswith("pillow") for name in meta["dependencies"]) == (workload in ("images", "both"))
+    assert meta["license"] == license.replace("proprietary", "LicenseRef-Proprietary")
+    text = (project / "LICENSE").read_text()
+    assert [name for name in LICENSES.values() if name in text] == [LICENSES[license]]
     shipped = yaml.safe_load((project / "config.yaml").read_text())
     assert shipped["workload"] == {"recsys": "recsys", "own": "minimal"}.get(workload, "images")
     for page in project.rglob("*.md"):
@@ -127,23 +129,22 @@ def test_a_project_installs_is_clean_trains_and_passes_its_tests(own_copy, answe
 # ---------------------------------------------------------------------------------------------- changed by its owner
 
 
+OWNERS_CONFIG = """
+workload: mine
+run: {seed: 7}
+data: {train: /nowhere/train.h5, val: /nowhere/val.h5, fields: {x: x, y: y}, batch_size: 48, tier: disk, echo: 2}
+loader: {num_readers: 2}
+model: {hidden_dim: 8}
+optim: {lr: 0.01, weight_decay: 0.5}
+train: {epochs: 3}
+log: {every_steps: 7}
+"""
+
+
 def change(project: Path, workload: str) -> None:
     """Do what owners do: set other values, use other data, write a workload and a recipe, add a line to the program."""
-    config = yaml.safe_load((project / "config.yaml").read_text()) | {"workload": "mine", "model": {"hidden_dim": 8}}
-    rows = {"train": "/nowhere/train.h5", "val": "/nowhere/val.h5", "fields": {"x": "x", "y": "y"}}
-    values = {
-        "run": {"seed": 7},
-        "data": rows | {"batch_size": 48, "tier": "disk", "echo": 2},
-        "loader": {"num_readers": 2},
-        "optim": {"lr": 0.01, "weight_decay": 0.5},
-        "train": {"epochs": 3},
-        "log": {"every_steps": 7},
-    }
-    for section, content in values.items():
-        config[section] |= content
-    config["data"].pop("val_fields", None)
     for name in ("config.yaml", "configs/mine.yaml"):
-        (project / name).write_text(yaml.safe_dump(config))
+        (project / name).write_text(OWNERS_CONFIG)
     for name, after, line in (
         ("train.py", r"^import torch\n", "THE_OWNERS_LINE = True"),
         (f"workloads/{workload}.py", r"    class Options\(Section\):\n.*\n\n", "        owners_setting: int = 3"),

@@ -3,40 +3,33 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from harness import run_to_end
 from template import FOLDER
 
-Run = Callable[..., str]
 
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    """run(folder, *command) gives the output of a command that must succeed, away from the settings of this user."""
+@pytest.fixture(autouse=True)
+def own_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Git and cookiecutter away from the settings of this user."""
     (tmp_path / "cookiecutter.yaml").write_text(f"cookiecutters_dir: {tmp_path}/c\nreplay_dir: {tmp_path}/r\n")
-    environment = os.environ | {
-        "HOME": str(tmp_path),
-        "COOKIECUTTER_CONFIG": str(tmp_path / "cookiecutter.yaml"),
-        "GIT_CONFIG_GLOBAL": os.devnull,
-        "GIT_CONFIG_NOSYSTEM": "1",
-        **{f"GIT_{who}_{what}": "a@b.c" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")},
-    }
-
-    def call(folder: Path, *command: str) -> str:
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    return call
+    settings = {"COOKIECUTTER_CONFIG": str(tmp_path / "cookiecutter.yaml"), "GIT_CONFIG_GLOBAL": os.devnull}
+    names = {f"GIT_{who}_{what}": "a@b.c" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    for name, value in (settings | names | {"HOME": str(tmp_path), "GIT_CONFIG_NOSYSTEM": "1"}).items():
+        monkeypatch.setenv(name, value)
 
 
-def commit(run: Run, folder: Path) -> None:
-    if not (folder / ".git").exists():
-        run(folder, "git", "init", "-q", "-b", "main")
+def run(folder: Path, *command: str) -> str:
+    """The output of a command that must succeed."""
+    done = run_to_end(list(command), folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def commit(folder: Path) -> None:
+    run(folder, "git", "init", "-q", "-b", "main")  # once more does no harm
     run(folder, "git", "add", "-A")
     run(folder, "git", "commit", "-qm", "as it is")
 
@@ -49,23 +42,22 @@ def edit(path: Path, line: int, text: str) -> None:
 
 
 @pytest.mark.slow
-def test_an_update_merges_the_template_and_the_user(template, run, tmp_path):
-    source = tmp_path / "template"
-    shutil.copytree(template, source)
-    commit(run, source)
+def test_an_update_merges_the_template_and_the_user(template, tmp_path):
+    source = shutil.copytree(template, tmp_path / "template")
+    commit(source)
     cruft = (sys.executable, "-m", "cruft")
     answers = json.dumps({"project_name": "Cat finder", "workload": "both"})
     out = run(tmp_path, *cruft, "create", str(source), "--no-input", "--extra-context", answers)
     assert "Next:" in out
     project = tmp_path / "cat_finder"
-    commit(run, project)
+    commit(project)
 
     # The user edits, deletes and adds.
     edit(project / "config.yaml", 12, "# the user's line")
     edit(project / "README.md", -1, "The user's last line.")
     (project / ".github/workflows/ci.yml").unlink()
     (project / "workloads/mine.py").write_text("MINE = True\n")
-    commit(run, project)
+    commit(project)
 
     # The template edits two lines above the user, edits what the user deleted, removes, adds, and edits a binary file.
     inside = source / FOLDER
@@ -76,7 +68,7 @@ def test_an_update_merges_the_template_and_the_user(template, run, tmp_path):
     (inside / "configs/celeba.yaml").unlink()
     (inside / "fastgpu/new.py").write_text("NEW = True\n")
     (inside / "data/digits.h5").write_bytes(bytes(range(256)))
-    commit(run, source)
+    commit(source)
     out = run(project, *cruft, "update", "-y")
 
     assert "Next:" not in out
@@ -96,5 +88,5 @@ def test_an_update_merges_the_template_and_the_user(template, run, tmp_path):
     changed = set(run(project, "git", "status", "--porcelain").split()[1::2])
     expected = ["README.md", "config.yaml", "configs/celeba.yaml", "data/digits.h5", "fastgpu/__init__.py"]
     assert changed == {".cruft.json", "fastgpu/new.py", *expected}
-    commit(run, project)
+    commit(project)
     run(project, *cruft, "check")

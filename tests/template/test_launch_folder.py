@@ -4,6 +4,7 @@ kubernetes.yaml fits the published schema, and its command line trains: two node
 """
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from harness import TIMEOUT_S, copy_project, free_port, metrics_of, wait_for_port, wait_until, write_minimal
+from harness import TIMEOUT_S, copy_project, free_port, metrics_of, run_to_end, wait_for_port, wait_until, write_minimal
 from template import PROJECT
 
 LAUNCH = PROJECT / "launch"
@@ -46,14 +47,12 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / ".venv/bin/activate").touch()
     (tmp_path / "runs/slurm-7").mkdir(parents=True)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    variables = {"SLURM_NNODES": 1, "SLURM_JOB_ID": 7, "SLURM_JOB_NODELIST": "node-a", "SLURM_GPUS_ON_NODE": 8}
-    for name, value in variables.items():
-        monkeypatch.setenv(name, str(value))
     return tmp_path
 
 
-def run_slurm(folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([LAUNCH / "slurm.sh"], cwd=folder, capture_output=True, text=True, check=False)
+def run_slurm(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    job = {"SLURM_NNODES": "1", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node-a", "SLURM_GPUS_ON_NODE": "8"}
+    return run_to_end([str(LAUNCH / "slurm.sh")], folder, **(job | variables))
 
 
 @pytest.mark.parametrize(
@@ -68,31 +67,24 @@ def run_slurm(folder: Path) -> subprocess.CompletedProcess[str]:
         (137, False, 50, False),
     ],
 )
-def test_slurm_queues_what_a_new_start_can_cure_and_not_for_ever(
-    slurm, monkeypatch, code, is_stopped, restarts, is_requeued
-):
-    monkeypatch.setenv("CODE", str(code))
-    monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
+def test_slurm_queues_what_a_new_start_can_cure_and_not_for_ever(slurm, code, is_stopped, restarts, is_requeued):
     if is_stopped:
         (slurm / "runs/slurm-7/stopped.json").touch()
-    done = run_slurm(slurm)
+    done = run_slurm(slurm, CODE=str(code), SLURM_RESTART_COUNT=str(restarts))
     assert done.returncode == (1 if restarts else code), done.stderr
     assert ("requeue 7" in done.stdout) == is_requeued
     assert ("queued again 50 times" in done.stderr) == (restarts == 50)
 
 
-def test_a_mistake_ends_the_job_before_the_training(slurm, monkeypatch):
-    monkeypatch.setenv("CHECK_CODE", "2")
-    done = run_slurm(slurm)
+def test_a_mistake_ends_the_job_before_the_training(slurm):
+    done = run_slurm(slurm, CHECK_CODE="2")
     assert done.returncode == 2
     assert "requeue" not in done.stdout
-    assert (slurm / "steps").read_text().split()[0] == "check"
-    assert "train" not in (slurm / "steps").read_text()
+    assert (slurm / "steps").read_text() == "check\n"
 
 
-def test_a_job_without_gpus_says_how_to_set_the_number_of_processes(slurm, monkeypatch):
-    monkeypatch.delenv("SLURM_GPUS_ON_NODE")
-    done = run_slurm(slurm)
+def test_a_job_without_gpus_says_how_to_set_the_number_of_processes(slurm):
+    done = run_slurm(slurm, SLURM_GPUS_ON_NODE="")
     assert done.returncode != 0
     assert "PROCS=4 sbatch" in done.stderr
 
@@ -138,15 +130,12 @@ KUBERNETES = "1.31"
 """The oldest version in which podFailurePolicy is stable."""
 
 
-def documents(name: str) -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all((LAUNCH / name).read_text()))
-
-
-JOB = documents("kubernetes.yaml")[1]
+DOCUMENTS: list[dict[str, Any]] = list(yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text()))
+JOB = DOCUMENTS[1]
 CONTAINER = JOB["spec"]["template"]["spec"]["containers"][0]
 
 
-@pytest.mark.parametrize("document", documents("kubernetes.yaml"), ids=lambda document: document["kind"])
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document["kind"])
 def test_kubernetes_takes_the_job(document):
     kubernetes_validate.validate(document, KUBERNETES, strict=True)
 
@@ -163,17 +152,15 @@ def test_the_job_fails_at_once_for_a_mistake_and_ignores_evictions():
     assert CONTAINER["resources"]["limits"]["nvidia.com/gpu"] == int(env["PET_NPROC_PER_NODE"])
     name = f"{JOB['metadata']['name']}-0.{spec['template']['spec']['subdomain']}"
     assert env["PET_RDZV_ENDPOINT"].startswith(f"{name}:")
-    assert documents("kubernetes.yaml")[0]["metadata"]["name"] == spec["template"]["spec"]["subdomain"]
+    assert DOCUMENTS[0]["metadata"]["name"] == spec["template"]["spec"]["subdomain"]
 
 
 def test_the_image_is_pinned_and_runs_without_root():
-    lines = [line.split() for line in (LAUNCH / "Dockerfile").read_text().splitlines() if line and line[0] != "#"]
-    words = {
-        command: [rest for first, *rest in lines if first == command] for command in ("FROM", "USER", "COPY", "RUN")
-    }
-    assert (words["FROM"], words["USER"]) == ([["python:3.11.14-slim-bookworm"]], [["1000"]])
-    assert all((PROJECT / name).is_file() for name in words["COPY"][0][:-1])
-    assert {first for first, *_ in words["RUN"]} == {"useradd", "pip"}  # nothing else is downloaded
+    text = (LAUNCH / "Dockerfile").read_text()
+    assert re.findall(r"(?m)^(?:FROM|USER) (.*)$", text) == ["python:3.11.14-slim-bookworm", "1000"]
+    copied = re.search(r"(?m)^COPY (.*) \S+$", text)[1].split()
+    assert all((PROJECT / name).is_file() for name in copied)
+    assert set(re.findall(r"(?m)^RUN (\w+)", text)) == {"useradd", "pip"}  # nothing else is downloaded
 
 
 @pytest.fixture
@@ -195,13 +182,8 @@ def start_node(project: Path) -> Iterator[Callable[..., subprocess.Popen]]:
     processes = []
 
     def start(port: int, *words: str) -> subprocess.Popen:
-        here = {
-            "train-0.train": "127.0.0.1",
-            "29500": str(port),
-            "/data/train-*.h5": "rows.h5::/train",
-            "/data/val-*.h5": "rows.h5::/val",
-            "/runs": str(project / "runs"),
-        }
+        here = {"train-0.train": "127.0.0.1", "29500": str(port), "/runs": str(project / "runs")}
+        here |= {f"/data/{split}-*.h5": f"rows.h5::/{split}" for split in ("train", "val")}
 
         def moved(text: str) -> str:
             for old, new in here.items():
@@ -228,6 +210,7 @@ def start_node(project: Path) -> Iterator[Callable[..., subprocess.Popen]]:
 
 
 def output_of(process: subprocess.Popen) -> str:
+    """What it has printed, once it has ended."""
     return process.communicate(timeout=TIMEOUT_S)[0]
 
 

@@ -26,17 +26,12 @@ def test_the_law_is_known_and_better_than_popularity():
 
 
 def test_the_included_data_are_made_by_the_tool(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(
-        "sys.argv", ["make_interactions.py", str(tmp_path / "interactions.h5"), "--compression", "gzip"]
-    )
+    words = ["make_interactions.py", str(tmp_path / "interactions.h5"), "--compression", "gzip"]
+    monkeypatch.setattr("sys.argv", words)
     make_interactions.main()
-    output = capsys.readouterr().out
-    assert "val: popularity_ndcg_at_100 0.194, oracle_ndcg_at_100 0.399" in output
-    for name, fields in (("train", ["items"]), ("val", ["items", "held_out"])):
-        with (
-            h5py.File(tmp_path / f"interactions-{name}.h5") as made,
-            h5py.File(PROJECT / f"data/interactions-{name}.h5") as included,
-        ):
+    assert "val: popularity_ndcg_at_100 0.194, oracle_ndcg_at_100 0.399" in capsys.readouterr().out
+    for name, fields in {"interactions-train.h5": ["items"], "interactions-val.h5": ["items", "held_out"]}.items():
+        with h5py.File(tmp_path / name) as made, h5py.File(PROJECT / "data" / name) as included:
             for field in fields:
                 for member in included[field]:
                     np.testing.assert_array_equal(made[field][member], included[field][member])

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from template import PROJECT, ROOT, WORKLOAD_ANSWERS, project_files, tracked
+from template import FOLDER, PROJECT, ROOT, WORKLOAD_ANSWERS, project_files, tracked
 
 DOCUMENTS = [name for name in tracked() if name.endswith(".md") and not name.startswith("bench/results/")]
 OF_A_PROJECT = [name for name in DOCUMENTS if name.startswith(PROJECT.name)]
@@ -21,6 +21,20 @@ def test_the_tree_in_a_project_is_the_tree_on_disk(baked, answer):
     folders = {f"{path.name}/" for path in project.iterdir() if path.is_dir() and not path.name.startswith(".")}
     rooms = {f"{path.parent.name}/" for path in project.glob("fastgpu/*/__init__.py")}
     assert {path.name for path in project.glob("*.py")} | folders | rooms <= shown
+
+
+@pytest.mark.parametrize("name", ["README.md", f"{FOLDER}/README.md", f"{FOLDER}/docs/tutorial.md"])
+def test_no_word_of_this_project_alone_comes_before_the_first_number(name):
+    """Nor is one in what train.py prints before it: tests/engine/run/test_record.py."""
+    before = re.split(r"(?m)^\|.*\d,\d{3} \|$|^epoch \d", (ROOT / name).read_text())[0]
+    assert re.findall(r"(?i)\b(?:pools?|tiers?|fresh|echo\w*|canonical)\b", before.split("## Train\n")[0]) == []
+
+
+def test_torchvision_is_said_to_come_from_the_index_of_torch():
+    for name in ("README.md", f"{FOLDER}/README.md", f"{FOLDER}/constraints.txt"):
+        assert re.search(
+            r"torchvision.*same index as torch|torchvision.*index that torch came", (ROOT / name).read_text()
+        )
 
 
 # ---------------------------------------------------------------------------------------------- commands and links

@@ -6,7 +6,6 @@ import shlex
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 from harness import convert, run_train
 from PIL import Image
@@ -21,36 +20,30 @@ SMALL_MODEL = {
 
 
 TORCHVISION = """
-import numpy as np
 import torch
 from PIL import Image
 
 
-class CIFAR10:
+class CIFAR10(list):
     classes = [f"class {number}" for number in range(10)]
-    attr_names = [*(f"attribute {number}" for number in range(40)), ""]
 
     def __init__(self, root, **options):
-        pass
-
-    def __len__(self):
-        return 40
-
-    def __getitem__(self, row):
-        return Image.fromarray(np.full((32, 32, 3), row, np.uint8)), row % 10
+        for row in range(40):
+            self.append((Image.new("RGB", (32, 32), (row, 0, 0)), row % 10))
 
 
-class CelebA(CIFAR10):
+class CelebA(list):
+    attr_names = [*(f"attribute {number}" for number in range(40)), ""]
+
     def __init__(self, root, split, target_type):
         assert split in ("train", "valid", "test") and target_type == "attr"
-
-    def __getitem__(self, row):
-        return Image.fromarray(np.full((218, 178, 3), row, np.uint8)), torch.arange(40) // (row + 1) % 2
+        for row in range(40):
+            self.append((Image.new("RGB", (178, 218), (row, 0, 0)), torch.arange(40) // (row + 1) % 2))
 """
 """A stand-in with few rows."""
 
 
-def published(folder: Path) -> None:
+def write_published(folder: Path) -> None:
     """The Datasets over torchvision's, and a stand-in for it."""
     shutil.copyfile(ROOT / "docs/examples/published.py", folder / "published.py")
     (folder / "torchvision").mkdir()
@@ -58,38 +51,30 @@ def published(folder: Path) -> None:
     (folder / "torchvision/datasets.py").write_text(TORCHVISION)
 
 
-def imagenet(folder: Path) -> None:
+def draw_imagenet(folder: Path) -> None:
     """Folders of ImageNet, with few rows."""
-    for split, n_rows in (("train", 40), ("val", 9)):
-        for number in range(n_rows):
-            path = folder / f"imagenet/{split}/n0{number % 3}/{number}.JPEG"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray(np.full((16, 20, 3), number, np.uint8)).save(path)
+    for number in range(49):
+        path = folder / f"imagenet/{'train' if number < 40 else 'val'}/n0{number % 3}/{number}.JPEG"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (20, 16), (number, 0, 0)).save(path)
 
 
-def photos(folder: Path) -> None:
+def draw_photos(folder: Path) -> None:
     """A CSV and images of several sizes."""
-    rng = np.random.default_rng(0)
     lines = ["path,label"]
     (folder / "shots").mkdir()
     for number in range(60):
-        height, width = rng.integers(130, 200, 2)
-        Image.fromarray(rng.integers(0, 256, (height, width, 3), np.uint8)).save(folder / f"shots/{number}.jpg")
+        Image.new("RGB", (130 + number, 190 - number), (4 * number, 0, 0)).save(folder / f"shots/{number}.jpg")
         lines.append(f"shots/{number}.jpg,{['cat', 'dog'][number % 2]}")
     (folder / "photos.csv").write_text("\n".join(lines))
 
 
-def included(folder: Path) -> None:
-    """The data of the project itself."""
-    (folder / "data").symlink_to(PROJECT / "data")
-
-
 MAKE_DATA = {
-    "cifar10": published,
-    "celeba": published,
-    "csv-images": photos,
-    "imagenet": imagenet,
-    "recsys": included,
+    "cifar10": write_published,
+    "celeba": write_published,
+    "csv-images": draw_photos,
+    "imagenet": draw_imagenet,
+    "recsys": lambda folder: (folder / "data").symlink_to(PROJECT / "data"),
 }
 
 

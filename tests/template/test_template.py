@@ -13,13 +13,6 @@ from baking import bake_project
 from cookiecutter.exceptions import FailedHookException
 from template import FOLDER, KEEP, PROJECT, QUESTIONS, ROOT, is_inside, project_files, removed_files
 
-LICENSES = {
-    "MIT": "MIT License",
-    "BSD-3-Clause": "BSD 3-Clause License",
-    "Apache-2.0": "Apache License",
-    "proprietary": "All rights reserved",
-}
-
 
 def files(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
@@ -43,10 +36,7 @@ def parses(project: Path) -> dict:
     return tomllib.loads((project / "pyproject.toml").read_text())
 
 
-# ---------------------------------------------------------------------------------------------- questions
-
-
-def test_questions_are_few_and_human():
+def test_questions_are_few_and_each_choice_is_explained():
     public = [name for name in QUESTIONS if not name.startswith("_")]
     assert len(public) <= 7
     assert set(QUESTIONS["__prompts__"]) == set(public)
@@ -54,54 +44,36 @@ def test_questions_are_few_and_human():
         assert ["__prompt__", *QUESTIONS[name]] == list(QUESTIONS["__prompts__"][name])
 
 
-def test_default_answers(bake, capfd):
-    project = bake()
-    assert project.name == "my_training_project"
-    assert parses(project)["project"]["name"] == "my-training-project"
-    assert files(project) == expected()
-    printed = capfd.readouterr().out
-    assert "cd my_training_project" in printed
-    assert sum(line.startswith("  ") for line in printed.splitlines()) == 3  # the next three commands
-    assert files(bake(accept_hooks=False, project_slug="cats")) == set(project_files())
-
-
-@pytest.mark.parametrize("license", LICENSES)
-def test_every_license(bake, license):
-    project = bake(project_slug="cats", license=license, author="Ada Ω")
-    assert parses(project)["project"]["license"] == license.replace("proprietary", "LicenseRef-Proprietary")
-    text = (project / "LICENSE").read_text()
-    assert "Ada Ω" in text
-    assert [name for name in LICENSES.values() if name in text] == [LICENSES[license]]
-
-
-def test_leftovers_of_a_run_in_place_are_not_baked(template, tmp_path):
-    dirty = tmp_path / "dirty"
-    shutil.copytree(template, dirty)
+def test_default_answers_bake_a_clean_project_and_tell_the_next_three_commands(template, tmp_path, capfd):
+    """Also from a folder in which the project was run and built."""
+    dirty = shutil.copytree(template, tmp_path / "dirty")
     leftovers = (
         *("fastgpu/__pycache__/x.pyc", "stray.pyc", ".mypy_cache/x.json", "runs/a/metrics.jsonl", "build/lib/x.py"),
         *("x.egg-info/PKG-INFO", ".hypothesis/x", ".coverage", "data/.DS_Store", ".venv/template.html"),
-        ".venv/lib/jinja/{{ broken }}.py",
     )
     for name in leftovers:
         path = dirty / FOLDER / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("{% broken {{")
-    (dirty / FOLDER / ".venv/lib/jinja/{{ broken }}.py").unlink()
-    assert files(bake_project(tmp_path, dirty)) == expected()
+    project = bake_project(tmp_path, dirty)
+    assert project.name == "my_training_project"
+    assert parses(project)["project"]["name"] == "my-training-project"
+    assert files(project) == expected()
+    printed = capfd.readouterr().out
+    assert "cd my_training_project" in printed
+    assert sum(line.startswith("  ") for line in printed.splitlines()) == 3
 
 
-# ---------------------------------------------------------------------------------------------- answers
+def test_without_hooks_a_project_has_every_file(bake):
+    assert files(bake(accept_hooks=False)) == set(project_files())
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "quotes \" and ' and \"\"\" and ''', back\\slash \\n \\, Ünïcödé 日本語 😀",
-        "-leading dash {{ cookiecutter.project_slug }} {% if x %} # hash : colon, [bracket] {brace} & amp; <b>",
-        "${HOME} $(touch hacked) `touch hacked` '''; import os; os.mkdir('hacked'); '''",
-    ],
-)
-def test_odd_answers_still_make_a_project(bake, tmp_path, text):
+def test_odd_answers_still_make_a_project(bake, tmp_path):
+    text = (
+        "-leading dash, quotes \" and ' and \"\"\" and ''', back\\slash \\n \\, Ünïcödé 日本語 😀 # hash : colon "
+        "{{ cookiecutter.project_slug }} {% if x %} {brace} [b] & amp; <b> ${HOME} $(touch hacked) `touch hacked` "
+        "'''; import os; os.mkdir('hacked'); '''"
+    )
     project = bake(project_name=text, project_slug="odd", author=text)
     meta = tomllib.loads((project / "pyproject.toml").read_text())  # and are kept as they were given
     assert meta["project"]["authors"][0]["name"] == " ".join(text.split())
@@ -130,23 +102,19 @@ def test_paths_and_answers_named_in_the_hook_exist():
 
 def test_hooks_need_nothing_but_python():
     for name in ("pre_gen_project.py", "post_gen_project.py"):
-        tree = ast.parse((ROOT / "hooks" / name).read_text())
-        imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-        imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-        assert imported <= {"json", "keyword", "re", "sys", "shutil", "tempfile", "pathlib"}
+        imported = re.findall(r"(?m)^(?:import|from) (\w+)", (ROOT / "hooks" / name).read_text())
+        assert set(imported) <= {"json", "keyword", "re", "sys", "shutil", "tempfile", "pathlib"}
 
 
 def test_the_version_is_the_newest_in_the_changelog():
     source = (PROJECT / "fastgpu" / "__init__.py").read_text()
-    version = re.search(r'(?m)^TEMPLATE_VERSION = "(\d+\.\d+\.\d+)"$', source)
+    (version,) = re.findall(r'(?m)^TEMPLATE_VERSION = "(\d+\.\d+\.\d+)"$', source)
     sections = re.findall(r"(?m)^## (.+)$", (ROOT / "CHANGELOG.md").read_text())
-    assert version
     assert sections[0] == "Unreleased"
-    assert re.fullmatch(re.escape(version[1]) + r" - \d{4}-\d\d-\d\d", sections[1])
+    assert re.fullmatch(re.escape(version) + r" - \d{4}-\d\d-\d\d", sections[1])
 
 
-def test_the_digits_file_is_the_one_that_the_script_makes():
+def test_the_included_digits_are_all_of_them_and_name_their_source():
     with h5py.File(PROJECT / "data" / "digits.h5") as file:
         assert sum(len(file[split]["images"]) for split in ("train", "val")) == 1797
-        assert all(file[split].attrs["fastgpu_format"] == 1 for split in ("train", "val"))
         assert "CC BY 4.0" in file.attrs["source"]

@@ -8,7 +8,7 @@ import venv
 from pathlib import Path
 
 import pytest
-from harness import TIMEOUT_S
+from harness import run_to_end
 from template import PROJECT
 
 PACKAGES = ["torch==2.14.1", "torchvision==0.29.1", "timm"]
@@ -25,15 +25,8 @@ def python(tmp_path_factory) -> Path:
     return folder / "bin/python"
 
 
-def run(python: Path, folder: Path, *words: str) -> str:
-    done = subprocess.run(
-        [python, PROJECT / words[0], *words[1:]],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
+def run(python: Path, folder: Path, script: str, *words: str) -> str:
+    done = run_to_end([str(python), str(PROJECT / script), *words], folder)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -8,12 +8,12 @@ ends of lines that it leaves out, and numbers may differ. A block below `<!-- no
 import itertools
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from harness import run_to_end
 from template import FOLDER, PROJECT, ROOT
 
 NOT_RUN = {"", "needs the network", "needs GPUs", "serves until it is stopped"}
@@ -68,15 +68,14 @@ def missing_lines(shown: str, printed: str) -> list[str]:
 def follow(project: Path, blocks: list[Block]) -> None:
     """Do what a page says, in its order, as a person types it, in the environment of these tests."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = os.environ | {"PATH": path, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    environment = {"PATH": path, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     for block in blocks:
         if block.reason:
             continue
         if block.target:
             (project / block.target).write_text(block.text)
         elif block.language == "bash":
-            command = ["bash", "-euc", f"exec 2>&1; {block.text}"]
-            done = subprocess.run(command, cwd=project, env=environment, stdout=subprocess.PIPE, text=True, check=False)
+            done = run_to_end(["bash", "-euc", f"exec 2>&1; {block.text}"], project, **environment)
             assert done.returncode == 0, block.text + done.stdout
         elif block.language == "console":
             assert not missing_lines(block.text, done.stdout), done.stdout

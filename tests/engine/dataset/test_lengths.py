@@ -7,20 +7,20 @@ from contextlib import closing
 
 import h5py
 import numpy as np
-import psutil
 import pytest
 import torch
 from harness import (
     ALONE,
     ROOT,
     copy_project,
+    kill_tree,
     metrics_of,
     open_feed,
     run_to_end,
     run_train,
     same_weights,
     train_command,
-    wait_until,
+    wait_for_step,
 )
 from torch.utils.data import Dataset
 
@@ -28,62 +28,39 @@ from fastgpu.dataset.source import ItemDataset, rows_per_ask
 from fastgpu.feed import Feed
 from fastgpu.feed.sizes import choose_sizes
 from fastgpu.process.config import Config, Data, Tier
-from fastgpu.process.launch import RankError, UserError
+from fastgpu.process.launch import UserError
 from fastgpu.rows.order import BlockSampler
-from fastgpu.rows.rows import Ragged
 
 N_ROWS = 60
 
 
-def boxes_of(row: int) -> np.ndarray:
-    """(row % 5, 4) numbers that only this row has."""
-    return np.arange(row * 100, row * 100 + row % 5 * 4, dtype=np.float32).reshape(-1, 4)
-
-
 class Boxes(Dataset):
-    """Detection-like items: an image, and any number of boxes."""
+    """Detection-like items: an image, any number of boxes, and any number of words."""
 
     def __len__(self) -> int:
         return N_ROWS
 
     def __getitem__(self, row: int):
-        return {"images": np.full((1, 4, 4), row, np.uint8), "boxes": boxes_of(row), "words": torch.arange(row % 7 + 1)}
+        boxes = np.full((row % 5, 4), row, np.float32)
+        return {"images": np.full((1, 4, 4), row, np.uint8), "boxes": boxes, "words": torch.arange(row % 7 + 1)}
 
 
-NAMES = {"images": "images", "boxes": "boxes", "words": "words"}
+def source_of(dataset: Dataset, *names: str) -> ItemDataset:
+    return ItemDataset("mine", dataset, {name: name for name in names})
 
 
-def source_of(dataset: Dataset | None = None, names: dict[str, str] = NAMES) -> ItemDataset:
-    return ItemDataset("mine", dataset or Boxes(), names)
+def feed_of(source: ItemDataset, tier: Tier = "disk") -> Feed:
+    return open_feed(source, BlockSampler(source.block_rows, 4, pool_batches=3, seed=1), tier, 0)
 
 
-def feed_of(source: ItemDataset, n_workers: int, tier: Tier = "disk") -> tuple[Feed, BlockSampler]:
-    order = BlockSampler(source.block_rows, 4, pool_batches=3, seed=1)
-    return open_feed(source, order, tier, n_workers), order
+def config_of(tier: Tier) -> Config:
+    return Config(workload="minimal", data=Data(train="x", val="y", fields={"x": "x"}, batch_size=4, tier=tier))
 
 
-@pytest.mark.parametrize("n_workers", [0, 2])
-def test_items_of_any_length_are_ragged_rows_also_with_a_trailing_shape(n_workers):
-    source = source_of()
-    assert str(source.fields["boxes"]) == "float32 (N, any number, 4)"
-    assert str(source.fields["words"]) == "int64 (N, any number)"
-    feed, order = feed_of(source, n_workers)
-    with closing(feed):
-        for epoch in (0, 1):
-            order.set_epoch(epoch)
-            row_ids = iter(order)
-            for pool in feed.pools(epoch):
-                for batch in pool.rows.batches(4):
-                    for row in range(len(batch)):
-                        number = next(row_ids)
-                        assert batch["images"][row].unique().tolist() == [number]
-                        np.testing.assert_array_equal(values_of(batch["boxes"], row), boxes_of(number))
-                        assert values_of(batch["words"], row).tolist() == list(range(number % 7 + 1))
-
-
-def values_of(column: Ragged, row: int) -> np.ndarray:
-    lo, hi = column.offsets[row : row + 2].tolist()
-    return column.values[lo:hi].numpy()
+def test_items_of_any_length_are_ragged_rows_also_with_a_trailing_shape():
+    fields = source_of(Boxes(), "images", "boxes", "words").fields
+    described = ["uint8 (N, 1, 4, 4)", "float32 (N, any number, 4)", "int64 (N, any number)"]
+    assert [*map(str, fields.values())] == described
 
 
 class Growing(Boxes):
@@ -96,39 +73,21 @@ class Growing(Boxes):
 
 
 def test_the_memory_of_a_pool_grows_with_rows_that_are_longer_than_expected():
-    source = source_of(Growing(), {"boxes": "boxes"})
-    feed, order = feed_of(source, 0)
-    with closing(feed):
+    source = source_of(Growing(), "boxes")
+    assert source.fields["boxes"].is_ragged  # although the items that were compared have one length
+    with closing(feed_of(source)) as feed:
         for pool in feed.pools(0):
             boxes = pool.rows["boxes"]
-            lengths = boxes.offsets.diff().tolist()
-            rows = pool.plan.row_ids.tolist()
-            assert lengths == [1000 if row % 9 == 5 else 1 for row in rows]
-            assert boxes.values[:, 0].tolist() == np.repeat(rows, lengths).tolist()
-
-
-class Same(Boxes):
-    """Items that have one length wherever they are compared, and another one elsewhere."""
-
-    def __getitem__(self, row: int):
-        return {"boxes": np.zeros((2 if row == 7 else 1, 4), np.float32)}
-
-
-def test_a_length_that_differs_seldom_is_refused_with_its_cure():
-    dataset = Same()
-    message = r"mine: row 7 has boxes as float32 \(N, 2, 4\), row 0 as .*an attribute ragged = \('boxes',\) if only"
-    feed, _ = feed_of(source_of(dataset, {"boxes": "boxes"}), 0)
-    with closing(feed), pytest.raises(RankError, match=message):
-        list(feed.pools(0))
-    dataset.ragged = ("boxes",)
-    assert source_of(dataset, {"boxes": "boxes"}).fields["boxes"].is_ragged
+            rows = pool.plan.row_ids
+            assert boxes.offsets.diff().tolist() == np.where(rows % 9 == 5, 1000, 1).tolist()
+            assert boxes.values[:, 0].tolist() == np.repeat(rows, boxes.offsets.diff()).tolist()
 
 
 @pytest.mark.parametrize("tier", ["host", "device"])
 def test_rows_of_unknown_length_stay_on_the_disk_tier(tier):
-    data = Data(train="x", val="y", fields=NAMES, batch_size=4, tier=tier)
+    source = source_of(Boxes(), "boxes")
     with pytest.raises(UserError, match=rf"data.tier is {tier}, but nobody knows how many values boxes of mine have"):
-        choose_sizes(Config(workload="minimal", data=data), source_of(), source_of(), ALONE)
+        choose_sizes(config_of(tier), source, source, ALONE)
 
 
 # ---------------------------------------------------------------------------------------------- what workers are asked
@@ -148,18 +107,17 @@ class Counting(Boxes):
 @pytest.mark.parametrize(("tier", "n_times"), [("disk", 2), ("host", 1), ("device", 1)])
 def test_no_row_is_read_that_no_epoch_needs_and_rows_that_are_kept_are_read_once(tier, n_times):
     dataset = Counting()
-    source = source_of(dataset, {"images": "images"})
+    source = source_of(dataset, "images")
     dataset.read.clear()
-    feed, order = feed_of(source, 0, tier)
-    order.n_epochs = 2
-    with closing(feed):
+    with closing(feed_of(source, tier)) as feed:
+        feed.order.n_epochs = 2
         for epoch in range(2):
             list(feed.pools(epoch))
     assert sorted(dataset.read) == sorted([*range(N_ROWS)] * n_times)
 
 
 def test_a_worker_is_asked_for_four_mib_but_all_workers_have_to_do():
-    small = ItemDataset("small", Boxes(), {"images": "images"})
+    small = source_of(Boxes(), "images")
     order = BlockSampler(np.ones(100_000, np.int32), 256, pool_batches=390)
     assert rows_per_ask(small, order) == 390 * 256 // 64
     assert rows_per_ask(small, BlockSampler(np.ones(100, np.int32), 50, pool_batches=2)) == 50
@@ -172,28 +130,26 @@ def test_a_worker_is_asked_for_four_mib_but_all_workers_have_to_do():
 
 class Drawing(Boxes):
     def __getitem__(self, row: int):
-        return {"x": torch.rand(2)}
+        return {"images": torch.rand(2)}
 
 
-@pytest.mark.parametrize(("dataset", "is_told"), [(Drawing(), True), (Boxes(), False)])
-@pytest.mark.parametrize("tier", ["disk", "host"])
-def test_a_tier_that_would_freeze_what_a_dataset_draws_is_told(dataset, is_told, tier, capsys):
-    source = ItemDataset("mine", dataset, {"x": "x"} if is_told else {"images": "images"})
-    data = Data(train="x", val="y", fields={"x": "x"}, batch_size=4, tier=tier)
-    choose_sizes(Config(workload="minimal", data=data), source, source, ALONE)
+@pytest.mark.parametrize(
+    ("dataset", "tier", "is_told"), [(Drawing(), "host", True), (Drawing(), "disk", False), (Boxes(), "host", False)]
+)
+def test_a_tier_that_would_freeze_what_a_dataset_draws_is_told(dataset, tier, is_told, capsys):
+    source = source_of(dataset, "images")
+    choose_sizes(config_of(tier), source, source, ALONE)
     told = "data.tier is host: the items of mine are read once, so what they draw at random is the same in each epoch"
-    assert (told in capsys.readouterr().out) == (is_told and tier == "host")
+    assert (told in capsys.readouterr().out) == is_told
 
 
 # ---------------------------------------------------------------------------------------------- training
 
 WORKLOAD = """
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-import workloads
-from fastgpu.process.config import Section
+from workloads import minimal
 
 
 class Net(nn.Module):
@@ -207,35 +163,13 @@ class Net(nn.Module):
         return self.head(hidden)[:, 0]
 
 
-class Workload(workloads.Workload):
-    Options = Section
-    inputs = ("parts",)
-    best = ("mse", "lower")
-
-    def __init__(self, options, train, val):
-        assert train.fields["parts"].is_ragged
-
+class Workload(minimal.Workload):
     def model(self):
         return Net()
 
-    def transform(self, batch, rng):
-        return batch
-
     def predict(self, model, batch):
-        parts = batch["parts"]
-        return {"y": model(parts.values, parts.rows, len(batch)).float()}
-
-    def loss(self, model, batch):
-        return F.mse_loss(self.predict(model, batch)["y"], batch["y"].float())
-
-    def score(self, model, batch):
-        return {"mse": self.loss(model, batch) * len(batch)}
-
-    def metrics(self, sums):
-        return {"mse": sums["mse"] / sums["n"]}
-
-    def card(self):
-        return {}
+        parts = batch["x"]
+        return {"prediction": model(parts.values, parts.rows, len(batch)).float()}
 """
 DATASET = '''
 import numpy as np
@@ -255,12 +189,12 @@ class Boxes(Dataset):
     def __getitem__(self, row):
         rng = np.random.default_rng(row)
         boxes = rng.random((rng.integers(0, 6), 4), np.float32)
-        return {"parts": boxes + 0.01 * torch.rand(4).numpy(), "y": boxes[:, :2].prod(1).sum()}
+        return {"x": boxes + 0.01 * torch.rand(4).numpy(), "y": boxes[:, :2].prod(1).sum()}
 '''
 CONFIG = """
 workload: lengths
 data:
-  {dataset: mine:Boxes, train: "400", val: "80", fields: {parts: parts, y: y}, batch_size: 16, pool_batches: 5}
+  {dataset: mine:Boxes, train: "400", val: "80", fields: {x: x, y: y}, batch_size: 16, pool_batches: 5}
 loader: {num_workers: 1}
 optim: {lr: 0.01}
 train: {epochs: 4}
@@ -282,9 +216,8 @@ def test_rows_of_any_length_train_resume_to_equal_weights_on_two_ranks_and_are_p
     run = project / "runs/killed"
     command = train_command("run.name=killed", ranks=2, root=project)
     with subprocess.Popen(command, cwd=project, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        wait_until(lambda: bool(list(run.glob("checkpoints/last-00000[6-9]"))), process)
-        for running in (*psutil.Process(process.pid).children(recursive=True), process):
-            running.kill()
+        wait_for_step(run, 20, process)
+        kill_tree(process)
     resumed = run_train("run.name=killed", "run.resume=auto", **where)
     assert resumed.returncode == 0, resumed.stderr
     assert same_weights(project / "runs/whole", run)
@@ -292,8 +225,8 @@ def test_rows_of_any_length_train_resume_to_equal_weights_on_two_ranks_and_are_p
     errors = [point["val/mse"] for point in metrics_of(run) if "val/mse" in point]
     assert errors[-1] < errors[0]
     with h5py.File(project / "new.h5", "w") as file:
-        file["parts/indptr"] = [0, 1, 4, 6]
-        file["parts/values"] = np.ones((6, 4), np.float32)
+        file["x/indptr"] = [0, 1, 4, 6]
+        file["x/values"] = np.ones((6, 4), np.float32)
     done = run_to_end([sys.executable, "predict.py", str(run), "new.h5", "-o", "new.csv"], project)
     assert done.returncode == 0, done.stderr
     assert len((project / "new.csv").read_text().splitlines()) == 4

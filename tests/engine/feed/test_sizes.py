@@ -1,15 +1,14 @@
-import re
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from harness import ALONE, CPU, numbered
-from torch.utils.data import Dataset as TorchDataset
+from harness import ALONE, CPU
+from torch.utils.data import TensorDataset
 
 from fastgpu.dataset.source import ItemDataset
 from fastgpu.feed import sizes
-from fastgpu.feed.sizes import Sizes, choose_sizes, choose_tier, class_order_warning
+from fastgpu.feed.sizes import Sizes, choose_sizes, choose_tier
 from fastgpu.process.config import Config, Data, Loader, Optim
 from fastgpu.process.launch import UserError
 from fastgpu.process.machine import GIB
@@ -37,14 +36,6 @@ def with_labels(labels: np.ndarray) -> Shape:
     source.fields["labels"] = Field(np.dtype(np.int64), ())
     source.column = lambda name: labels
     return source
-
-
-class Images(TorchDataset):
-    def __len__(self) -> int:
-        return 400
-
-    def __getitem__(self, row: int):
-        return numbered(1, start=row)[0], row % 4
 
 
 @pytest.fixture
@@ -155,19 +146,8 @@ def test_all_sizes_together(memory):
     )
 
 
-def test_the_keys_are_named_that_were_chosen_or_given(memory):
-    sources = (Shape(2000), Shape(10))
-    chosen = sizes_of(data(), Loader(), sources, ALONE)
-    assert chosen.chosen == {"data": {"tier": "device", "pool_batches": 31}, "loader": {"num_readers": 8}}
-    given = data(tier="disk", pool_batches=3, batch_size=32)
-    kept = sizes_of(given, Loader(num_readers=5), sources, ALONE)
-    assert kept.chosen == {"data": {"tier": "disk", "pool_batches": 3}, "loader": {"num_readers": 5}}
-    assert kept.batch_size == 32
-
-
 def test_a_dataset_is_read_by_worker_processes_and_stays_on_the_disk_tier(memory):
-    fields = {"images": "images", "labels": "labels"}
-    source = ItemDataset("Images", Images(), fields)
+    source = ItemDataset("mine", TensorDataset(torch.zeros(400)), {"images": "images"})
     chosen = sizes_of(data(), Loader(num_workers=2), (source, source), ALONE)
     assert (chosen.tier, chosen.uses_workers, chosen.n_readers) == ("disk", True, 2)
     assert chosen.chosen["loader"] == {"num_workers": 2}
@@ -185,23 +165,17 @@ def test_ragged_rows_with_more_values_than_offsets_can_count_stay_on_the_disk_ti
         sizes_of(data(tier="host"), Loader(), (source, Shape(9)), ALONE)
 
 
-def test_a_file_in_class_order_is_told(memory, capsys):
-    sizes_of(data(pool_batches=2), Loader(), (with_labels(np.arange(2000) // 200), Shape(10)), ALONE)
-    assert "warning: x.h5 is sorted by class" in capsys.readouterr().out
-    sizes_of(data(), Loader(), (with_labels(np.arange(2000) // 200), Shape(10)), ALONE)  # one pool mixes all rows
-    assert capsys.readouterr().out == ""
-
-
 @pytest.mark.parametrize(
-    ("labels", "is_told"),
+    ("labels", "pool_batches", "is_told"),
     [
-        (np.arange(1000) // 100, True),
-        (np.random.default_rng(0).permutation(1000) // 100, False),
-        (np.zeros(1000, int), False),  # there is only one class
+        (np.arange(1000) // 100, 2, True),
+        (np.arange(1000) // 100, "auto", False),  # one pool mixes all rows
+        (np.random.default_rng(0).permutation(1000) // 100, 2, False),
+        (np.zeros(1000, int), 2, False),  # there is only one class
     ],
-    ids=["sorted", "mixed", "one class"],
+    ids=["sorted", "one pool", "mixed", "one class"],
 )
-def test_a_file_sorted_by_class_is_told(labels, is_told):
-    warning = class_order_warning(with_labels(labels))
-    expected = "x.h5 is sorted by class: 99% of neighbouring rows share a label"
-    assert bool(re.search(expected, warning or "")) == bool(warning) == is_told
+def test_a_file_in_class_order_is_told(memory, capsys, labels, pool_batches, is_told):
+    sizes_of(data(pool_batches=pool_batches), Loader(), (with_labels(labels), Shape(10)), ALONE)
+    told = "warning: x.h5 is sorted by class: 99% of neighbouring rows share a label"
+    assert (told in capsys.readouterr().out) == is_told

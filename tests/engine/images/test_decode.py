@@ -22,6 +22,7 @@ KINDS = {
     "PNG with a palette": ("P", "PNG", {}),
     "PNG with transparency": ("RGBA", "PNG", {}),
     "WebP": ("RGB", "WEBP", {"lossless": True}),
+    "BMP": ("RGB", "BMP", {}),
 }
 
 
@@ -32,6 +33,13 @@ def bytes_of(file: io.BytesIO) -> np.ndarray:
 def photo(kind: str, height: int = 150, width: int = 200) -> io.BytesIO:
     mode, suffix, options = KINDS[kind]
     return encoded(Image.fromarray(pixels(height, width)).convert(mode), suffix, **options)
+
+
+def turned(orientation: int, kind: str, **options: object) -> io.BytesIO:
+    """A file of 60 x 80 pixels with this EXIF orientation."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return encoded(Image.fromarray(pixels(60, 80)), kind, exif=exif, **options)
 
 
 @pytest.fixture(params=["simplejpeg", "Pillow"])
@@ -56,10 +64,7 @@ def test_every_kind_of_file_gives_the_pixels_that_converting_gives(kind, size, d
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])
 def test_a_part_is_that_of_the_upright_image(orientation, kind):
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    icc = b"x" * 40_000  # EXIF need not come first
-    file = encoded(Image.fromarray(pixels(60, 80)), kind, exif=exif, icc_profile=icc, **KINDS["full color"][2])
+    file = turned(orientation, kind, icc_profile=b"x" * 40_000, **KINDS["full color"][2])  # EXIF need not come first
     upright = decode(file, Preprocessing())
     image = EncodedImage(bytes_of(file), obeys_exif=True)
     assert (3, image.height, image.width) == upright.shape
@@ -178,13 +183,13 @@ def test_files_are_kept_as_they_are_or_made_smaller_once(kind):
     data = photo(kind).getvalue()
     kept = keep(data)
     assert keep(data, 150) == kept
-    if KINDS[kind][0] in ("RGB", "L"):
+    if KINDS[kind][0] in ("RGB", "L") and kind != "BMP":
         assert kept == data
     else:  # written anew, so that training has upright RGB
         image = Image.open(io.BytesIO(kept))
-        assert (image.mode, image.format) == ("RGB", KINDS[kind][1])
+        assert (image.mode, image.format) == ("RGB", "JPEG" if kind == "CMYK" else "PNG")
         found = decode(io.BytesIO(kept), Preprocessing()).astype(int)
-        assert np.abs(found - decode(photo(kind), Preprocessing())).mean() < 4
+        assert np.abs(found - decode(photo(kind), Preprocessing())).mean() <= (4 if kind == "CMYK" else 0)
     smaller = Image.open(io.BytesIO(keep(data, 60)))
     assert (smaller.format, smaller.size) == ("JPEG", (80, 60))
     expected = decode(photo(kind), Preprocessing((60, 80), "exact"))
@@ -193,17 +198,8 @@ def test_files_are_kept_as_they_are_or_made_smaller_once(kind):
 
 @pytest.mark.parametrize("orientation", range(2, 9))
 def test_photos_on_their_side_are_kept_upright(orientation):
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    data = encoded(Image.fromarray(pixels(60, 80)), "JPEG", exif=exif).getvalue()
+    data = turned(orientation, "JPEG").getvalue()
     kept = keep(data)
     assert EncodedImage(np.frombuffer(kept, np.uint8)).is_plain
     found, expected = (decode(io.BytesIO(each), Preprocessing()).astype(int) for each in (kept, data))
     assert np.abs(found - expected).mean() < 6
-
-
-def test_other_formats_are_kept_without_loss():
-    data = encoded(Image.fromarray(pixels()), "BMP").getvalue()
-    kept = Image.open(io.BytesIO(keep(data)))
-    assert kept.format == "PNG"
-    np.testing.assert_array_equal(np.asarray(kept), pixels())

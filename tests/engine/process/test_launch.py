@@ -1,3 +1,4 @@
+import socket
 import subprocess
 import sys
 
@@ -5,7 +6,7 @@ import pytest
 from harness import ROOT, TIMEOUT_S
 
 from fastgpu.process import launch as launch_module
-from fastgpu.process.launch import Launch, RankError, UserError, exit_with_message, read_launch, warn
+from fastgpu.process.launch import Launch, RankError, UserError, check_parent, exit_with_message, read_launch, warn
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
 
@@ -21,13 +22,6 @@ def slept(monkeypatch) -> list[float]:
     return slept
 
 
-def ends_with(error: BaseException) -> int:
-    """The exit code that an error becomes."""
-    with pytest.raises(SystemExit) as stop, exit_with_message():
-        raise error
-    return stop.value.code
-
-
 def test_launch_reads_the_values_that_torchrun_sets(monkeypatch):
     assert read_launch() == Launch()
     for number, name in enumerate(VARIABLES, 3):
@@ -37,29 +31,36 @@ def test_launch_reads_the_values_that_torchrun_sets(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "first", "other"),
+    ("error", "code", "message"),
     [
-        (UserError("too many"), 2, "error: too many\n", ""),
-        (RankError("my disk is gone"), 2, "error: my disk is gone\n", "error: my disk is gone\n"),
-        (KeyboardInterrupt(), 130, "\ninterrupted\n", ""),
+        (UserError("too many"), 2, "error: too many\n"),
+        (RankError("my disk is gone"), 2, "error: my disk is gone\n"),
+        (KeyboardInterrupt(), 130, "\ninterrupted\n"),
     ],
 )
 def test_a_person_sees_one_message_of_a_machine_or_that_of_the_rank_that_alone_failed(
-    monkeypatch, capsys, error, code, first, other
+    monkeypatch, capsys, slept, error, code, message
 ):
-    for local_rank, message in enumerate((first, other)):
-        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
-        assert ends_with(error) == code
-        assert capsys.readouterr().err == message
-
-
-def test_under_torchrun_the_first_rank_ends_first_so_that_its_message_is_seen(monkeypatch, slept):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
-    ends_with(UserError("too many"))
-    assert slept == []
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    ends_with(UserError("too many"))
-    assert slept == [launch_module.SPEAKER_S]
+    for local_rank in range(2):
+        monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+        with pytest.raises(SystemExit) as stop, exit_with_message():
+            raise error
+        assert stop.value.code == code
+        speaks = local_rank == 0 or isinstance(error, RankError)
+        assert capsys.readouterr().err == (message if speaks else "")
+        # torchrun ends all ranks with the first that ends: they wait until that one has printed its message
+        assert slept == ([] if speaks or code == 130 else [launch_module.SPEAKER_S])
+
+
+def test_a_rank_whose_torchrun_ended_before_linux_was_told_ends_at_once(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    with socket.create_server(("localhost", 0)) as store:
+        monkeypatch.setenv("MASTER_PORT", str(store.getsockname()[1]))
+        check_parent()
+    with pytest.raises(RankError, match="torchrun, which started this process, has ended"):
+        check_parent()
 
 
 def test_a_bug_keeps_its_traceback():
@@ -68,20 +69,17 @@ def test_a_bug_keeps_its_traceback():
 
 
 def test_a_warning_is_printed_once_for_the_whole_job(monkeypatch, capsys):
-    warn("the file is sorted")
     for rank in range(4):
         monkeypatch.setenv("RANK", str(rank))
         warn("the file is sorted")
-    assert capsys.readouterr().out == 2 * "warning: the file is sorted\n"  # of a plain process and of rank 0
+    assert capsys.readouterr().out == "warning: the file is sorted\n"
 
 
 HANGS = """
 import threading
-import h5py
 from h5py._objects import phil
 from fastgpu.process.launch import HangError, exit_with_message
 
-file = h5py.File("rows.h5", "w", driver="core", backing_store=False)
 def hang():
     phil.acquire()
     is_stuck.set()

@@ -15,6 +15,14 @@ from fastgpu.process import signals
 from fastgpu.process.launch import exit_with_message
 world = SimpleNamespace(world_size=1, all_gather=lambda value: [value])
 """
+AGAIN = """
+signals.Agreement(world, 0)
+for _ in range(2):
+    os.kill(os.getpid(), {number})
+print("alive", flush=True)
+signals.ECHO_S = 0
+os.kill(os.getpid(), {number})
+"""
 ORPHAN = """
 if os.fork():
     time.sleep(600)
@@ -26,26 +34,14 @@ with exit_with_message():
 """
 
 
-def start(*code: str) -> subprocess.Popen:
+def start(code: str) -> subprocess.Popen:
     """A process with these lines of Python."""
-    program = HEAD + "\n".join(code)
-    return subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-
-
-def run(*code: str) -> tuple[int, str]:
-    """(exit code, output) of a process with these lines of Python."""
-    with start(*code) as process:
-        output, _ = process.communicate(timeout=TIMEOUT_S)
-    return process.returncode, output
-
-
-@pytest.fixture
-def agreement() -> Agreement:
-    return Agreement(ALONE, 0)
+    return subprocess.Popen([sys.executable, "-c", HEAD + code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
 @pytest.mark.parametrize("number", STOP)
-def test_a_signal_asks_for_a_stop(agreement, number):
+def test_a_signal_asks_for_a_stop(number):
+    agreement = Agreement(ALONE, 0)
     assert not agreement.is_asked_to_stop(0)
     os.kill(os.getpid(), number)
     assert agreement.is_asked_to_stop(1)
@@ -55,9 +51,9 @@ def test_a_signal_asks_for_a_stop(agreement, number):
 
 @pytest.mark.parametrize("number", STOP)
 def test_a_signal_that_comes_again_later_ends_the_process(number):
-    again = f"os.kill(os.getpid(), {int(number)})"
-    later = "print('alive', flush=True); signals.ECHO_S = 0"
-    assert run("agreement = signals.Agreement(world, 0)", again, again, later, again) == (-number, "alive\n")
+    with start(AGAIN.format(number=int(number))) as process:
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+    assert (process.returncode, output) == (-number, "alive\n")
 
 
 @pytest.mark.skipif(not psutil.LINUX, reason="a call of Linux")

@@ -1,48 +1,37 @@
+from fractions import Fraction
+from math import floor
+
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from cases import mixed
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from fastgpu.rows.order import BlockSampler
-from fastgpu.rows.rows import runs
-from fastgpu.rows.selection import Share, hold_out
+from fastgpu.rows.selection import Groups, Mixture, hold_out
+
+many = settings(max_examples=150, deadline=None)
 
 
-def numbers_in(share: Share) -> np.ndarray:
-    """The rows of an epoch in the order of the file, as its extents have them."""
-    extents = share.extents(0)
-    return runs(extents.starts, extents.counts)
+# ---------------------------------------------------------------------------------------------- a share
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.floats(0.01, 0.99))
-def test_the_parts_are_exact_and_disjoint_and_keep_their_rows(block_rows, share):
+@many
+@given(st.lists(st.integers(1, 40), min_size=2, max_size=30), st.floats(0.01, 0.99), st.integers(0, 9))
+def test_a_share_is_exact_and_leaves_the_other_rows_and_an_epoch_has_each_of_them_once(block_rows, share, seed):
     n_rows = sum(block_rows)
     n_val = round(share * n_rows)
-    if not 0 < n_val < n_rows:
-        return
-    train, val = hold_out(np.array(block_rows), n_val)
-    assert (len(train), len(val)) == (n_rows - n_val, n_val)
-    together = np.concatenate([numbers_in(train), numbers_in(val)])
-    np.testing.assert_array_equal(np.sort(together), np.arange(n_rows))
-    for part in (train, val):
-        assert (np.diff(numbers_in(part)) > 0).all()  # in the order of the file
-        np.testing.assert_array_equal(part.rows(), numbers_in(part))
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(1, 9), min_size=3, max_size=30), st.integers(0, 9), st.integers(1, 4))
-def test_an_epoch_of_a_part_has_each_of_its_rows_once_and_a_block_stays_together(block_rows, seed, pool_batches):
-    if sum(block_rows) < 10:
-        return
-    train, val = hold_out(np.array(block_rows), sum(block_rows) // 5)
-    for part in (train, val):
-        validation = BlockSampler(part, 4, seed=None, drop_last=False, pool_batches=pool_batches)
-        assert list(validation) == part.rows().tolist()
-        sampler = BlockSampler(part, 1, seed=seed, pool_batches=pool_batches)
-        assert sorted(sampler) == part.rows().tolist()
-    n_pieces = sum(len(plan.reads.starts) for plan in BlockSampler(train, 1, seed=seed, pool_batches=10**6).pools(0))
-    assert n_pieces == len(train.extents(0).starts)  # no extent is cut inside a pool
+    assume(0 < n_val < n_rows)
+    parts = hold_out(np.array(block_rows), n_val)
+    assert [len(part) for part in parts] == [n_rows - n_val, n_val]
+    np.testing.assert_array_equal(np.sort(np.concatenate([part.rows() for part in parts])), np.arange(n_rows))
+    for part in parts:
+        rows = part.rows().tolist()
+        assert rows == sorted(rows)
+        assert rows == list(BlockSampler(part, 4, seed=None, drop_last=False, pool_batches=seed + 1))
+        assert rows == sorted(BlockSampler(part, 1, seed=seed, pool_batches=seed + 1))
+        (pool,) = BlockSampler(part, 1, seed=seed, pool_batches=n_rows).pools(0)
+        assert len(pool.reads.starts) == len(part.extents(0).starts)  # none is cut inside a pool
 
 
 @pytest.mark.parametrize(("n_rows", "block_rows"), [(2000, 2000), (2000, 1), (50_000, 20), (50_000, 10_000)])
@@ -54,19 +43,72 @@ def test_a_share_is_fair_to_every_class_whatever_the_order_of_the_rows(n_rows, b
     elif order == "random":
         labels = np.random.default_rng(5).permutation(labels)
     _, val = hold_out(np.full(n_rows // block_rows, block_rows), n_rows // 10)
-    counts = np.bincount(labels[numbers_in(val)], minlength=10)
+    counts = np.bincount(labels[val.rows()], minlength=10)
     expected = n_rows / 100
     assert (np.abs(counts - expected) < 5 * np.sqrt(expected)).all()
 
 
 def test_reads_of_a_large_file_stay_long():
-    train, val = hold_out(np.full(2000, 50), 10_000)
+    train, _ = hold_out(np.full(2000, 50), 10_000)
     assert len(train.extents(0).units) == 2000
     assert len(train.extents(0).starts) <= 4000  # at most two pieces of each block
-    np.testing.assert_array_equal(val.extents(0).counts[:10].sum() % 5, 0)
 
 
 def test_the_rows_held_out_never_change():
     """Frozen: a resumed run must not train on rows that it was validated on."""
     _, val = hold_out(np.array([4, 3, 6, 7]), 5)
-    assert numbers_in(val).tolist() == [2, 11, 12, 15, 17]
+    assert val.rows().tolist() == [2, 11, 12, 15, 17]
+
+
+# ---------------------------------------------------------------------------------------------- groups at weights
+
+
+@many
+@given(st.lists(st.sampled_from([1, 3, 0.25, 7.5]), min_size=1, unique=True), st.integers(1, 1000))
+def test_turns_are_the_largest_remainders(weights, n_rows):
+    groups = Groups(("",) * len(weights), tuple(weights), np.arange(n_rows) % len(weights), False)
+    exact = [n_rows * Fraction(weight) / sum(map(Fraction, weights)) for weight in weights]
+    assume(len({rows % 1 for rows in exact}) == len(exact))  # rounding may decide ties either way
+    n_more = n_rows - sum(map(floor, exact))
+    largest_first = sorted(exact, key=lambda rows: floor(rows) - rows)
+    expected = [floor(rows) + (rows in largest_first[:n_more]) for rows in exact]
+    assert Mixture(groups, np.array([n_rows]), 1, 0).turns.tolist() == expected
+
+
+@many
+@given(mixed(), st.integers(0, 9))
+def test_each_epoch_has_the_exact_turns_and_the_rows_of_a_group_take_them_evenly(case, seed):
+    samplers = case.samplers(seed=seed)
+    groups = case.groups.groups
+    turns = samplers[0].selection.turns
+    assert samplers[0].total_size == turns.sum()
+    total = np.zeros(len(groups), int)
+    for epoch in range(4):
+        rows = [plan.row_ids for sampler in samplers for plan in sampler.pools(epoch)]
+        uses = np.bincount(np.concatenate([*rows, []]).astype(int), minlength=len(groups))
+        np.testing.assert_array_equal(np.bincount(groups, uses, len(turns)), turns)
+        total += uses
+        for group in range(len(turns)):
+            for counts in (uses[groups == group], total[groups == group]):
+                assert counts.max() - counts.min() <= 1
+
+
+def test_sources_are_read_in_whole_blocks_except_at_one_place_in_each_and_pools_are_mixed():
+    groups = Groups(("a", "b"), (1, 1), np.repeat([0, 1], [30 * 16, 10 * 16]), True)
+    sampler = BlockSampler(Mixture(groups, np.full(40, 16), 32, 3), 32, pool_batches=20, seed=3)
+    for epoch in range(3):
+        whole = [len(places) == 16 for plan in sampler.pools(epoch) for _, places in plan.reads.ranges()]
+        assert whole.count(False) <= 4  # the window of a group is cut at both ends
+    first_pool = next(sampler.pools(0))
+    assert 0.3 < (first_pool.row_ids < 30 * 16).mean() < 0.7
+    rows = [Mixture(groups, np.full(40, 16), 32, seed).extents(0).starts.tolist() for seed in (3, 3, 4)]
+    assert rows[0] == rows[1] != rows[2]  # which rows of the larger group come in the first epoch
+
+
+def test_another_weight_or_another_grouping_is_another_order():
+    groups = np.arange(64) // 32
+    checksums = set()
+    for weights, rows_of_groups in (((1, 1), groups), ((1, 2), groups), ((1, 1), 1 - groups)):
+        mixture = Mixture(Groups(("a", "b"), weights, rows_of_groups, True), np.full(8, 8), 8, 0)
+        checksums.add(BlockSampler(mixture, 8).identity["selection"])
+    assert len(checksums) == 3

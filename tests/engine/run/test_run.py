@@ -4,22 +4,23 @@ import re
 import shutil
 from math import inf, nan
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from harness import ALONE, newest, step_of
+from harness import ALONE, in_world, newest, step_of
 from short_run import STEPS_PER_EPOCH, parts_of, started_run, train_epoch
 from torch import nn
 
 from fastgpu import TEMPLATE_VERSION
-from fastgpu.process.config import Run
-from fastgpu.process.config_loader import load_config
+from fastgpu.process import config, files
 from fastgpu.process.files import FolderLock
 from fastgpu.process.launch import UserError
-from fastgpu.run import checkpoint, record
+from fastgpu.process.world import World
+from fastgpu.run import checkpoint
 from fastgpu.run import run as run_module
-from fastgpu.run.run import lock_folder
+from fastgpu.run.run import Run, lock_folder
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.telemetry import TensorBoard
 from fastgpu.training.average import AveragedModel
@@ -39,7 +40,7 @@ def checkpoints(run: Path, kind: str = "") -> list[str]:
 
 def locked(folder: Path, name: str = "auto", resume: str = "never") -> Path:
     """The folder that a run takes and gives back."""
-    path, lock = lock_folder(Run(folder=str(folder), name=name, resume=resume))
+    path, lock = lock_folder(config.Run(folder=str(folder), name=name, resume=resume))
     lock.close()
     return path
 
@@ -69,11 +70,17 @@ def test_resuming_takes_the_run_that_saved_last_or_starts_one(tmp_path):
     assert locked(tmp_path / "none", resume="auto").parent == tmp_path / "none"
 
 
-@pytest.mark.parametrize("name", ["file", "x" * 300])
-def test_a_folder_that_cannot_be_written(tmp_path, name):
-    (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="run.folder: cannot write to .*; use another run.folder"):
+@pytest.mark.parametrize(
+    ("name", "reason"), [("file", "Not a directory"), ("x" * 300, "too long"), ("run", "symbolic link")]
+)
+def test_a_folder_that_cannot_be_written_and_a_lock_that_is_a_link(tmp_path, name, reason):
+    victim = tmp_path / "file"
+    victim.write_text("mine")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/lock").symlink_to(victim)
+    with pytest.raises(UserError, match=f"run.folder: cannot write to .*{reason}.*; use another run.folder"):
         locked(tmp_path, name)
+    assert victim.read_text() == "mine"
 
 
 def test_what_a_killed_process_left_is_removed_with_the_lock(tmp_path):
@@ -83,40 +90,23 @@ def test_what_a_killed_process_left_is_removed_with_the_lock(tmp_path):
     assert [path.name for path in (tmp_path / "a/checkpoints").iterdir()] == ["copy-of-last"]
 
 
-def test_a_lock_is_not_written_through_a_link(tmp_path):
-    victim = tmp_path / "victim"
-    victim.write_text("mine")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/lock").symlink_to(victim)
-    with pytest.raises(UserError, match="run.folder: cannot write .*symbolic links"):
-        locked(tmp_path, "run")
-    assert victim.read_text() == "mine"
-
-
 @pytest.mark.parametrize("content", [b"", b"- a list", b"\xff\xfe", b"a: &a [*a]", b"[" * 5000, b"5"])
 def test_files_that_only_describe_a_run_never_stop_it(tmp_path, model, content):
-    (tmp_path / "a").mkdir()
-    for name in ("config.yaml", "run.json", "metrics.jsonl"):
-        (tmp_path / "a" / name).write_bytes(content)
-    with started_run(tmp_path, model) as run, TensorBoard(run, ALONE) as log:
-        train_epoch(run)
-        log.write(1, {"val/x": 1.0})
+    for epoch in range(2):  # a new run, and one that is resumed
+        (tmp_path / "a").mkdir(exist_ok=True)
+        for name in ("config.yaml", "run.json", "metrics.jsonl"):
+            (tmp_path / "a" / name).write_bytes(content)
+        with started_run(tmp_path, model, resume="auto") as run, TensorBoard(run, ALONE) as log:
+            assert run.progress.epoch == epoch
+            train_epoch(run)
+            log.write(1, {"val/x": 1.0})
+            assert run.finish() == 0
 
 
 # ---------------------------------------------------------------------------------------------- what it ran with
 
 
-def test_the_config_of_a_run_is_a_valid_config_file(tmp_path, model):
-    with started_run(tmp_path, model):
-        pass
-    with started_run(tmp_path, model, sections={"data": {"pool_batches": 4}}, resume="auto"):
-        pass  # a resumed run adds its own
-    run = tmp_path / "a"
-    assert load_config(["--config", str(run / "config.yaml")]).flat() == parts_of(tmp_path, model).config.flat()
-    assert load_config(["--config", str(run / "config-2.yaml")]).data.pool_batches == 4
-
-
-def test_a_run_says_what_it_ran_with_and_what_it_trained(tmp_path, model):
+def test_a_run_says_what_it_ran_with(tmp_path, model):
     with started_run(tmp_path, model):
         pass
     description = json.loads((tmp_path / "a/run.json").read_text())
@@ -126,57 +116,60 @@ def test_a_run_says_what_it_ran_with_and_what_it_trained(tmp_path, model):
     assert {"command", "started", "gpu", "git_commit"} <= set(description)
 
 
-def test_a_disk_that_refuses_the_description_does_not_stop_the_run(tmp_path, model, monkeypatch, capsys):
-    def refuse(*_, **__):
-        raise OSError(28, "No space left on device")
+FULL = Mock(side_effect=OSError(28, "No space left on device"))
 
-    monkeypatch.setattr(record, "new_file", refuse)
-    with started_run(tmp_path, model) as run:
-        train_epoch(run)
+
+def test_a_disk_that_refuses_the_description_does_not_stop_the_run_and_leaves_no_part_of_it(
+    tmp_path, model, monkeypatch, capsys
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "flush", FULL)
+        run = Run(parts_of(tmp_path, model), ALONE)
     printed = capsys.readouterr().out
     for name in ("run.json", "config.yaml"):
         assert re.search(f"warning: cannot write .*/a/{name} .*; training goes on", printed)
+    assert {path.name for path in (tmp_path / "a").iterdir()} == {"checkpoints", "lock"}
+    with run:
+        train_epoch(run)
 
 
 # ---------------------------------------------------------------------------------------------- checkpoints
 
 
-def test_a_run_is_saved_after_each_epoch_and_continued_where_it_was(tmp_path, model, capsys):
-    with started_run(tmp_path, model) as run:
+def test_a_run_is_saved_after_each_epoch_and_inside_it_and_continued_where_it_was(tmp_path, model, capsys):
+    with started_run(tmp_path, model, checkpoint_every_steps=3) as run:
         train_epoch(run, score=2.0)
+        assert checkpoints(tmp_path / "a") == ["best-000002", "last-000001", "last-000003"]
+        assert step_of(tmp_path / "a/checkpoints/last-000001") == 3
         train_epoch(run, score=1.0)
         run.finish()
-    assert checkpoints(tmp_path / "a") == ["best-000001", "last-000002", "last-000003"]
     assert "done: epoch 2, step 8; " in capsys.readouterr().out
     with started_run(tmp_path, nn.Linear(2, 2), resume="auto") as run:
         at = run.progress
         assert (at.epoch, at.step, at.pool, at.best) == (2, 8, 0, 2.0)
 
 
-def test_a_checkpoint_keeps_what_has_a_state_and_the_weights_once(tmp_path, model):
-    parts = parts_of(tmp_path, model)
-    second = torch.optim.SGD(model.parameters(), lr=0.1)
-    parts._asdict = lambda: {"model": model, "ddp": model, "ema": AveragedModel(model, 0.0), "second": second, "n": 1}
-    with run_module.Run(parts, ALONE) as run:
-        train_epoch(run)
-    assert {path.stem for path in newest(tmp_path / "a").glob("*.pt")} == {"model", "scaler", "second"}
-
-
-def test_checkpoints_inside_an_epoch(tmp_path, model):
-    with started_run(tmp_path, model, checkpoint_every_steps=3) as run:
-        for step in range(1, STEPS_PER_EPOCH + 1):
-            run.count()
-            run.end_pool()
-            assert bool(checkpoints(tmp_path / "a")) == (step >= 3)
-    assert checkpoints(tmp_path / "a") == ["last-000001"]
+def test_what_has_a_state_is_saved_and_comes_back_and_the_weights_are_saved_once(tmp_path, model):
+    """Such as a second optimizer and its scheduler."""
+    for epoch in range(2):
+        parts = parts_of(tmp_path, model, resume="auto")
+        second = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(second, 0.5)
+        copies = {"ddp": model, "ema": AveragedModel(model, 0.0)}
+        states = {"model": model, "second": second, "scheduler": scheduler}
+        parts._asdict = {**copies, **states, "n": 1}.copy
+        with Run(parts, ALONE) as run:
+            assert scheduler.last_epoch == epoch
+            assert second.param_groups[0]["lr"] == 0.1 * 0.5**epoch
+            second.step()
+            scheduler.step()
+            train_epoch(run)
+    assert {path.stem for path in newest(tmp_path / "a").glob("*.pt")} == {*states, "scaler"}
 
 
 @pytest.mark.parametrize(
     ("direction", "scores", "epochs"),
-    [
-        ("higher", [nan, 3.0, 1.0, nan, 4.0, 2.0, 4.0], [0, 2, 2, 2, 5, 5, 5]),
-        ("lower", [inf, 1.0, 2.0, nan, 0.5, 0.5], [0, 2, 2, 2, 5, 5]),
-    ],
+    [("higher", [nan, 3, 1, nan, 4, 2, 4], [0, 2, 2, 2, 5, 5, 5]), ("lower", [inf, 1, 2, nan, 0.5], [0, 2, 2, 2, 5])],
 )
 def test_the_best_checkpoint_is_kept_by_the_value_of_the_metric(tmp_path, model, direction, scores, epochs):
     kept = []
@@ -189,14 +182,7 @@ def test_the_best_checkpoint_is_kept_by_the_value_of_the_metric(tmp_path, model,
     assert kept == epochs
 
 
-def test_a_best_metric_that_does_not_exist_is_told_and_costs_no_epoch(tmp_path, model, capsys):
-    with started_run(tmp_path, model, best=("recall", "higher")) as run:
-        train_epoch(run, score=1.0, loss=0.5)
-    assert "`best` of the workload is recall, but `metrics` gives val/score, val/loss" in capsys.readouterr().out
-    assert checkpoints(tmp_path / "a") == ["last-000001"]
-
-
-def test_a_resumed_run_may_choose_another_metric(tmp_path, model):
+def test_a_resumed_run_may_choose_another_metric_and_one_that_does_not_exist_is_told(tmp_path, model, capsys):
     with started_run(tmp_path, model) as run:
         train_epoch(run, score=1000.0, loss=0.5)
     with started_run(tmp_path, model, best=("loss", "lower"), resume="auto") as run:
@@ -205,7 +191,10 @@ def test_a_resumed_run_may_choose_another_metric(tmp_path, model):
         run._card["val_rows"] = "other rows"  # to validate on
         train_epoch(run, score=0.0, loss=0.7)
         assert run.progress.best == 0.7
-    assert step_of(newest(tmp_path / "a", "best")) == 12
+    with started_run(tmp_path, model, best=("recall", "higher"), resume="auto") as run:
+        train_epoch(run)
+    assert "`best` of the workload is recall, but `metrics` gives val/score, val/loss" in capsys.readouterr().out
+    assert [step_of(newest(tmp_path / "a", kind)) for kind in ("best", "last")] == [12, 16]
 
 
 def test_the_newest_run_is_not_taken_for_one_of_other_rows(tmp_path, model):
@@ -215,29 +204,21 @@ def test_the_newest_run_is_not_taken_for_one_of_other_rows(tmp_path, model):
     parts = parts_of(tmp_path, model, name="auto", resume="auto")
     parts.train_rows = others
     with pytest.raises(UserError, match="run.name: the newest run, .*/a, has other rows; name the one to resume"):
-        run_module.Run(parts, ALONE)
+        Run(parts, ALONE)
 
 
 def test_a_kill_between_two_checkpoints_loses_no_best_one(tmp_path, model, monkeypatch):
-    save = checkpoint.save
-
-    def killed_before_the_last(run, kind, *arguments, **options):
-        if kind == "last":
-            raise KeyboardInterrupt
-        return save(run, kind, *arguments, **options)
-
-    monkeypatch.setattr(checkpoint, "save", killed_before_the_last)
+    save = Mock(side_effect=[True, KeyboardInterrupt])  # of the best one, and of the last one
+    real = checkpoint.save
+    monkeypatch.setattr(checkpoint, "save", lambda *arguments, **options: save() and real(*arguments, **options))
     with started_run(tmp_path, model) as run, pytest.raises(KeyboardInterrupt):
         train_epoch(run)
     assert checkpoints(tmp_path / "a") == ["best-000001"]
 
 
 def test_a_run_whose_last_checkpoint_is_not_on_disk_ends_with_an_error(tmp_path, model, monkeypatch, capsys):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
     with started_run(tmp_path, model) as run:
-        monkeypatch.setattr(torch, "save", full)
+        monkeypatch.setattr(torch, "save", FULL)
         train_epoch(run)
         with pytest.raises(UserError, match="last checkpoint is not in .*/a: make room, and resume the run"):
             run.finish()
@@ -247,46 +228,60 @@ def test_a_run_whose_last_checkpoint_is_not_on_disk_ends_with_an_error(tmp_path,
 
 
 class Masked(nn.Module):
-    """A norm, and a mask of -inf."""
+    """A norm, a mask of -inf, and a queue."""
 
     def __init__(self):
         super().__init__()
         self.norm = nn.BatchNorm1d(2)
         self.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+        self.register_buffer("queue", torch.zeros(2))
 
 
-@pytest.mark.parametrize("name", ["norm.running_mean", "norm.weight"])
-def test_what_became_nan_is_not_saved_and_a_mask_may_be_infinite(tmp_path, name):
+def lose_a_value(world: World, folder: Path, name: str = "queue") -> str:
+    """What a rank says when the last rank alone loses a value after the first epoch."""
     model = Masked()
-    with started_run(tmp_path, model) as run:
+    with Run(parts_of(folder, model), world) as run:
         train_epoch(run)
-        saved = checkpoints(tmp_path / "a")
-        model.state_dict()[name][0] = nan
-        with pytest.raises(UserError, match=rf"{name}.* is not finite at step 8; nothing is saved"):
+        if world.rank == world.world_size - 1:
+            model.state_dict()[name][0] = nan
+        with pytest.raises(UserError) as error:
             train_epoch(run)
-    assert checkpoints(tmp_path / "a") == saved
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("n_ranks", "name"),
+    [(1, "norm.running_mean"), (1, "norm.weight"), pytest.param(2, "queue", marks=pytest.mark.slow)],
+)
+def test_what_became_nan_on_any_rank_is_not_saved_and_a_mask_may_be_infinite(tmp_path, n_ranks, name):
+    errors = in_world(2, lose_a_value, tmp_path) if n_ranks == 2 else [lose_a_value(ALONE, tmp_path, name)]
+    for error in errors:
+        assert re.search(rf"{name}.* is not finite at step 8; nothing is saved", error)
+    assert checkpoints(tmp_path / "a") == ["best-000001", "last-000002"]
 
 
 # ---------------------------------------------------------------------------------------------- one writer
 
 
-@pytest.mark.parametrize("how", ["removed", "moved", "deleted", "taken"])
+LOSSES = {
+    "removed": lambda path: (path / "lock").unlink(),
+    "replaced": lambda path: ((path / "lock").unlink(), (path / "lock").touch()),
+    "taken": lambda path: (path / "lock").write_text("process 1 on another machine"),
+    "moved": lambda path: path.rename(path.with_name("b")),
+    "deleted": shutil.rmtree,
+}
+"""{how a folder can be lost: what somebody else does}"""
+
+
+@pytest.mark.parametrize("how", LOSSES)
 def test_a_run_that_lost_its_lock_writes_no_more(tmp_path, model, how):
-    path = tmp_path / "a"
     with started_run(tmp_path, model) as run:
         train_epoch(run)
-        saved = checkpoints(path)
-        if how == "moved":
-            path.rename(tmp_path / "b")
-        elif how == "deleted":
-            shutil.rmtree(path)
-        else:
-            (path / "lock").unlink()
-        if how == "taken":
-            (path / "lock").write_text("process 1 on another machine")
+        LOSSES[how](run.folder)
+        saved = sorted(tmp_path.rglob("*-0*"))
         with pytest.raises(UserError, match="a/lock is no longer the lock of this process"):
             train_epoch(run)
-    assert checkpoints(path) == saved if path.exists() else how in ("moved", "deleted")
+    assert sorted(tmp_path.rglob("*-0*")) == saved
 
 
 def test_a_folder_in_which_another_process_began_meanwhile_is_left_alone(tmp_path, model, monkeypatch):

@@ -1,11 +1,22 @@
-"""Fixtures that decide what the page cache holds."""
+"""Files of rows that are open, and fixtures that decide what the page cache holds."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 
-from fastgpu.storage import store
+from fastgpu.storage import store as module
 from fastgpu.storage.file import OpenFile
+from fastgpu.storage.store import HDF5Dataset, open_store
+
+
+@pytest.fixture
+def store(write) -> Callable[..., HDF5Dataset]:
+    """store(rows, ..., name=...) is a file that `write` of these arguments makes, opened."""
+    return lambda *sizes, **options: open_store("data.train", write(*sizes, **options), FIELDS)
+
+
+FIELDS = {"images": "images", "labels": "labels"}
 
 
 @pytest.fixture
@@ -23,5 +34,5 @@ def all_cached(monkeypatch) -> None:
 @pytest.fixture(params=["cached", "not cached", "around the page cache"])
 def either_cached_or_not(request, monkeypatch) -> None:
     """All bytes are in the page cache, so rows are copied out of a mapping; then the same with none, and without it."""
-    monkeypatch.setattr(store, "AROUND_PAGE_CACHE", 0.0 if request.param == "around the page cache" else math.inf)
+    monkeypatch.setattr(module, "AROUND_PAGE_CACHE", 0.0 if request.param == "around the page cache" else math.inf)
     request.getfixturevalue("all_cached" if request.param == "cached" else "nothing_cached")

@@ -16,25 +16,19 @@ def test_blocks_are_rows_that_lie_together():
     expected = [*range(550, 1000), *range(50)]
     assert numbers_of(out["images"][places]) == expected
     assert out["labels"][places].tolist() == expected
+    assert ArrayDataset("x", {"a": np.zeros((100, 1 << 16))}).block_rows.tolist() == [4] * 25  # of about 2 MiB
 
 
-def test_blocks_have_about_two_mib():
-    assert ArrayDataset("x", {"a": np.zeros((100, 1 << 16))}).block_rows.tolist() == [4] * 25
-
-
-def test_columns_of_all_rows():
+@pytest.mark.parametrize("block_rows", [None, np.full(10, 3, np.int32)])
+def test_columns_of_all_rows(block_rows):
     columns = {"number": np.arange(30, dtype=">i4"), "items": ragged(range(30))}
-    source = ArrayDataset("x", columns, fields={"items": Field(np.dtype("i4"), (), n_items=1000)})
+    fields = {"items": Field(np.dtype("i4"), (), n_items=1000)}
+    source = ArrayDataset("x", columns, block_rows=block_rows, fields=fields)
     assert len(source) == 30
     assert source.fields["number"].dtype == np.dtype("=i4")
     assert source.fields["items"].n_items == 1000
     assert source.column("number").tolist() == list(range(30))
     assert source.column("items") is None
-
-
-@pytest.mark.parametrize("block_rows", [None, np.full(10, 3, np.int32)])
-def test_ragged_rows_are_read(block_rows):
-    source = ArrayDataset("x", {"items": ragged(range(30)), "number": np.arange(30)}, block_rows=block_rows)
     rows = read_scattered(source)
     assert is_ragged(rows["items"], range(30))
     assert rows["number"].tolist() == list(range(30))

@@ -1,45 +1,35 @@
-import ctypes
 import errno
+import fcntl
 import mmap
 import os
+import traceback
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import PLAN, numbers_of, reads_of
-from scattered import read_scattered
+from harness import numbers_of
+from scattered import jobs_of, read_by_jobs, read_scattered
 
 from fastgpu.process.launch import RankError
 from fastgpu.storage import store as store_module
-from fastgpu.storage.file import OpenFile, split_group
-from fastgpu.storage.store import open_store
+from fastgpu.storage.file import OpenFile
 
-FIELDS = {"images": "images", "labels": "labels"}
 BIG = (1, 96, 96)  # 9 KiB: rows that the kernel scatters
 
 
-@pytest.fixture
-def content() -> bytes:
-    return np.random.default_rng(0).bytes(100_000)
-
-
-@pytest.fixture
-def file(tmp_path, content) -> OpenFile:
-    path = tmp_path / "x.bin"
-    path.write_bytes(content)
-    return OpenFile(str(path))
-
-
-def test_a_path_may_name_a_group():
-    assert split_group("a/x.h5::/train") == ("a/x.h5", "/train")
-    assert split_group("a/x.h5") == ("a/x.h5", "/")
-
-
-# ---------------------------------------------------------------------------------------------- page cache
-
-
-def answer_of_the_kernel(monkeypatch, answer: int | OSError) -> tuple[list[int], list[int]]:
-    """Let preadv with flags answer so. Returns lists of the offsets of calls: with flags, and without."""
+@pytest.mark.parametrize(
+    ("answer", "is_cached"),
+    [
+        (1, True),
+        (0, False),  # the file ends here
+        (BlockingIOError(errno.EAGAIN, "would wait for the disk"), False),
+        (OSError(errno.EOPNOTSUPP, "not supported"), False),  # as file systems on a network
+    ],
+)
+def test_rows_are_copied_out_of_the_mapping_where_the_kernel_says_that_they_are_cached(
+    store, monkeypatch, answer, is_cached
+):
     real = os.preadv
     asked_offsets, read_offsets = [], []
 
@@ -52,94 +42,47 @@ def answer_of_the_kernel(monkeypatch, answer: int | OSError) -> tuple[list[int],
             raise answer
         return answer
 
+    opened = store(40, BIG)
     monkeypatch.setattr(os, "RWF_NOWAIT", 8, raising=False)
     monkeypatch.setattr(os, "preadv", preadv)
-    return asked_offsets, read_offsets
-
-
-def test_each_time_another_byte_is_asked_about_because_the_answer_keeps_its_page_in_memory(file, monkeypatch):
-    offsets, _ = answer_of_the_kernel(monkeypatch, 0)
-    for _ in range(100):
-        assert file.cached(100, 1000) is None
-    assert 100 <= min(offsets) < 300
-    assert 900 <= max(offsets) < 1100
-    assert len(set(offsets)) > 50
-
-
-@pytest.mark.parametrize(
-    ("answer", "expected"),
-    [
-        (1, True),
-        (0, False),  # the file ends here
-        (BlockingIOError(errno.EAGAIN, "would wait for the disk"), False),
-        (OSError(errno.EOPNOTSUPP, "not supported"), False),  # as file systems on a network
-    ],
-)
-def test_bytes_are_mapped_if_the_kernel_says_that_they_are_in_the_page_cache(
-    file, content, monkeypatch, answer, expected
-):
-    answer_of_the_kernel(monkeypatch, answer)
-    data = file.cached(1234, 500)
-    assert (data is not None) == expected
-    data = file.read(1234, 500) if data is None else data
-    assert data.tobytes() == content[1234:1734]
-
-
-@pytest.mark.parametrize("answer", [1, BlockingIOError(errno.EAGAIN, "would wait for the disk")])
-def test_rows_are_copied_out_of_the_mapping_only_where_they_are_cached(write, monkeypatch, answer):
-    store = open_store("data.train", write(40, BIG), FIELDS)
-    _, read_offsets = answer_of_the_kernel(monkeypatch, answer)
-    assert numbers_of(read_scattered(store)["images"]) == list(range(40))
-    assert bool(read_offsets) == (answer != 1)
+    for _ in range(20):
+        assert numbers_of(read_scattered(opened)["images"]) == list(range(40))
+    assert bool(read_offsets) != is_cached
+    assert len(set(asked_offsets)) > 60  # another byte each time, because the answer keeps its page in memory
 
 
 # ---------------------------------------------------------------------------------------------- around the page cache
 
 
-def has_direct_reads(path: str) -> bool:
+def has_direct_reads(path: Path) -> bool:
     """Whether the file system can read around the page cache: tried without the code under test."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        with FileIO(os.open(path, os.O_RDONLY | os.O_DIRECT)) as raw:
+            return raw.readinto(mmap.mmap(-1, mmap.PAGESIZE)) > 0  # begins at a page, as direct reads need
     except OSError:
         return False
-    try:
-        with mmap.mmap(-1, mmap.PAGESIZE) as page:  # begins at a page, as direct reads need
-            return os.preadv(descriptor, [page], 0) > 0
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
 
 
-def pages_in_cache(path: str) -> set[int]:
-    """The numbers of the pages of a file that are in the page cache. To ask the kernel would begin to read others."""
-    with Path(path).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-        array = np.frombuffer(mapped, np.uint8)
-        flags = np.zeros(-(-len(array) // mmap.PAGESIZE), np.uint8)
-        c_library = ctypes.CDLL(None, use_errno=True)
-        address, length, vector = ctypes.c_void_p(array.ctypes.data), ctypes.c_size_t(len(array)), flags.ctypes
-        assert c_library.mincore(address, length, ctypes.c_void_p(vector.data)) == 0
-        del array  # the mapping ends with its last view
-        return set(np.flatnonzero(flags & 1).tolist())
-
-
-def test_a_file_that_the_memory_cannot_hold_leaves_no_rows_in_the_page_cache(write, monkeypatch):
-    path = write(1000, BIG)
-    assert not open_store("data.train", path, FIELDS).file.is_direct
-    if not has_direct_reads(path):
+def test_a_file_that_the_memory_cannot_hold_is_read_around_the_page_cache(store, tmp_path, monkeypatch):
+    assert not store(100, BIG).file.is_direct
+    if not has_direct_reads(tmp_path / "rows.h5"):
         pytest.skip("the file system of the tests has no direct reads")
     monkeypatch.setattr(store_module, "AROUND_PAGE_CACHE", 0.0)
-    store = open_store("data.train", path, FIELDS)
-    assert store.file.is_direct
-    with Path(path).open("rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    before = pages_in_cache(path)  # those that the kernel was looking at
-    assert numbers_of(read_scattered(store)["images"]) == list(range(1000))
-    assert pages_in_cache(path) <= before < set(range(Path(path).stat().st_size // mmap.PAGESIZE + 1))
+    opened = store(100, BIG)
+    assert opened.file.is_direct
+    real = os.preadv
+
+    def preadv(descriptor, buffers, offset, flags=0):
+        assert fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT
+        return real(descriptor, buffers, offset, flags)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    monkeypatch.setattr(os, "posix_fadvise", lambda *_: pytest.fail("asked for bytes in the page cache"))
+    monkeypatch.setattr(OpenFile, "mapped", property(lambda _: pytest.fail("mapped the file")))
+    assert numbers_of(read_scattered(opened)["images"]) == list(range(100))
 
 
-def test_a_file_system_without_direct_reads_is_read_as_usual(write, monkeypatch):
+def test_a_file_system_without_direct_reads_is_read_as_usual(store, monkeypatch):
     real = os.open
 
     def refuse(path, flags, *arguments, **options):
@@ -149,9 +92,9 @@ def test_a_file_system_without_direct_reads_is_read_as_usual(write, monkeypatch)
 
     monkeypatch.setattr(os, "open", refuse)
     monkeypatch.setattr(store_module, "AROUND_PAGE_CACHE", 0.0)
-    store = open_store("data.train", write(40, BIG), FIELDS)
-    assert not store.file.is_direct
-    assert numbers_of(read_scattered(store)["images"]) == list(range(40))
+    opened = store(40, BIG)
+    assert not opened.file.is_direct
+    assert numbers_of(read_scattered(opened)["images"]) == list(range(40))
 
 
 # ---------------------------------------------------------------------------------------------- system calls
@@ -159,40 +102,44 @@ def test_a_file_system_without_direct_reads_is_read_as_usual(write, monkeypatch)
 
 @pytest.mark.usefixtures("nothing_cached")
 @pytest.mark.parametrize("options", [{}, {"compression": "gzip"}])
-def test_all_that_is_not_cached_is_announced_before_the_first_read(write, monkeypatch, options):
-    store = open_store("data.train", write(40, BIG, **options), FIELDS)
+def test_all_that_is_not_cached_is_announced_before_the_first_read_five_functions_deep(store, monkeypatch, options):
+    opened = store(40, BIG, **options)
     calls = []
     real = os.preadv
+
+    def preadv(*arguments):
+        functions = [frame.name for frame in traceback.extract_stack() if "fastgpu" in Path(frame.filename).parts]
+        assert len(functions) <= 5
+        calls.append("read")
+        return real(*arguments)
+
     monkeypatch.setattr(os, "posix_fadvise", lambda *_: calls.append("announce"))
-    monkeypatch.setattr(os, "preadv", lambda *arguments: (calls.append("read"), real(*arguments))[1])
-    out = {name: np.zeros((40, *field.shape), field.dtype) for name, field in store.fields.items()}
-    store.read(PLAN, reads_of(*[(8 * block, np.arange(8) + 8 * block) for block in range(5)]), out)
-    assert numbers_of(out["images"]) == list(range(40))
-    assert calls == ["announce"] * 5 + ["read"] * 5
+    monkeypatch.setattr(os, "preadv", preadv)
+    assert numbers_of(read_by_jobs(opened, np.arange(40), 40)["images"]) == list(range(40))
+    assert calls == sorted(calls)
+    assert {*calls} == {"announce", "read"}
 
 
 @pytest.mark.usefixtures("nothing_cached")
-def test_short_reads_are_continued(write, monkeypatch):
-    store = open_store("data.train", write(40, BIG), FIELDS)
+@pytest.mark.parametrize("options", [{}, {"compression": "gzip"}])
+def test_short_reads_are_continued(store, monkeypatch, options):
+    opened = store(40, BIG, **options)
     real = os.preadv
-    read_offsets = []
 
     def read_a_third(descriptor, buffers, offset):
-        read_offsets.append(offset)
-        first = buffers[0][: max(1, len(buffers[0]) // 3)]
-        return real(descriptor, [first], offset)
+        return real(descriptor, [buffers[0][: max(1, len(buffers[0]) // 3)]], offset)
 
     monkeypatch.setattr(os, "preadv", read_a_third)
-    assert numbers_of(read_scattered(store)["images"]) == list(range(40))
-    assert len(read_offsets) > 40
+    assert numbers_of(read_scattered(opened)["images"]) == list(range(40))
 
 
 # ---------------------------------------------------------------------------------------------- changed files
 
 
-def test_bytes_behind_the_end_of_a_file_are_an_error(file):
-    with pytest.raises(RankError, match="x.bin ends at byte 100000: it was cut while in use; restore the file"):
-        file.read(99_990, 20)
+def test_bytes_behind_the_end_of_a_file_are_an_error(tmp_path):
+    (tmp_path / "x.bin").write_bytes(bytes(100))
+    with pytest.raises(RankError, match="x.bin ends at byte 100: it was cut while in use; restore the file"):
+        OpenFile(f"{tmp_path}/x.bin").read(90, 20)
 
 
 def cut(path: str) -> None:
@@ -211,22 +158,35 @@ def overwrite(path: str) -> None:
 @pytest.mark.usefixtures("either_cached_or_not")
 @pytest.mark.parametrize("options", [{"chunk": 8}, {"chunk": None}, {"chunk": 8, "compression": "gzip"}])
 @pytest.mark.parametrize("change", [cut, grow, overwrite])
-def test_a_file_changed_while_in_use_is_an_error(write, options, change):
-    path = write(40, BIG, **options)
-    store = open_store("data.train", path, FIELDS)
-    read_scattered(store)
-    change(path)
+def test_a_file_changed_while_in_use_is_an_error(store, options, change):
+    opened = store(40, BIG, **options)
+    read_scattered(opened)
+    change(opened.file.path)
     with pytest.raises(RankError, match="was changed while in use; restore the file"):
-        read_scattered(store)
+        read_scattered(opened)
 
 
 @pytest.mark.usefixtures("all_cached")
 @pytest.mark.parametrize("change", [cut, grow])
-def test_a_file_changed_after_its_rows_were_found_in_memory_is_an_error(write, change):
-    path = write(40, BIG)
-    store = open_store("data.train", path, FIELDS)
-    out = {name: np.zeros((8, *field.shape), field.dtype) for name, field in store.fields.items()}
-    (job,) = store.jobs(PLAN._replace(n_rows=8, reads=reads_of((16, np.arange(8)))), out, 8)
-    change(path)
+def test_a_file_changed_after_its_rows_were_found_in_memory_is_an_error(store, change):
+    opened = store(40, BIG)
+    (job,), _ = jobs_of(opened, np.arange(8), 8)
+    change(opened.file.path)
+    with pytest.raises(RankError, match="was changed while in use"):
+        job()
+
+
+@pytest.mark.parametrize("cached", ["all_cached", "nothing_cached"])
+def test_a_file_changed_while_a_part_of_it_is_read_is_an_error(store, request, monkeypatch, cached):
+    opened = store(40, BIG)
+    request.getfixturevalue(cached)
+    real = OpenFile.check_unchanged
+
+    def check_and_grow(file: OpenFile) -> None:
+        real(file)
+        grow(file.path)
+
+    (job,), _ = jobs_of(opened, np.arange(8), 8)
+    monkeypatch.setattr(OpenFile, "check_unchanged", check_and_grow)
     with pytest.raises(RankError, match="was changed while in use"):
         job()

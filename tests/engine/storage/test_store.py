@@ -4,13 +4,12 @@ import tracemalloc
 import h5py
 import numpy as np
 import pytest
-from harness import PLAN, numbered, numbers_of, reads_of
-from scattered import read_scattered
+from harness import numbered, numbers_of
+from scattered import read_by_jobs, read_scattered
 
-from fastgpu.process.launch import UserError
-from fastgpu.storage import store as store_module
-from fastgpu.storage.file import OpenFile
-from fastgpu.storage.store import HDF5Dataset, expand, open_store
+from fastgpu.storage import store as module
+from fastgpu.storage.layout import DIGESTS
+from fastgpu.storage.store import expand, open_store
 
 FIELDS = {"images": "images", "labels": "labels"}
 BIG = (1, 96, 96)  # 9 KiB: rows that the kernel scatters
@@ -38,116 +37,82 @@ def test_several_files_are_one(write, tmp_path):
 @pytest.mark.parametrize("compression", [None, "gzip"])
 def test_the_digest_of_rows_is_that_of_their_copy_and_of_no_others(write, tmp_path, compression):
     path = write(40, compression=compression)
-    digest = open_store("data.train", path, FIELDS).digest
-    copy = str(shutil.copyfile(path, tmp_path / "copy.h5"))
-    assert open_store("data.train", copy, FIELDS).digest == digest
-    for field, row in (("labels", 3), ("images", 0), ("images", 13), ("images", 39)):
+    copy = str(tmp_path / "copy.h5")
+
+    def digest_of_copy(field: str, row: int) -> str:
+        """That of a copy with another value in this row."""
+        shutil.copyfile(path, copy)
         with h5py.File(copy, "r+") as file:
             file[field][row] += 1
-        assert open_store("data.train", copy, FIELDS).digest != digest
-        shutil.copyfile(path, copy)
+        return open_store("data.train", copy, FIELDS).digest
+
+    digest = open_store("data.train", path, FIELDS).digest
+    assert open_store("data.train", str(shutil.copyfile(path, copy)), FIELDS).digest == digest
+    for field, row in (("labels", 3), ("images", 0), ("images", 13), ("images", 39)):
+        assert digest_of_copy(field, row) != digest
+    with h5py.File(path, "r+") as file:  # checksums tell rows apart that are not read
+        file[f"{DIGESTS}/images"] = np.zeros((5, 32), np.uint8)
+    digest = open_store("data.train", path, FIELDS).digest
+    assert digest_of_copy(f"{DIGESTS}/images", 4) != digest
 
 
-@pytest.mark.parametrize(
-    ("paths", "fields", "message"),
-    [
-        ([], FIELDS, "data.train: no file or no field is named"),
-        (["a.h5"], {}, "data.train: no file or no field is named; data.fields maps names"),
-        (["a.h5", "b.h5"], FIELDS, r"b.h5 holds images as uint8 \(N, 1, 2, 4\).*files must agree"),
-        (["a.h5"], {"images": "images", "y": "four"}, r"fields of lengths \{'images': 10, 'y': 4\}; give each as many"),
-        (["a.h5"], {"images": "empty"}, r"fields of lengths \{'images': 0\}; give each as many rows, and at least one"),
-    ],
-)
-def test_files_and_fields_that_do_not_fit_are_refused(write, tmp_path, monkeypatch, paths, fields, message):
-    monkeypatch.chdir(tmp_path)
-    write(10, name="a.h5")
-    write(10, (1, 2, 4), name="b.h5")
-    with h5py.File("a.h5", "a") as file:
-        file["four"] = np.arange(4)
-        file["empty"] = np.arange(0)
-    with pytest.raises(UserError, match=message):
-        open_store("data.train", paths, fields)
-
-
-def test_only_small_fields_are_in_memory(write, monkeypatch):
-    path = write(10)
-    assert open_store("data.train", path, FIELDS).column("images") is None
-    monkeypatch.setattr(store_module, "COLUMN_BYTES", 0)
-    assert open_store("data.train", path, FIELDS).column("labels") is None
-
-
-def test_two_large_fields_with_different_chunks_and_other_names(tmp_path, monkeypatch):
-    monkeypatch.setattr(store_module, "COLUMN_BYTES", 0)
+def test_only_small_fields_are_in_memory_and_others_have_chunks_and_names_of_their_own(tmp_path, monkeypatch):
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file.create_dataset("pixels", data=numbered(50, BIG), chunks=(8, *BIG))
         file.create_dataset("labels", data=np.arange(50), chunks=(3,))
-    fields = {"images": "/pixels", "labels": "labels"}
-    rows = read_scattered(open_store("data.train", str(tmp_path / "x.h5"), fields))
-    assert numbers_of(rows["images"]) == rows["labels"].tolist() == list(range(50))
+    for is_small in (True, False):
+        monkeypatch.setattr(module, "COLUMN_BYTES", 400 * is_small)
+        store = open_store("data.train", str(tmp_path / "x.h5"), {"images": "/pixels", "labels": "labels"})
+        assert store.column("images") is None
+        assert (store.column("labels") is not None) == is_small
+        rows = read_scattered(store)
+        assert numbers_of(rows["images"]) == rows["labels"].tolist() == list(range(50))
 
 
-def gathered(store: HDF5Dataset, row_ids: np.ndarray, n_rows: int) -> dict[str, np.ndarray]:
-    """Rows of a store that are found in memory, copied in parts of `n_rows`."""
-    places = np.arange(len(row_ids))
-    reads = reads_of(*[(row, places[i : i + 1]) for i, row in enumerate(row_ids.tolist())])
-    out = {name: np.zeros((len(row_ids), *field.shape), field.dtype) for name, field in store.fields.items()}
-    for job in store.jobs(PLAN._replace(n_rows=len(row_ids), reads=reads), out, n_rows):
-        assert job.func == store._gather
-        job()
-    return out
+# ---------------------------------------------------------------------------------------------- jobs
 
 
-@pytest.mark.usefixtures("all_cached")
-@pytest.mark.parametrize("chunk", [8, None])
-def test_rows_in_the_page_cache_are_gathered_in_any_order(write, chunk):
-    order = np.random.default_rng(0).permutation(40)
-    rows = gathered(open_store("data.train", write(40, BIG, chunk), FIELDS), order, 13)
+@pytest.mark.parametrize("cached", ["all_cached", "nothing_cached"])
+@pytest.mark.parametrize("options", [{"chunk": 8}, {"chunk": None}, {"compression": "gzip"}])
+@pytest.mark.parametrize("n_files", [1, 2])
+def test_rows_of_a_pool_are_read_by_jobs_in_any_order(write, request, cached, options, n_files):
+    paths = [write(40, BIG, name=f"{number}.h5", start=40 * number, **options) for number in range(n_files)]
+    store = open_store("data.train", paths, FIELDS)
+    request.getfixturevalue(cached)
+    order = np.random.default_rng(0).permutation(40 * n_files)
+    rows = read_by_jobs(store, order, 13)
     assert numbers_of(rows["images"]) == order.tolist()
     assert rows["labels"].tolist() == (order % 4).tolist()
 
 
 @pytest.mark.usefixtures("all_cached")
-def test_gathering_a_row_copies_no_others_where_values_lie_at_odd_bytes(tmp_path):
+@pytest.mark.parametrize("name", ["at odd bytes", "big endian", "in turns with others", "others"])
+def test_rows_in_the_page_cache_are_read_however_they_lie_and_without_all_the_others(tmp_path, name):
     values = np.arange(1 << 20, dtype=np.float32).reshape(-1, 512)
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["odd"] = np.zeros(3, np.uint8)
-        file["values"] = values
-        assert file["values"].id.get_offset() % 4
-    store = open_store("data.train", str(tmp_path / "x.h5"), {"values": "values"})
+        file["at odd bytes"] = values
+        assert file["at odd bytes"].id.get_offset() % 4
+        file["big endian"] = values.astype(">f4")
+        parts = [
+            file.create_dataset(part, values.shape, "f4", chunks=(256, 512))
+            for part in ("in turns with others", "others")
+        ]
+        for start in range(0, len(values), 256):
+            for part in parts:
+                part[start : start + 256] = values[start : start + 256]
+                file.flush()
+    store = open_store("data.train", str(tmp_path / "x.h5"), {"x": name})
+    order = np.random.default_rng(0).permutation(len(values))[:100]
     tracemalloc.start()
-    rows = gathered(store, np.array([999, 3]), 1)
+    rows = read_by_jobs(store, order, 13)
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert np.array_equal(rows["values"], values[[999, 3]])
+    np.testing.assert_array_equal(rows["x"], values[order])
     assert peak_bytes < values.nbytes / 4
 
 
-def is_found(path: str | list[str], fields: dict[str, str] = FIELDS) -> bool:
-    store = open_store("data.train", path, fields)
-    out = {name: np.zeros((2, *field.shape), field.dtype) for name, field in store.fields.items()}
-    (job,) = store.jobs(PLAN._replace(n_rows=2, reads=reads_of((0, np.arange(2)))), out, 2)
-    return job.func == store._gather
-
-
-def test_rows_that_do_not_lie_in_the_page_cache_in_one_piece_as_they_are_cannot_be_gathered(
-    write, tmp_path, monkeypatch
-):
-    path = write(40, BIG)
-    monkeypatch.setattr(OpenFile, "cached", lambda *_: None)
-    assert not is_found(path)
-    monkeypatch.setattr(OpenFile, "cached", lambda file, offset, count: file.mapped[offset : offset + count])
-    assert is_found(path)
-    assert not is_found([path, write(40, BIG, name="more.h5")])
-    assert not is_found(write(40, BIG, name="gzip.h5", compression="gzip"))
-    with h5py.File(tmp_path / "x.h5", "w") as file:
-        file["big_endian"] = np.zeros((40, 256), ">i8")
-        parts = [file.create_dataset(name, (40, 256), "f4", chunks=(4, 256)) for name in ("one", "two")]
-        for start in range(0, 40, 4):
-            for part in parts:
-                part[start : start + 4] = start
-                file.flush()
-    assert not is_found(str(tmp_path / "x.h5"), {"x": "one"})
-    assert not is_found(str(tmp_path / "x.h5"), {"x": "big_endian"})
+# ---------------------------------------------------------------------------------------------- statistics
 
 
 def open_with(write, *attributes):

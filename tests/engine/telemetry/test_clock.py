@@ -1,5 +1,6 @@
 from itertools import pairwise
 from time import sleep
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,16 +11,10 @@ from fastgpu.telemetry import clock as clock_module
 from fastgpu.telemetry.clock import Clock
 
 
-class FakeTime:
-    now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def time(monkeypatch) -> FakeTime:
-    fake = FakeTime()
+def time(monkeypatch) -> SimpleNamespace:
+    """A clock that moves only when it is told to."""
+    fake = SimpleNamespace(now=0.0, perf_counter=lambda: fake.now)
     monkeypatch.setattr(clock_module, "time", fake)
     return fake
 

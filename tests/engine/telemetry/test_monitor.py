@@ -8,20 +8,14 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from fake_nvml import Nvml, install
 from harness import ALONE, CPU, TIMEOUT_S, needs_gpu
 
 from fastgpu.process.world import World
 from fastgpu.telemetry import monitor as monitor_module
-from fastgpu.telemetry.monitor import Counters, Monitor, gpu_counters, read_host
+from fastgpu.telemetry.monitor import Counters, Monitor, gpu_counters
 
 GPU = World(0, 1, 1, torch.device("cuda", 0))
 TWO_GPUS = World(0, 2, 2, torch.device("cuda", 0))
-
-
-@pytest.fixture
-def nvml(monkeypatch) -> Nvml:
-    return install(monkeypatch)
 
 
 @pytest.fixture
@@ -39,53 +33,56 @@ def start(monkeypatch) -> Iterator[Callable[[Counters], Monitor]]:
         monitor.__exit__()
 
 
-def values_of(counters: Counters) -> dict[str, float]:
-    return {tag: function() for tag, function in counters.items()}
+def of_gpus(values: dict[str, float]) -> dict[str, float]:
+    return {tag: value for tag, value in values.items() if tag.startswith("gpu")}
 
 
 # ---------------------------------------------------------------------------------------------- counters
 
 
-def test_every_counter_of_a_gpu_has_its_tag_and_unit(nvml):
-    assert values_of(gpu_counters(GPU)) == pytest.approx(
-        {
-            "gpu0/util_pct": 60,
-            "gpu0/mem_used_gib": 5,
-            "gpu0/mem_peak_gib": 3,
-            "gpu0/power_w": 300,
-        }
-    )
+def test_gpus_are_found_by_uuid_and_numbered_as_the_process_sees_them(nvml):
+    nvml.uuids = "ba"
+    values = {tag: function() for tag, function in gpu_counters(TWO_GPUS).items()}
+    expected = {"mem_used_gib": 5, "power_w": 300, "temperature_c": 55}
+    of_first = {f"gpu0/{name}": value for name, value in (expected | {"util_pct": 61, "mem_peak_gib": 3}).items()}
+    of_second = {f"gpu1/{name}": value for name, value in (expected | {"util_pct": 60}).items()}
+    assert values == pytest.approx(of_first | of_second)
     assert gpu_counters(ALONE) == {}
 
 
-def test_gpus_are_found_by_uuid_and_numbered_as_the_process_sees_them(monkeypatch):
-    install(monkeypatch, "ba")
-    values = values_of(gpu_counters(TWO_GPUS))
-    assert (values["gpu0/util_pct"], values["gpu1/util_pct"]) == (61, 60)
-
-
 @pytest.mark.parametrize(("missing", "uuids"), [("nvmlInit", "ab"), ("", "xb")])
-def test_gpus_that_the_driver_does_not_know_are_told_and_left_out(monkeypatch, capsys, missing, uuids):
-    install(monkeypatch, uuids).missing.add(missing)
+def test_gpus_that_the_driver_does_not_know_are_told_and_left_out(nvml, capsys, missing, uuids):
+    nvml.uuids = uuids
+    nvml.missing.add(missing)
     assert set(gpu_counters(TWO_GPUS)) == {"gpu0/mem_peak_gib"}
     assert capsys.readouterr().out.startswith("warning: GPU is not measured here (")
 
 
 def test_the_host_is_that_of_psutil(monkeypatch):
-    n_calls = 0
+    cpus = iter([4.0, 8.0, 8.0])
+    megabytes = iter([10, 40, 40])
+    times = iter([100.0, 102.0, 103.0])
 
     def cpu_times_percent() -> SimpleNamespace:
-        nonlocal n_calls
-        n_calls += 1
-        values = {"user": 4.0 * n_calls, "nice": 2.0, "system": 12.0}
+        values = {"user": next(cpus), "nice": 2.0, "system": 12.0}
         return SimpleNamespace(_asdict=lambda: values)
 
     monkeypatch.setattr(psutil, "cpu_times_percent", cpu_times_percent)
+    monkeypatch.setattr(psutil, "disk_io_counters", lambda: SimpleNamespace(read_bytes=1e6 * next(megabytes)))
+    monkeypatch.setattr(monitor_module, "time", SimpleNamespace(monotonic=lambda: next(times)))
     with Monitor(ALONE) as monitor:  # the first value of psutil is about the time before
         values = monitor.take()
-    assert values["host/rss_gib"] == pytest.approx(psutil.Process().memory_info().rss / (1 << 30), rel=0.5)
+        assert monitor.take()["host/disk_read_mb_per_s"] == 0
+    assert values.pop("host/rss_gib") == pytest.approx(psutil.Process().memory_info().rss / (1 << 30), rel=0.5)
     assert values.pop("host/available_gib") > 0
-    assert values == {"host/cpu_user_pct": 10.0, "host/cpu_system_pct": 12.0, "host/rss_gib": values["host/rss_gib"]}
+    assert values == {"host/cpu_user_pct": 10.0, "host/cpu_system_pct": 12.0, "host/disk_read_mb_per_s": 15.0}
+
+
+def test_a_system_without_disks_is_told_and_never_a_zero(monkeypatch, capsys):
+    monkeypatch.setattr(psutil, "disk_io_counters", lambda: None)
+    with Monitor(ALONE) as monitor:
+        assert "host/disk_read_mb_per_s" not in monitor.take()
+    assert capsys.readouterr().out.count("warning: host/disk_read_mb_per_s is not measured here (") == 1
 
 
 # ---------------------------------------------------------------------------------------------- the monitor
@@ -104,14 +101,8 @@ def test_means_between_two_calls_and_minima(start):
 
     monitor = start({"gpu0/util_pct": lambda: next(utils), "gpu0/power_w": power})
     assert is_done.wait(TIMEOUT_S)
-    host = set(read_host())
-    taken = monitor.take()
-    assert {tag: value for tag, value in taken.items() if tag not in host} == {
-        "gpu0/util_pct": 72.5,
-        "gpu0/util_min_pct": 70,
-        "gpu0/power_w": 300,
-    }
-    assert set(monitor.take()) == host
+    assert of_gpus(monitor.take()) == {"gpu0/util_pct": 72.5, "gpu0/util_min_pct": 70, "gpu0/power_w": 300}
+    assert not of_gpus(monitor.take())
 
 
 def test_a_counter_that_is_missing_or_breaks_is_told_once_and_never_a_zero(start, nvml, monkeypatch):
@@ -133,17 +124,13 @@ def test_a_counter_that_is_missing_or_breaks_is_told_once_and_never_a_zero(start
     assert told.empty()
 
 
-def threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "monitor"]
-
-
 def test_closing_ends_the_thread_and_other_ranks_read_nothing(start):
     with Monitor(World(1, 1, 1, CPU)) as other:
         assert other.take() == {}
     monitor = start({"gpu0/util_pct": lambda: 1.0})
-    assert threads()
+    assert "monitor" in {thread.name for thread in threading.enumerate()}
     monitor.__exit__()
-    assert not threads()
+    assert "monitor" not in {thread.name for thread in threading.enumerate()}
 
 
 @pytest.mark.gpu

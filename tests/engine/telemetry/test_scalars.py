@@ -5,11 +5,8 @@ import re
 import psutil
 import pytest
 import torch
-import train
-from fake_nvml import install
-from harness import ALONE, ROOT
+from harness import ROOT, train
 
-from fastgpu.process.config_loader import load_config
 from fastgpu.process.world import World
 from fastgpu.report.results import read_run
 from fastgpu.telemetry.clock import Throughput
@@ -17,14 +14,12 @@ from fastgpu.telemetry.monitor import gpu_counters
 
 
 @pytest.fixture
-def logged(folder, monkeypatch) -> set[str]:
+def logged(folder, nvml) -> set[str]:
     """The names of all scalars of a short run, and of all counters of a machine with a GPU."""
-    train.train(train.build(load_config(["train.epochs=1"]), ALONE), ALONE)
+    train("train.epochs=1")
     points = read_run(folder / "runs/a").points
     names = {name for point in points for name in point} - {"step", "time_s", "part", *Throughput._fields}
     names.add("val/loss")  # of other workloads
-
-    install(monkeypatch)
     return names | {"gpu0/util_min_pct", *gpu_counters(World(0, 1, 1, torch.device("cuda", 0)))}
 
 

@@ -2,6 +2,7 @@
 
 import sys
 from types import ModuleType
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,20 +20,14 @@ from fastgpu.training.parallel import share_gradients
 TWO = World(0, 2, 2, CPU)
 
 
-class Wrapper(nn.Module):
-    def __init__(self, module: nn.Module):
-        super().__init__()
-        self.module = module
-
-
 @pytest.fixture
 def install(monkeypatch):
     """install(part, name=class, ...) makes a module apex.<part>."""
 
     def make(part: str, **classes: object) -> None:
-        monkeypatch.setitem(sys.modules, "apex", ModuleType("apex"))
         module = ModuleType(f"apex.{part}")
         vars(module).update(classes)
+        monkeypatch.setitem(sys.modules, "apex", ModuleType("apex"))
         monkeypatch.setitem(sys.modules, f"apex.{part}", module)
 
     return make
@@ -47,20 +42,17 @@ def test_fused_optimizers_have_the_settings(install, name):
 
 
 def test_what_the_import_says_is_the_message(install):
-    def refuse(*_: object, **__: object) -> None:
-        raise RuntimeError("apex.optimizers.FusedAdam requires\ncuda extensions")
-
     with pytest.raises(UserError, match="^optim.name is fused_lamb, but No module named 'apex.*'; see https://github"):
         make_optimizer(nn.Linear(3, 2), Optim(name="fused_lamb"))
-    install("optimizers", FusedAdam=refuse)
-    with pytest.raises(UserError, match="optim.name is fused_adam, but apex.optimizers.FusedAdam requires cuda ext"):
-        make_optimizer(nn.Linear(3, 2), Optim(name="fused_adam"))
-    with pytest.raises(UserError, match="dist.strategy is apex, but No module named 'apex.parallel'"):
+    with pytest.raises(UserError, match="dist.strategy is apex, but No module named 'apex"):
         share_gradients(nn.Linear(3, 2), Dist(strategy="apex"), TWO, Dataset())
+    install("optimizers", FusedAdam=Mock(side_effect=RuntimeError("apex.optimizers.FusedAdam requires\ncuda")))
+    with pytest.raises(UserError, match="optim.name is fused_adam, but apex.optimizers.FusedAdam requires cuda; see"):
+        make_optimizer(nn.Linear(3, 2), Optim(name="fused_adam"))
 
 
 def test_the_old_ddp_wraps_the_model_of_two_ranks(install):
-    install("parallel", DistributedDataParallel=Wrapper)
+    install("parallel", DistributedDataParallel=nn.Sequential)
     model = nn.Linear(3, 2)
     assert share_gradients(model, Dist(strategy="apex"), ALONE, Dataset()) is model
-    assert share_gradients(model, Dist(strategy="apex"), TWO, Dataset()).module is model
+    assert share_gradients(model, Dist(strategy="apex"), TWO, Dataset())[0] is model

@@ -60,10 +60,6 @@ def evaluate_file(world: World, path: str, tier: str = "disk") -> dict[str, floa
     return first
 
 
-def evaluate_files(world: World, paths: list[str]) -> list[dict[str, float]]:
-    return [evaluate_file(world, path) for path in paths]
-
-
 @pytest.mark.parametrize("rows", [1, 2, 13, 24, 50])
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
 def test_each_row_counts_once(write, rows, tier):
@@ -72,43 +68,57 @@ def test_each_row_counts_once(write, rows, tier):
     assert list(metrics) == ["val/number", "val/odd"]
 
 
-@pytest.mark.slow
-def test_each_row_counts_once_whatever_the_number_of_ranks_and_a_rank_without_rows_does_not_hang(write):
-    counts = (1, 2, 13, 24, 50)  # of 3 ranks, 2 have no real row of the first file and 1 has none of the second
-    paths = [write(rows, chunk=3, name=f"{rows}.h5") for rows in counts]
-    assert in_world(3, evaluate_files, paths) == [[expected_metrics(rows) for rows in counts]] * 3
-
-
-class MacroF1:
-    """Macro-F1 from a confusion matrix. The model gives logits."""
+class Exact:
+    """Macro-F1 from a confusion matrix, and AUROC of class 0 from histograms. The model gives logits."""
 
     def score(self, model: nn.Module, batch: Rows) -> dict[str, Tensor]:
-        predicted = model(batch["x"]).argmax(1)
-        matrix = torch.zeros(9).scatter_add_(0, 3 * batch["labels"] + predicted, torch.ones(len(predicted)))
-        return {"matrix": matrix.view(3, 3)}
+        logits, labels = model(batch["x"]), batch["labels"]
+        ones = torch.ones(len(labels))
+        matrix = torch.zeros(9).scatter_add_(0, 3 * labels + logits.argmax(1), ones)
+        histograms = torch.zeros(20).scatter_add_(0, 10 * (labels == 0) + bins_of(logits), ones)
+        return {"matrix": matrix.view(3, 3), "histograms": histograms.view(2, 10)}
 
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
         matrix = sums["matrix"]
-        return {"f1": float((2 * matrix.diag() / (matrix.sum(0) + matrix.sum(1))).mean())}
+        others, positives = sums["histograms"]
+        n_below = (positives * (others.cumsum(0) - others / 2)).sum()
+        f1 = (2 * matrix.diag() / (matrix.sum(0) + matrix.sum(1))).mean()
+        return {"f1": float(f1), "auroc": float(n_below / positives.sum() / others.sum())}
 
 
-def macro_f1(world: World, n_pools: int, batch_size: int) -> float:
+def bins_of(logits: Tensor) -> Tensor:
+    return (10 * logits[:, 0].sigmoid()).long()
+
+
+X = torch.randn(31, 3, generator=torch.Generator().manual_seed(0))
+LABELS = torch.randint(3, (31,), generator=torch.Generator().manual_seed(0))
+
+
+def exact_metrics(world: World, n_pools: int, batch_size: int) -> dict[str, float]:
     """Of 31 rows, of which each rank has its part in so many pools; the last rank has none of the last pool."""
-    rng = torch.Generator().manual_seed(0)
-    x, labels = torch.randn(31, 3, generator=rng), torch.randint(3, (31,), generator=rng)
     parts = torch.arange(31).tensor_split(n_pools * world.world_size)[world.rank :: world.world_size]
-    pools = [pool_of(len(ids), batch_size, x=x[ids], labels=labels[ids]) for ids in parts]
-    return evaluate(nn.Identity(), MacroF1(), pools, world, precision=FP32)["val/f1"]
+    pools = [pool_of(len(ids), batch_size, x=X[ids], labels=LABELS[ids]) for ids in parts]
+    return evaluate(nn.Identity(), Exact(), pools, world, precision=FP32)
 
 
-def test_a_metric_of_a_confusion_matrix_is_the_same_for_any_batch_size():
-    assert len({macro_f1(ALONE, n_pools, batch_size) for n_pools in (1, 4) for batch_size in (3, 4, 31)}) == 1
+def test_metrics_of_a_confusion_matrix_and_of_histograms_are_exact_for_any_batch_size():
+    (metrics,) = {tuple(exact_metrics(ALONE, n, size).values()) for n in (1, 4) for size in (3, 4, 31)}
+    pairs = [(n == LABELS, X.argmax(1) == n) for n in range(3)]
+    f1 = [2 * (is_label & is_guess).sum() / (is_label.sum() + is_guess.sum()) for is_label, is_guess in pairs]
+    order = bins_of(X)[LABELS == 0][:, None] - bins_of(X)[LABELS != 0]
+    assert metrics == pytest.approx((float(sum(f1) / 3), float((order.sign() + 1).double().mean() / 2)))
+
+
+def evaluate_on_a_rank(world: World, paths: list[str]) -> tuple[list[dict[str, float]], dict[str, float]]:
+    return [evaluate_file(world, path) for path in paths], exact_metrics(world, 11, 4)
 
 
 @pytest.mark.slow
-def test_a_metric_of_a_confusion_matrix_is_the_same_for_any_number_of_ranks():
-    of_ranks = {macro_f1(ALONE, 1, 31), *in_world(2, macro_f1, 2, 5), *in_world(3, macro_f1, 11, 4)}
-    assert of_ranks == {macro_f1(ALONE, 4, 3)}
+def test_metrics_are_the_same_for_any_number_of_ranks_and_a_rank_without_rows_does_not_hang(write):
+    counts = (1, 2, 13, 24, 50)  # of 3 ranks, 2 have no real row of the first file and 1 has none of the second
+    paths = [write(rows, chunk=3, name=f"{rows}.h5") for rows in counts]
+    expected = [expected_metrics(rows) for rows in counts], exact_metrics(ALONE, 4, 3)
+    assert in_world(3, evaluate_on_a_rank, paths) == [expected] * 3
 
 
 def test_what_did_not_train_before_does_not_train_afterwards():
@@ -116,12 +126,12 @@ def test_what_did_not_train_before_does_not_train_afterwards():
     model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
     freeze(model[0])
     pool = pool_of(4, 2, x=torch.randn(4, 3), labels=torch.zeros(4, dtype=torch.int64))
-    evaluate(model, MacroF1(), [pool], ALONE, precision=FP32)
+    evaluate(model, Exact(), [pool], ALONE, precision=FP32)
     assert [module.training for module in model.modules()] == [True, False, True]
     assert [p.requires_grad for p in model.parameters()] == [False, False, True, True]
 
 
 def test_a_metric_that_is_no_number_is_told(capsys):
     pool = pool_of(4, 2, x=torch.zeros(4, 3), labels=torch.zeros(4, dtype=torch.int64))  # of one class only: 0 / 0
-    evaluate(nn.Identity(), MacroF1(), [pool], ALONE, precision=FP32)
+    evaluate(nn.Identity(), Exact(), [pool], ALONE, precision=FP32)
     assert "warning: val/f1 is nan, " in capsys.readouterr().out

@@ -53,11 +53,8 @@ def test_a_number_that_only_some_steps_have_is_told():
         mean_over_ranks(steps, ALONE)
 
 
-def test_alone_nothing_is_averaged():
+def test_alone_nothing_is_averaged_and_dp_wraps_the_model():
     assert three_backward_passes(ALONE)[1:] == ([[0.0, 0.0]], 0.0, 5, [1, 0])
-
-
-def test_alone_ddp_leaves_the_model_as_it_is_and_dp_wraps_it():
     model = nn.Linear(1, 1)
     assert share_gradients(model, Dist(strategy="ddp"), ALONE, ROWS) is model
     assert isinstance(share_gradients(model, Dist(strategy="dp"), ALONE, ROWS), nn.DataParallel)

@@ -48,13 +48,6 @@ def test_metrics_are_not_rounded_by_autocast():
     assert torch.equal(ranking.recall[20], expected.recall[20])
 
 
-def test_the_best_and_the_worst_ranking():
-    scores = torch.arange(10.0).repeat(2, 1)
-    ranking = rank(scores, ragged_of([[0], [0]]), ragged_of([[9, 8], [1, 2]]), recall_at=(2,), ndcg_at=3)
-    assert ranking.ndcg.tolist() == [1, 0]
-    assert ranking.recall[2].tolist() == [1, 0]
-
-
 def test_users_without_held_out_items_are_finite_and_marked():
     ranking = rank(torch.rand(3, 8), ragged_of([[1], [], [2]]), ragged_of([[], [3], []]), recall_at=(2,), ndcg_at=4)
     assert ranking.has_held_out.tolist() == [False, True, False]

@@ -8,9 +8,10 @@ worker reads for the other.
 import faulthandler
 import multiprocessing
 import os
+import random
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from importlib import import_module
@@ -27,7 +28,7 @@ import torch
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset
 
-from fastgpu.dataset.items import NO_ARRAY, Columns, Items, to_array
+from fastgpu.dataset.items import NO_ARRAY, Columns, field_of, to_array, to_column
 from fastgpu.process.launch import RankError, UserError, end_with_parent
 from fastgpu.process.signals import STOP
 from fastgpu.rows.contract import Dataset, Out, PoolPlan, Reads
@@ -40,6 +41,8 @@ ASKS_PER_POOL = 64
 """... but at most this part of a pool, if that is not less than a batch: all workers have to do."""
 READERS_NICE = 5
 """How much lower the priority of workers and reader threads is than that of the loop, in steps of nice(1)."""
+N_SAMPLES = 8
+"""Items that are compared to find out which fields have any number of values."""
 CLOSE_S = 3.0
 """How long closing waits for workers and threads. Those that hang are left behind."""
 
@@ -55,18 +58,49 @@ class ItemDataset(Dataset):
     def __init__(self, name: str, dataset: TorchDataset, names: Mapping[str, str]):
         """names: {field: its key in the items}. Raises UserError if the items cannot be rows."""
         self.name = name
+        self.dataset = dataset
+        self._names = names
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise UserError(f"data.dataset: {name} is no map-style Dataset; rows need a length and numbers")
-        if not len(dataset):
+        n_rows = len(dataset)
+        if not n_rows:
             raise UserError(f"data.dataset: {name} has no rows")
-        self.items = Items(name, dataset, names)
-        self.fields = self.items.fields
-        self.block_rows = np.ones(len(dataset), np.int32)
+        self.block_rows = np.ones(n_rows, np.int32)
         class_names = getattr(dataset, "class_names", getattr(dataset, "classes", None))
         self.attributes: dict[str, Any] = {"class_names": list(class_names)} if class_names else {}
         self._workers: list[ForkProcess] = []
         self._idle: SimpleQueue[Connection] = SimpleQueue()
         """Pipes to the workers that have nothing to do."""
+        samples = [self._item(row) for row in np.linspace(0, n_rows - 1, min(N_SAMPLES, n_rows)).astype(int).tolist()]
+        self.fields = {}
+        self._first: dict[str, np.ndarray] = {}
+        """The item of row 0."""
+        for field in names:
+            arrays = [array for sample in samples if (array := to_array(sample[field])) is not None]
+            if to_array(samples[0][field]) is None:
+                found = type(samples[0][field]).__name__
+                raise UserError(f"data.dataset: {name} has {field} as {found}; use numbers, arrays or CPU tensors")
+            self._first[field] = arrays[0]
+            self.fields[field] = field_of(arrays, is_ragged=field in getattr(dataset, "ragged", ()))
+
+    def _item(self, row: int) -> dict[str, Any]:
+        """One item, as {field: what the Dataset gives}."""
+        try:
+            item = self.dataset[row]
+        except Exception as error:
+            error.add_note(f"in row {row} of {self.name}")
+            raise
+        names = self._names.values()
+        values = item if isinstance(item, list | tuple) else [item]  # a tensor is one value
+        if isinstance(item, Mapping):
+            values = [item[name] for name in names if name in item]
+        if len(values) == len(names):
+            return dict(zip(self._names, values, strict=True))
+        found = ", ".join(map(str, item)) if isinstance(item, Mapping) else f"{len(values)} values"
+        raise UserError(
+            f"data.dataset: the items of {self.name} have {found}; data.fields (--fields of convert.py) names "
+            f"{', '.join(names)}: name what they have, values without names in their order"
+        )
 
     def with_workers(self, n_workers: int, timeout_s: float) -> "ItemDataset":
         """The same rows, read by worker processes until `close`. They end with the thread that calls this.
@@ -80,7 +114,7 @@ class ItemDataset(Dataset):
         try:
             for _ in range(n_workers):
                 pipe, its_pipe = fork.Pipe()
-                process = fork.Process(target=_work, args=(its_pipe, self.items, timeout_s), daemon=True)
+                process = fork.Process(target=_work, args=(its_pipe, self, timeout_s), daemon=True)
                 process.start()
                 its_pipe.close()
                 other._workers.append(process)
@@ -90,17 +124,13 @@ class ItemDataset(Dataset):
             raise UserError(f"loader.num_workers is {n_workers}: {error.strerror}; use fewer of them") from None
         return other
 
-    def jobs(self, plan: PoolPlan, out: Mapping[str, Out], n_rows: int) -> Iterator[Callable[[], None]]:
-        """See `Dataset.jobs`. A job is what a worker is asked for."""
-        return super().jobs(plan, out, rows_per_ask(self, plan.order))
-
     def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Out]) -> None:
         """See `Dataset.read`; rows of a ragged field go to a list. Without workers, one thread may call this.
 
         Raises RankError if a worker died, or rows differ in type or shape.
         """
         ask = reads.starts, plan.order.seed, plan.epoch  # a block is a row
-        columns = self._ask(ask) if self._workers else self.items.read_rows(*ask)
+        columns = self._ask(ask) if self._workers else self.read_rows(*ask)
         for name, column in columns.items():
             target = out[name]
             if isinstance(target, list):
@@ -109,6 +139,22 @@ class ItemDataset(Dataset):
             else:
                 assert isinstance(target, np.ndarray)
                 target[reads.places] = column
+
+    def read_rows(self, rows: np.ndarray, seed: int, epoch: int) -> Columns:
+        """{field: (n, *shape), or ragged} of these rows, (n,), in their order. See `to_column`.
+
+        All that the items draw at random follows from the arguments, whichever process asks.
+        """
+        state = np.random.SeedSequence((seed, epoch), spawn_key=(int(rows[0]),)).generate_state(3)
+        random.seed(int(state[0]))
+        np.random.seed(int(state[1]))
+        torch.default_generator.manual_seed(int(state[2]))  # torch.manual_seed would seed GPUs, too
+        row_ids = rows.tolist()
+        items = [self._item(row) for row in row_ids]
+        return {
+            name: to_column(name, field, [item[name] for item in items], row_ids, source=self.name)
+            for name, field in self.fields.items()
+        }
 
     def _ask(self, ask: tuple[np.ndarray, int, int]) -> Columns:
         """What an idle worker reads."""
@@ -131,7 +177,6 @@ class ItemDataset(Dataset):
         """Kill the workers: they may hang, or be stopped, and have nothing to save."""
         for worker in self._workers:
             worker.kill()
-        for worker in self._workers:
             worker.join(CLOSE_S)
 
     def column(self, name: str) -> np.ndarray | None:
@@ -139,8 +184,8 @@ class ItemDataset(Dataset):
         names, or classes that the items number in another way."""
         for attribute in (name, "targets") if name in self.fields else ():
             with suppress(*NO_ARRAY):
-                first = self.items.first[name]
-                values = np.asarray(getattr(self.items.dataset, attribute, None))
+                first = self._first[name]
+                values = np.asarray(getattr(self.dataset, attribute, None))
                 if values.shape == (len(self.block_rows), *first.shape):
                     rounded = values[0].astype(first.dtype) if first.dtype.kind == "f" else values[0]
                     if np.array_equal(rounded, first, equal_nan=True):
@@ -150,8 +195,12 @@ class ItemDataset(Dataset):
     def draws_at_random(self) -> bool:
         """Whether an item is another one in another epoch, as far as the first rows tell."""
         rows = np.arange(min(4, len(self.block_rows)))
-        first, second = (self.items.read_rows(rows, seed=0, epoch=epoch) for epoch in (0, 1))
-        return any(_bytes_of(first[name]) != _bytes_of(second[name]) for name in self.fields)
+        drawn = []
+        for epoch in (0, 1):
+            columns = self.read_rows(rows, seed=0, epoch=epoch).values()
+            arrays = [column.values if isinstance(column, RaggedArray) else column for column in columns]
+            drawn.append([array.tobytes() for array in arrays])
+        return drawn[0] != drawn[1]
 
 
 def rows_per_ask(source: Dataset, order: BlockSampler) -> int:
@@ -160,11 +209,7 @@ def rows_per_ask(source: Dataset, order: BlockSampler) -> int:
     return max(1, min(of_pool, ASK_BYTES // source.row_bytes))
 
 
-def _bytes_of(column: np.ndarray | RaggedArray) -> bytes:
-    return column.values.tobytes() if isinstance(column, RaggedArray) else column.tobytes()
-
-
-def _work(pipe: Connection, items: Items, timeout_s: float) -> None:
+def _work(pipe: Connection, source: ItemDataset, timeout_s: float) -> None:
     """What a worker process does: read the rows that it is asked for, or say in a line what is wrong with them."""
     for number in STOP:  # torchrun sends them to all processes of a rank, which has a step to finish
         signal.signal(number, signal.SIG_IGN)
@@ -176,13 +221,13 @@ def _work(pipe: Connection, items: Items, timeout_s: float) -> None:
         ask = pipe.recv()
         faulthandler.dump_traceback_later(timeout_s, file=sys.__stderr__ or 2)  # shows where an item hangs
         try:
-            pipe.send(items.read_rows(*ask))
+            pipe.send(source.read_rows(*ask))
         except RankError as error:
             pipe.send(str(error))
         except Exception as error:
             line = " ".join("".join(format_exception_only(error)).split())  # with its notes
             place = extract_tb(error.__traceback__)[-1]
-            line = f"{items.name}: {line} ({Path(place.filename).name}:{place.lineno})"
+            line = f"{source.name}: {line} ({Path(place.filename).name}:{place.lineno})"
             pipe.send(f"{line}; loader.num_workers=0 shows the whole traceback")
         faulthandler.cancel_dump_traceback_later()
 

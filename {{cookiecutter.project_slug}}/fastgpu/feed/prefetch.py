@@ -17,20 +17,21 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
-from fastgpu.dataset.source import CLOSE_S, READERS_NICE, ItemDataset
+from fastgpu.dataset.source import CLOSE_S, READERS_NICE, ItemDataset, rows_per_ask
 from fastgpu.process.config import Loader
 from fastgpu.process.launch import HangError
 from fastgpu.rows.contract import Dataset, Pool, PoolPlan
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import RaggedArray, Rows
+from fastgpu.storage.store import HDF5Dataset
 
 JOB_BYTES = 1 << 20
 """A reader thread is given at least this much at a time, ..."""
@@ -39,22 +40,17 @@ JOBS_PER_READER = 8
 DEFAULTS = Loader()
 
 
-class _Slot(NamedTuple):
+@dataclass
+class _Slot:
     host: Rows
     device: Rows
     copied: torch.cuda.Event | None
     used: torch.cuda.Event | None
-
-
-@dataclass
-class _Filling:
-    """A pool whose rows are being read: by jobs, which any reader thread takes."""
-
-    plan: PoolPlan
-    slot: _Slot
-    out: dict[str, Any]
-    n_jobs: int
-    """Jobs that have not ended."""
+    plan: PoolPlan | None = None
+    """The pool that it holds, or that is read into it. None: it is free."""
+    out: dict[str, Any] = field(default_factory=dict)
+    n_jobs: int = 0
+    """Parts of the pool that reader threads have still to read."""
 
 
 class PrefetchLoader:
@@ -82,12 +78,14 @@ class PrefetchLoader:
         self._slots = [self._make_slot(source) for _ in range(loader.prefetch_pools + 1)]
         if self._stream:  # kernels of a previous owner of the slots' memory may still run on the loop's stream
             self._stream.wait_stream(torch.cuda.current_stream(device))
-        if isinstance(source, ItemDataset) and n_readers:
-            source = source.with_workers(n_readers, self._timeout_s)
-            self._n_threads = 2 * n_readers
-        self._source = source
         job_rows = JOB_BYTES // max(1, source.row_bytes)
         self._rows_per_job = max(1, job_rows, order.max_pool_rows // (JOBS_PER_READER * self._n_threads))
+        if isinstance(source, ItemDataset):
+            self._rows_per_job = rows_per_ask(source, order)
+            if n_readers:
+                source = source.with_workers(n_readers, self._timeout_s)
+                self._n_threads = 2 * n_readers
+        self._source = source
         self._threads: list[threading.Thread] = []
         self._next: tuple[int, int] | None = None  # (epoch, number) of the pools that are being read now
         atexit.register(self.close)  # a daemon that runs C++ while Python ends would abort the process
@@ -110,14 +108,15 @@ class PrefetchLoader:
             self._start(self.order.plans(epoch, first_pool))
         self._next = None  # until all pools of this epoch have been taken
         while True:
-            item = self._ready.get()
-            if not isinstance(item, tuple):
-                self._ready.put(item)  # for a caller that asks again
-                self._end_threads(0 if isinstance(item, HangError) else CLOSE_S)
-                if item:
-                    raise item
+            slot = self._ready.get()
+            if not isinstance(slot, _Slot):
+                self._ready.put(slot)  # for a caller that asks again
+                self._end_threads(0 if isinstance(slot, HangError) else CLOSE_S)
+                if slot:
+                    raise slot
                 return
-            plan, slot = item
+            plan = slot.plan
+            assert plan
             if slot.copied:
                 torch.cuda.current_stream(self._device).wait_event(slot.copied)
             yield Pool(plan, slot.device.slice(0, plan.n_rows))
@@ -132,9 +131,9 @@ class PrefetchLoader:
         if self._threads:  # they may yet write to the slots
             raise self._hang_error
         self._closing = threading.Event()
-        self._todo: SimpleQueue[tuple[Callable[[], None], _Filling] | None] = SimpleQueue()
-        self._inbox: SimpleQueue[_Slot | _Filling | BaseException | None] = SimpleQueue()  # of the thread of `_run`
-        self._ready: SimpleQueue[tuple[PoolPlan, _Slot] | BaseException | None] = SimpleQueue()
+        self._todo: SimpleQueue[tuple[Callable[[], None], _Slot] | None] = SimpleQueue()
+        self._inbox: SimpleQueue[_Slot | BaseException | None] = SimpleQueue()  # of the thread of `_run`
+        self._ready: SimpleQueue[_Slot | BaseException | None] = SimpleQueue()
         for slot in self._slots:
             self._release(slot)
         work: list[Callable[[], None]] = [partial(self._run, plans), *[self._run_jobs] * self._n_threads]
@@ -167,14 +166,15 @@ class PrefetchLoader:
     def _release(self, slot: _Slot) -> None:
         if slot.used:
             slot.used.record(torch.cuda.current_stream(self._device))
+        slot.plan = None
         self._inbox.put(slot)
 
     def _run(self, plans: Iterator[PoolPlan]) -> None:
         """Keep every free slot filling, and hand over the filled ones in order.
 
-        The inbox has slots that are free, the pool of each job that has ended, errors, and None to end.
+        The inbox has slots that are free, the slot of each job that has ended, errors, and None to end.
         """
-        filling: list[_Filling] = []
+        filling: list[_Slot] = []
         end: BaseException | None = None
         try:
             if self._stream:  # a thread begins with GPU 0, and would open a context there on every rank
@@ -186,10 +186,12 @@ class PrefetchLoader:
                     break
                 if isinstance(item, BaseException):
                     raise item
-                if isinstance(item, _Filling):
+                assert item
+                if item.plan:
                     item.n_jobs -= 1
-                elif item and (plan := next(plans, None)):
-                    filling.append(self._fill(item, plan))
+                elif plan := next(plans, None):
+                    self._fill(item, plan)
+                    filling.append(item)
                 else:
                     has_more = False
                 while filling and not filling[0].n_jobs:
@@ -201,19 +203,21 @@ class PrefetchLoader:
             end = error  # the loop raises it, with the traceback of this thread
         self._ready.put(end)
 
-    def _fill(self, slot: _Slot, plan: PoolPlan) -> _Filling:
+    def _fill(self, slot: _Slot, plan: PoolPlan) -> None:
         """Let the readers read a pool."""
         if slot.copied:
             slot.copied.synchronize()  # afterwards the readers may overwrite the staging memory
         row_ids = plan.row_ids if self._source.lengths else None
         for name, lengths in self._source.lengths.items():
             self._set_lengths(slot, name, lengths[row_ids])
-        out = slot.host.numpy() | {name: [] for name in self._unknown}
-        jobs = [*self._source.jobs(plan, out, self._rows_per_job)]
-        pool = _Filling(plan, slot, out, len(jobs))
+        slot.plan = plan
+        slot.out = out = slot.host.numpy() | {name: [] for name in self._unknown}
+        source, n_rows = self._source, self._rows_per_job
+        jobs = source.gathers(plan, out, n_rows) if isinstance(source, HDF5Dataset) else []
+        jobs = jobs or [partial(source.read, plan, reads, out) for reads in plan.reads.portions(n_rows)]
+        slot.n_jobs = len(jobs)
         for job in jobs:
-            self._todo.put((job, pool))
-        return pool
+            self._todo.put((job, slot))
 
     def _set_lengths(self, slot: _Slot, name: str, lengths: np.ndarray) -> None:
         """Write the offsets of ragged rows, and give their values more memory if they do not fit."""
@@ -223,14 +227,14 @@ class PrefetchLoader:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))  # kernels of a previous owner may run
         np.cumsum(lengths, out=slot.host[name].host_offsets[1 : len(lengths) + 1])
 
-    def _join(self, pool: _Filling, name: str) -> None:
+    def _join(self, slot: _Slot, name: str, n_rows: int) -> None:
         """Write a ragged column of a Dataset, of which the readers have left parts: (places, rows)."""
-        parts: list[tuple[np.ndarray, RaggedArray]] = pool.out[name]
-        lengths = np.empty(pool.plan.n_rows, np.int32)
+        parts: list[tuple[np.ndarray, RaggedArray]] = slot.out[name]
+        lengths = np.empty(n_rows, np.int32)
         for places, rows in parts:
             lengths[places] = np.diff(rows.offsets)
-        self._set_lengths(pool.slot, name, lengths)
-        column = pool.slot.host[name].numpy()
+        self._set_lengths(slot, name, lengths)
+        column = slot.host[name].numpy()
         for places, rows in parts:
             column.values[column.places(places)] = rows.values
 
@@ -238,22 +242,23 @@ class PrefetchLoader:
         """Read one job after the other, in a reader thread."""
         os.nice(READERS_NICE)  # of this thread: the loop wakes up to queue a step that the device is waiting for
         while item := self._todo.get():
-            job, pool = item
+            job, slot = item
             try:
                 if not self._closing.is_set():
                     job()
-                self._inbox.put(pool)
+                self._inbox.put(slot)
             except BaseException as error:
                 self._inbox.put(error)
 
-    def _hand_over(self, pool: _Filling) -> None:
+    def _hand_over(self, slot: _Slot) -> None:
         """Copy a pool that has been read to the device, and give it to the loop."""
-        plan, slot = pool.plan, pool.slot
+        assert slot.plan
+        n_rows = slot.plan.n_rows
         for name in self._unknown:
-            self._join(pool, name)
+            self._join(slot, name, n_rows)
         if self._stream and slot.copied and slot.used:
             with torch.cuda.stream(self._stream):
                 self._stream.wait_event(slot.used)
-                slot.device.slice(0, plan.n_rows).copy_(slot.host.slice(0, plan.n_rows), non_blocking=True)
+                slot.device.slice(0, n_rows).copy_(slot.host.slice(0, n_rows), non_blocking=True)
                 slot.copied.record(self._stream)
-        self._ready.put((plan, slot))
+        self._ready.put(slot)

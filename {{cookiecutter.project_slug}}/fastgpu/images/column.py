@@ -9,9 +9,9 @@ import numpy as np
 from fastgpu.images.decode import EncodedImage, decode_plain, simplejpeg
 from fastgpu.images.parts import Preprocessing, centre_box, draw, random_box
 from fastgpu.process.launch import RankError, warn
-from fastgpu.rows.contract import Dataset, PoolPlan
+from fastgpu.rows.contract import PoolPlan
 from fastgpu.rows.rows import Field
-from fastgpu.storage.columns import Column, ColumnDataset, RaggedColumn
+from fastgpu.storage.columns import ColumnDataset, RaggedColumn
 from fastgpu.storage.file import RESTORE
 from fastgpu.storage.layout import Range
 
@@ -20,14 +20,13 @@ CENTRE_SHARE = 224 / 256
 
 
 def decoded(
-    rows: Dataset, size: tuple[int, int], *, min_scale: float = 1.0, centre_share: float | None = None
-) -> Dataset:
+    rows: ColumnDataset, size: tuple[int, int], *, min_scale: float = 1.0, centre_share: float | None = None
+) -> ColumnDataset:
     """The same rows, with pixels of (height, width) in place of encoded images: uint8 (3, *size).
 
     min_scale: smallest share of the area of a random part. 1: no such part. centre_share: share of the sides of the
     largest centre that is taken. None: CENTRE_SHARE if there are random parts, otherwise all of it.
     """
-    assert isinstance(rows, ColumnDataset)
     if simplejpeg is None:
         warn("simplejpeg is not installed: Pillow decodes JPEG files, which takes longer (pip install simplejpeg)")
     share = centre_share or (CENTRE_SHARE if min_scale < 1 else 1.0)
@@ -39,15 +38,11 @@ def decoded(
     other.lengths = {name: lengths for name, lengths in rows.lengths.items() if name not in names}
     other.attributes = {**rows.attributes, "preprocessing": Preprocessing(size, centre_share=share).to_json()}
     other.parts = []
-    first_row = 0
-    for columns, n_rows in zip(rows.parts, rows.part_rows, strict=True):
-        pixels: dict[str, Column] = dict(columns)
-        for name in names:
-            files = columns[name]
-            assert isinstance(files, RaggedColumn)
-            pixels[name] = ImageColumn(field, rows.name, files, first_row, size, min_scale, share)
-        other.parts.append(pixels)
-        first_row += n_rows
+    for columns, first_row in zip(rows.parts, rows.first_rows, strict=True):
+        pixels = {
+            name: ImageColumn(field, rows.name, columns[name], first_row, size, min_scale, share) for name in names
+        }
+        other.parts.append({**columns, **pixels})
     return other
 
 

@@ -147,7 +147,7 @@ def _check(kind: type[SectionT], values: dict[str, Any], origins: dict[str, str]
     lines: dict[str, str] = {}
     for item in items:
         key = ".".join([*section, *map(str, item["loc"])][:2])  # branches of a union, or places in a list, follow
-        wish = item["msg"].partition(" should ")[2] or item["msg"]
+        wish = item["msg"].partition(" should ")[2].partition(" or instance of ")[0] or item["msg"]
         if item["type"] == "missing":
             lines[key] = f"{key} is missing; set it in the file or on the command line"
         elif item["type"] == "extra_forbidden":

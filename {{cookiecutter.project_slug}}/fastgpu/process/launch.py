@@ -8,6 +8,7 @@ import ctypes
 import faulthandler
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -68,9 +69,10 @@ def exit_with_message(*others: type[Exception]) -> Iterator[None]:
     told: tuple[type[Exception], ...] = (UserError, *others)
     faulthandler.enable(sys.__stderr__ or 2)
     launch = read_launch()
-    if launch.is_launched:
-        end_with_parent()
     try:
+        if launch.is_launched:
+            end_with_parent()
+            check_parent()
         yield
     except told as error:
         if launch.local_rank == 0 or isinstance(error, RankError):
@@ -90,6 +92,21 @@ def exit_with_message(*others: type[Exception]) -> Iterator[None]:
 def end_with_parent() -> None:
     """Let Linux kill this process when the thread that started it ends: as an orphan of torchrun it would hold its GPU,
     and write to a run that has been restarted."""
-    pr_set_pdeathsig = 1
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def check_parent() -> None:
+    """Raise RankError if torchrun ended before `end_with_parent` was called.
+
+    The store of torchrun listens before a rank starts, for as long as torchrun lives. A rank that finds nobody there
+    would wait for the others until `dist.timeout_s`.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        try:
+            socket.create_connection(store, timeout=5).close()
+        except ConnectionRefusedError:
+            raise RankError("torchrun, which started this process, has ended") from None
+        except OSError:
+            pass  # such as a name that is not known yet: torch tries for longer

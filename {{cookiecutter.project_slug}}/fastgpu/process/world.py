@@ -2,9 +2,11 @@
 
 import gc
 import re
+import threading
+import time
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -15,6 +17,9 @@ from torch import Tensor
 
 from fastgpu.process.config import Dist
 from fastgpu.process.launch import HangError, Launch, RankError, UserError, read_launch
+
+NOTICE_S = 2.0
+"""How long a rank that has lost the others waits for each of them to notice it, too: the ones that do not are named."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +126,28 @@ def init_distributed(settings: Dist, launch: Launch | None = None) -> Iterator[W
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and not re.search("gloo|NCCL", str(error)):
             raise
-        raise RankError(f"rank {world.rank} lost the others; see which failed, or raise dist.timeout_s") from None
+        silent = _silent_ranks(store, world)
+        which = f": {silent} hangs or is gone" if silent else ""
+        raise RankError(
+            f"rank {world.rank} lost the others{which}; see which failed, or raise dist.timeout_s"
+        ) from None
     _leave()
+
+
+def _silent_ranks(store: dist.Store, world: World) -> str:
+    """The ranks that do not notice in NOTICE_S that others are lost: each hangs, or is gone. "" if it is not known."""
+    silent: list[str] = []
+
+    def ask() -> None:
+        with suppress(RuntimeError):  # the store is lost, too
+            store.set(f"lost by {world.rank}", "")
+            time.sleep(NOTICE_S)
+            silent.extend(f"rank {rank}" for rank in range(world.world_size) if not store.check([f"lost by {rank}"]))
+
+    thread = threading.Thread(target=ask, daemon=True)  # the process that holds the store may hang itself
+    thread.start()
+    thread.join(2 * NOTICE_S)
+    return " and ".join(silent)
 
 
 def _leave() -> None:

@@ -4,8 +4,7 @@ A source has rows in blocks, which are cheap to read as a whole. A `BlockSampler
 which blocks go to which places of a pool. The feed carries the plans out.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -124,10 +123,6 @@ class Dataset:
         RankError if the bytes cannot be had.
         """
         raise NotImplementedError
-
-    def jobs(self, plan: PoolPlan, out: Mapping[str, Out], n_rows: int) -> Iterator[Callable[[], None]]:
-        """The reading of a pool, in parts of about `n_rows` rows that any thread may do. out: see `read`."""
-        return (partial(self.read, plan, reads, out) for reads in plan.reads.portions(n_rows))
 
     def close(self) -> None:
         """End the processes that read, if there are any."""

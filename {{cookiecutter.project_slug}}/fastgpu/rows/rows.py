@@ -172,10 +172,10 @@ class Rows:
         columns: dict[str, Tensor | Ragged] = {}
         for name, field in fields.items():
             if field.is_ragged:
-                shape = ((n_values or {}).get(name, 0), *field.shape)
+                values = _empty(((n_values or {}).get(name, 0), *field.shape), field.dtype, device, pinned)
                 offsets = _empty((n_rows + 1,), OFFSET_DTYPE, device, pinned).zero_()
                 host_offsets = offsets.numpy() if device.type == "cpu" else np.zeros(n_rows + 1, OFFSET_DTYPE)
-                columns[name] = Ragged(_empty(shape, field.dtype, device, pinned), offsets, host_offsets)
+                columns[name] = Ragged(values, offsets, host_offsets)
             elif field.is_channels_last:
                 channels, height, width = field.shape
                 shape = (n_rows, height, width, channels)

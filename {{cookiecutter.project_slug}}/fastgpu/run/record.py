@@ -100,8 +100,14 @@ def identify_job(config: Mapping[str, object], splits: Sequence[Dataset], order:
     return settings | {"data.train": train, "data.val": val, "the versions": VERSIONS, "the order": order.identity}
 
 
+KEPT = {"device": "kept on the device", "host": "kept in RAM", "disk": "read from disk"}
+
+
 def describe_feed(source: Dataset, sizes: Sizes, order: BlockSampler) -> str:
-    """Where the rows are kept, in which portions they move, and how many of them an epoch has."""
+    """Where the rows are kept, in which portions they move, and how many of them an epoch has.
+
+    A newcomer reads it before the first number, so it is in words that need no page.
+    """
     readers = "worker processes" if sizes.uses_workers else "reader threads"
     fields = ", ".join(f"{name}: {field}" for name, field in source.fields.items())
     free = f"{format_bytes(sizes.free['host'])} in RAM"
@@ -109,9 +115,9 @@ def describe_feed(source: Dataset, sizes: Sizes, order: BlockSampler) -> str:
         free = f"{format_bytes(sizes.free['device'])} on its device, {free}"
     lines = [
         f"rows: {source.name} ({fields}) {source.decoding}".rstrip(),
-        f"memory: {format_bytes(sizes.need)} for all rows, on the {sizes.tier} tier; free for each rank: {free}",
-        f"batches: {order.global_batch_size} rows over all ranks, {sizes.batch_size} on each; {sizes.pool_batches} "
-        f"batches in a pool; {sizes.canonical_ranks} canonical ranks; {readers} on each rank: {sizes.n_readers}",
+        f"memory: {format_bytes(sizes.need)} for all rows, {KEPT[sizes.tier]}; free for each rank: {free}",
+        f"batches: {order.global_batch_size} rows over all ranks, {sizes.batch_size} on each; shuffled "
+        f"{sizes.pool_batches} at a time; {readers} on each rank: {sizes.n_readers}",
     ]
     if isinstance(source.selection, Mixture):
         lines.append(f"each epoch: {source.selection.describe()}")

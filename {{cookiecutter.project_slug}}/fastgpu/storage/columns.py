@@ -108,7 +108,7 @@ class ColumnDataset(Dataset):
         self.name = name
         self.parts = parts
         self.part_rows = [int(block_rows.sum()) for block_rows in part_blocks]
-        self._first_rows = [0, *accumulate(self.part_rows)]
+        self.first_rows = [0, *accumulate(self.part_rows[:-1])]
         self.block_rows = np.concatenate(part_blocks)
         self.attributes = attributes
         self.fields = {field: column.field for field, column in parts[0].items()}
@@ -130,8 +130,8 @@ class ColumnDataset(Dataset):
         """
         ranges: dict[int, list[Range]] = {}
         for start, places in reads.ranges():
-            number = bisect_right(self._first_rows, start) - 1
-            ranges.setdefault(number, []).append((start - self._first_rows[number], places))
+            number = bisect_right(self.first_rows, start) - 1
+            ranges.setdefault(number, []).append((start - self.first_rows[number], places))
         for number, ranges_of_part in ranges.items():
             for name, column in self.parts[number].items():
                 column.read(ranges_of_part, out[name], plan)

@@ -7,7 +7,7 @@ the HDF5 library holds one lock over all its reads: two threads read as fast as 
 
 import glob
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -54,24 +54,25 @@ class HDF5Dataset(ColumnDataset):
         fingerprints = [column.fingerprint() for part in self.stored for column in part.values()]
         return hashlib.sha256(b"".join(fingerprints)).hexdigest()[:12]
 
-    def jobs(self, plan: PoolPlan, out: Mapping[str, Out], n_rows: int) -> Iterator[Callable[[], None]]:
-        """See `Dataset.jobs`. Rows of one file that are in the page cache are gathered in the order of the pool."""
-        sources: list[tuple[np.ndarray, np.ndarray]] = []
+    def gathers(self, plan: PoolPlan, out: Mapping[str, Out], n_rows: int) -> list[Callable[[], None]]:
+        """What reads a pool in its own order, in parts of `n_rows` rows that any thread may do; see `read` for `out`.
+
+        Empty: the rows are not all of one file, which lie as they are and are in the page cache.
+        """
+        copies: list[tuple[np.ndarray, np.ndarray]] = []
         for name, column in self.parts[0].items() if len(self.parts) == 1 else ():
             rows = column.in_memory(plan.reads.ranges()) if isinstance(column, InMemory | Layout) else None
             if rows is None:
-                break
-            sources.append((rows, np.asarray(out[name])[: plan.n_rows].reshape(plan.n_rows, -1).view(np.uint8)))
-        if len(sources) < len(self.fields):
-            return super().jobs(plan, out, n_rows)
+                return []
+            copies.append((rows, np.asarray(out[name])[: plan.n_rows].reshape(plan.n_rows, -1).view(np.uint8)))
         row_ids = plan.row_ids
-        starts = range(0, plan.n_rows, n_rows)
-        return (partial(self._gather, sources, row_ids, slice(start, start + n_rows)) for start in starts)
+        starts = range(0, plan.n_rows if copies else 0, n_rows)
+        return [partial(self._gather, copies, row_ids, slice(start, start + n_rows)) for start in starts]
 
-    def _gather(self, sources: Sequence[tuple[np.ndarray, np.ndarray]], row_ids: np.ndarray, part: slice) -> None:
-        """Copy rows to a part of the pool. sources: (all rows, pool) of each field, (rows, bytes) both."""
+    def _gather(self, copies: Sequence[tuple[np.ndarray, np.ndarray]], row_ids: np.ndarray, part: slice) -> None:
+        """Copy rows to a part of the pool. copies: (all rows, pool) of each field, (rows, bytes) both."""
         self.file.check_unchanged()
-        for rows, pool in sources:
+        for rows, pool in copies:
             np.take(rows, row_ids[part], axis=0, out=pool[part], mode="clip")  # mode="raise" would copy the pool
         self.file.check_unchanged()
 

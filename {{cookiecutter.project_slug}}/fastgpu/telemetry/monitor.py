@@ -1,9 +1,10 @@
-"""What the machine of rank 0 does during a run: its GPUs through NVML, its CPUs and memory through psutil.
+"""What the machine of rank 0 does during a run: its GPUs through NVML, its CPUs, memory and disks through psutil.
 
 A counter that a GPU, its driver or this system does not have is named once and left out, never logged as 0.
 """
 
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -34,6 +35,11 @@ class Monitor(AbstractContextManager["Monitor"]):
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
         self._thread.start()
         psutil.cpu_times_percent()  # the first interval begins here
+        self._disk: tuple[float, int] | None = None
+        try:
+            self._disk = _disk_reads()
+        except Exception as error:  # a container without disks, or without their counters
+            warn(f"host/disk_read_mb_per_s is not measured here ({error})")
 
     def take(self) -> dict[str, float]:
         """{tag: mean of its values since the last call}, with the minima of GPU use. Nothing on other ranks."""
@@ -43,12 +49,20 @@ class Monitor(AbstractContextManager["Monitor"]):
             values[tag].append(value)
         means = {tag: fmean(read) for tag, read in values.items()}
         minima = {tag.replace("util", "util_min"): min(read) for tag, read in values.items() if "/util" in tag}
-        return means | minima | read_host() if self._world.is_main else {}
+        return means | minima | read_host() | self._disk_rate() if self._world.is_main else {}
 
     def __exit__(self, *error: object) -> None:
         """End the thread."""
         self._is_closing.set()
         self._thread.join()
+
+    def _disk_rate(self) -> dict[str, float]:
+        """What the disks of this machine have delivered since the last call."""
+        if not self._disk:
+            return {}
+        (then, before), self._disk = self._disk, _disk_reads()
+        now, after = self._disk
+        return {"host/disk_read_mb_per_s": (after - before) / 1e6 / max(1e-9, now - then)}
 
     def _run(self) -> None:
         while self._counters and not self._is_closing.wait(self._poll_s):
@@ -67,6 +81,14 @@ def read_host() -> dict[str, float]:
     shares = {f"host/cpu_{name}_pct": times[name] for name in ("user", "system", "iowait") if name in times}
     rss_gib = psutil.Process().memory_info().rss / GIB
     return {**shares, "host/rss_gib": rss_gib, "host/available_gib": psutil.virtual_memory().available / GIB}
+
+
+def _disk_reads() -> tuple[float, int]:
+    """The time, and the bytes that all disks of this machine have delivered so far."""
+    counters = psutil.disk_io_counters()
+    if not counters:
+        raise RuntimeError("this system has no disks")
+    return time.monotonic(), counters.read_bytes
 
 
 def gpu_counters(world: World) -> Counters:
@@ -90,4 +112,5 @@ def _counters_of(number: int) -> Counters:
         f"gpu{number}/util_pct": lambda: pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu,  # of the last 1/6 s to 1 s
         f"gpu{number}/mem_used_gib": lambda: pynvml.nvmlDeviceGetMemoryInfo(gpu).used / GIB,
         f"gpu{number}/power_w": lambda: pynvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
+        f"gpu{number}/temperature_c": lambda: pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU),
     }

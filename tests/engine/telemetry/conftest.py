@@ -15,13 +15,17 @@ class NvmlError(Exception):
 class Nvml:
     """The functions of pynvml that the monitor uses. Those in `missing` raise, as on older GPUs."""
 
-    def __init__(self):
+    NVML_TEMPERATURE_GPU = 0
+
+    def __init__(self) -> None:
         self.missing: set[str] = set()
+        self.uuids = "ab"
+        """The UUIDs of the GPUs that CUDA numbers 0 and 1. NVML knows a and b."""
 
     def __getattribute__(self, name: str):
-        if name.startswith("nvml") and name in object.__getattribute__(self, "missing"):
+        if name.startswith("nvml") and name in self.missing:
             raise NvmlError(f"{name} Not Supported")
-        return object.__getattribute__(self, name)
+        return super().__getattribute__(name)
 
     def nvmlInit(self) -> None:
         pass
@@ -38,11 +42,15 @@ class Nvml:
     def nvmlDeviceGetPowerUsage(self, handle: int) -> int:
         return 300_000
 
+    def nvmlDeviceGetTemperature(self, handle: int, sensor: int) -> int:
+        return 55
 
-def install(monkeypatch: pytest.MonkeyPatch, uuids: str = "ab") -> Nvml:
-    """Let CUDA number GPUs with these UUIDs, the first of which holds 3 GiB of tensors, and NVML know a and b."""
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> Nvml:
+    """Two GPUs, the first of which holds 3 GiB of tensors."""
     nvml = Nvml()
     monkeypatch.setattr(monitor, "pynvml", nvml)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(uuid=uuids[number]))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(uuid=nvml.uuids[number]))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 3 << 30)
     return nvml

@@ -1,0 +1,341 @@
+"""A seed gives the same rows in the same order, bit for bit: one matrix over all kinds of rows, and whole runs."""
+
+import io
+import json
+import signal
+import subprocess
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+import train as script
+from harness import (
+    at_call,
+    in_world,
+    kill_tree,
+    needs_gpu,
+    numbered,
+    open_feed,
+    ragged,
+    run_train,
+    same_weights,
+    saved_steps,
+    signalled,
+    train,
+    train_command,
+    train_rank,
+    val_points,
+    wait_for_step,
+    weights_of,
+    write_ragged,
+    write_rows,
+)
+from PIL import Image
+from torch.utils.data import Dataset as TorchDataset
+
+from fastgpu.feed import Feed
+from fastgpu.feed.sources import open_splits
+from fastgpu.images.decode import EncodedImage
+from fastgpu.images.parts import centre_box, draw, random_box
+from fastgpu.process.config import Data, Tier
+from fastgpu.report.results import read_run
+from fastgpu.rows.contract import Dataset
+from fastgpu.rows.order import BlockSampler, Shard
+from fastgpu.rows.rows import Ragged, Rows
+
+N_ROWS = 150
+N_FIRST = 70
+"""Rows of the first of two files."""
+LARGE = (1, 96, 96)
+PIXELS = (16, 16)
+BATCH_SIZE = 8
+CANONICAL_RANKS = 4
+SEED = 5
+TIERS = ("device", "host", "disk")
+
+Row = dict[str, np.ndarray | np.generic]
+
+
+@cache
+def photo(number: int) -> bytes:
+    """A small image file of a size of its own: PNG, or JPEG."""
+    rng = np.random.default_rng(number)
+    height, width = rng.integers(20, 60, 2)
+    file = io.BytesIO()
+    corners = Image.fromarray(rng.integers(0, 256, (3, 3, 3), np.uint8))
+    corners.resize((width, height)).save(file, "PNG" if number % 5 == 0 else "JPEG")
+    return file.getvalue()
+
+
+# ---------------------------------------------------------------------------------------------- rows, read plainly
+
+
+def dense_row(number: int, epoch: int, shape: tuple[int, ...] = (1, 4, 2)) -> Row:
+    return {"images": numbered(1, shape, number)[0], "labels": np.int64(number % 4)}
+
+
+def ragged_row(number: int, epoch: int) -> Row:
+    return {"items": ragged([number]).values, "number": np.int64(number)}
+
+
+def decoded_row(number: int, epoch: int, min_scale: float = 1.0) -> Row:
+    """The centre of an image, or the part that seed, epoch and number decide."""
+    image = EncodedImage(np.frombuffer(photo(number), np.uint8))
+    box = centre_box(image.height, image.width, PIXELS)
+    if min_scale < 1:
+        (draws,) = draw((SEED, epoch), np.array([number])).tolist()
+        box = random_box(draws, image.height, image.width, min_scale)
+    return {"images": image.decode(box, PIXELS), "labels": np.int64(number)}
+
+
+def own_row(number: int, epoch: int) -> Row:
+    boxes = np.arange(number % 5 * 4, dtype=np.float32).reshape(-1, 4) + number
+    return {**dense_row(number, epoch), "boxes": boxes}
+
+
+class Own(TorchDataset):
+    """Rows with any number of boxes (k, 4), if these are asked for."""
+
+    targets = np.arange(N_ROWS) % 4
+
+    def __init__(self, path: str):
+        pass
+
+    def __len__(self) -> int:
+        return N_ROWS
+
+    def __getitem__(self, number: int) -> Row:
+        return own_row(number, 0)
+
+
+# ---------------------------------------------------------------------------------------------- kinds of rows
+
+
+def fields(*names: str) -> dict[str, str]:
+    return {name: name for name in names}
+
+
+DENSE = {"train": ["dense-0.h5", "dense-1.h5"], "val": "dense-0.h5", "fields": fields("images", "labels")}
+LARGE_ROWS = DENSE | {"train": ["large-0.h5", "large-1.h5"], "val": "large-0.h5"}
+RAGGED = {"train": ["ragged-0.h5", "ragged-1.h5"], "val": "ragged-0.h5", "fields": fields("items", "number")}
+PHOTOS = DENSE | {"train": ["photos-0.h5", "photos-1.h5"], "val": "photos-0.h5", "image_size": 16}
+OWN = DENSE | {"train": "own", "val": "other", "dataset": "test_sameness:Own"}
+BOXES = OWN | {"fields": fields("images", "labels", "boxes")}
+WEIGHTS = RAGGED | {"train": {"ragged-0.h5": 1, "ragged-1.h5": 2.5}}
+KINDS: dict[str, tuple[dict[str, Any], Callable[[int, int], Row], tuple[Tier, ...]]] = {
+    "dense": (DENSE, dense_row, TIERS),
+    "large": (LARGE_ROWS, partial(dense_row, shape=LARGE), TIERS),
+    "ragged": (RAGGED, ragged_row, TIERS),
+    "encoded": (PHOTOS, decoded_row, TIERS),
+    "random parts": (PHOTOS | {"min_crop_scale": 0.2}, partial(decoded_row, min_scale=0.2), ("disk",)),
+    "own Dataset": (OWN, dense_row, TIERS),
+    "own Dataset of any length": (BOXES, own_row, ("disk",)),
+    "weights": (WEIGHTS, ragged_row, TIERS),
+    "weights without a share": (WEIGHTS | {"val": "10%"}, ragged_row, TIERS),
+    "classes without a share": (DENSE | {"balance": "classes", "val": "10%"}, dense_row, TIERS),
+    "classes of a Dataset without a share": (OWN | {"balance": "classes", "val": "10%"}, dense_row, TIERS),
+    "encoded without a share": (PHOTOS | {"val": "20%"}, decoded_row, TIERS),
+}
+"""{kind: (settings of section `data`, what a row holds in an epoch, where the rows may stay)}"""
+
+
+def write_photos(path: Path, start: int, stop: int) -> None:
+    files = [photo(number) for number in range(start, stop)]
+    with h5py.File(path, "w") as file:
+        file["images/indptr"] = np.cumsum([0, *map(len, files)])
+        file["images/values"] = np.frombuffer(b"".join(files), np.uint8)
+        file["images"].attrs["codec"] = "jpeg+png"
+        file["labels"] = np.arange(start, stop)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Path:
+    """A folder with two files of each kind, which lie in other pieces."""
+    folder = tmp_path_factory.mktemp("files")
+    pieces = ((0, N_FIRST, 7, {}), (N_FIRST, N_ROWS - N_FIRST, 5, {"chunks": (16,), "compression": "gzip"}))
+    for number, (start, n_rows, chunk, options) in enumerate(pieces):
+        write_rows(folder / f"dense-{number}.h5", n_rows, chunk=chunk, start=start)
+        write_rows(folder / f"large-{number}.h5", n_rows, LARGE, chunk, start=start)
+        write_ragged(folder / f"ragged-{number}.h5", n_rows, start, **options)
+        write_photos(folder / f"photos-{number}.h5", start, start + n_rows)
+    return folder
+
+
+# ---------------------------------------------------------------------------------------------- the matrix
+
+
+def order_of(source: Dataset, pool_batches: int, world_size: int = 1, rank: int = 0) -> BlockSampler:
+    shard = Shard(rank, world_size, CANONICAL_RANKS)
+    return BlockSampler(source, BATCH_SIZE // world_size, shard, pool_batches, seed=SEED)
+
+
+def rows_of(batch: Rows) -> list[dict[str, bytes]]:
+    """The bytes of each field of each row."""
+    columns: dict[str, Sequence[np.ndarray]] = {}
+    for name, column in batch.columns.items():
+        if isinstance(column, Ragged):
+            assert column.offsets.tolist() == column.host_offsets.tolist()
+            values = column.values[: column.host_offsets[-1]].cpu().numpy()
+            columns[name] = np.split(values, column.host_offsets[1:-1])
+        else:
+            columns[name] = column.cpu().numpy()
+    return [{name: column[place].tobytes() for name, column in columns.items()} for place in range(len(batch))]
+
+
+def global_rows(feeds: list[Feed], epoch: int, first_pool: int) -> list[dict[str, bytes]]:
+    """The rows of an epoch, global batch after global batch, from the feeds of all ranks."""
+    batches_of_ranks = []
+    for feed in feeds:
+        batches: list[list[dict[str, bytes]]] = []
+        for pool in feed.pools(epoch, first_pool):
+            batches += map(rows_of, pool.rows.batches(feed.order.batch_size))
+        batches_of_ranks.append(batches)
+    return [row for batches in zip(*batches_of_ranks, strict=True) for batch in batches for row in batch]
+
+
+CASES = [(kind, tier) for kind, (_, _, tiers) in KINDS.items() for tier in tiers]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
+@pytest.mark.parametrize(("kind", "tier"), CASES)
+def test_rows_and_their_order_depend_on_the_seed_alone(files, monkeypatch, kind, tier, device):
+    """Whatever the tier, the readers, the ranks, the epoch that was read before, and the pool that a run resumes at."""
+    monkeypatch.chdir(files)
+    data, row, _ = KINDS[kind]
+
+    @cache
+    def bytes_of(number: int, epoch: int) -> dict[str, bytes]:
+        return {name: value.tobytes() for name, value in row(number, epoch).items()}
+
+    source, _ = open_splits(Data(batch_size=BATCH_SIZE, **data), SEED)
+    for world_size, n_readers, pool_batches in ((1, 0, 3), (1, 4, 1000), (2, 2, 2), (4, 1, 3)):
+        alone = order_of(source, pool_batches)
+        with ExitStack() as stack:
+            feeds = []
+            for rank in range(world_size):
+                order = order_of(source, pool_batches, world_size, rank)
+                feed = open_feed(source, order, tier, n_readers, device=torch.device(device), prefetch_pools=1)
+                feeds.append(stack.enter_context(closing(feed)))
+            for epoch, first_pool in ((0, 0), (1, 0), (1, 1), (0, 0)):
+                alone.set_epoch(epoch)
+                numbers = list(alone)[alone.rows_before(0, first_pool) :]
+                assert global_rows(feeds, epoch, first_pool) == [bytes_of(number, epoch) for number in numbers]
+                if first_pool:
+                    for feed in feeds:
+                        next(feed.pools(2), None)  # the loop leaves an epoch early
+
+
+@pytest.mark.parametrize("tier", TIERS)
+@pytest.mark.parametrize("data", [RAGGED, WEIGHTS], ids=["rows", "weights"])
+def test_rows_that_are_held_out_come_once_in_the_order_of_the_files(files, monkeypatch, data, tier):
+    monkeypatch.chdir(files)
+    train, val = open_splits(Data(batch_size=BATCH_SIZE, **data | {"val": "20%"}), SEED)
+    for world_size in (1, 2, 4):
+        numbers: list[int] = []
+        for rank in range(world_size):
+            order = BlockSampler(val, BATCH_SIZE, Shard(rank, world_size), 2, seed=None)
+            with closing(open_feed(val, order, tier)) as feed:
+                for plan, rows in feed.pools(0):
+                    numbers += rows["number"][: plan.n_real_rows].tolist()
+        assert numbers == val.selection.rows().tolist()
+        assert not {*numbers} & {*order_of(train, 1)}
+
+
+# ---------------------------------------------------------------------------------------------- whole runs
+
+SHORT = ("data.tier=disk", "train.epochs=2")
+MIXTURE = ("data.train={rows.h5::/train: 1, rows.h5::/val: 2}", "data.val=10%")
+
+
+def assert_same_end(run: Path, other: Path, *more: str) -> None:
+    """Two runs have ended with the same weights, bit for bit, and with the same metrics. more: other saved parts."""
+    assert all(same_weights(run, other, name) for name in ("model", *more))
+    assert val_points(run)[-1]["val/mse"] == val_points(other)[-1]["val/mse"]
+
+
+def test_every_tier_trains_the_same_weights(folder):
+    for tier in TIERS:
+        train(f"run.name={tier}", f"data.tier={tier}", "data.echo=1.7", "loader.prefetch_pools=1")
+    for tier in ("host", "disk"):
+        assert_same_end(folder / "runs/device", folder / "runs" / tier)
+
+
+@pytest.mark.parametrize(
+    ("number", "stop_at", "more"),
+    [
+        (signal.SIGTERM, 1, ("data.echo=1",)),
+        (signal.SIGINT, 58, ("data.echo=2.5", "data.pool_batches=7")),
+        (signal.SIGUSR2, 75, ("data.echo=2.5", "train.ema=0.9")),
+        (signal.SIGTERM, 30, ("data.echo=1", *MIXTURE)),
+    ],
+)
+def test_a_signal_saves_the_step_that_it_meets_and_the_run_goes_on_there(
+    folder, monkeypatch, capsys, number, stop_at, more
+):
+    train("run.name=whole", *SHORT, *more)
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "train_step", at_call(stop_at, script.train_step, signalled(number)))
+        assert train(*SHORT, *more) == 128 + number
+    run = folder / "runs/a"
+    assert f"asked to stop at step {stop_at}, which is saved" in capsys.readouterr().out
+    assert json.loads((run / "stopped.json").read_text())["step"] == stop_at == saved_steps(run)[-1]
+    assert [point["step"] for point in read_run(run).points if "train/loss" in point][-1] == stop_at
+    assert train("run.resume=auto", *SHORT, *more) == 0
+    assert not (run / "stopped.json").exists()
+    assert_same_end(folder / "runs/whole", run, *(["ema"] if "train.ema=0.9" in more else []))
+
+
+def crash() -> None:
+    raise RuntimeError("stopped")
+
+
+@pytest.mark.parametrize(("echo", "stop_at"), [("1", 30), ("2.5", 75)])
+def test_a_run_that_ends_inside_an_epoch_is_resumed_from_its_last_pool(folder, monkeypatch, echo, stop_at):
+    words = (*SHORT, f"data.echo={echo}", "run.checkpoint_every_steps=1")
+    train("run.name=whole", *words)
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "train_step", at_call(stop_at, script.train_step, crash))
+        with pytest.raises(RuntimeError, match="stopped"):
+            train(*words)
+    assert stop_at - 13 < saved_steps(folder / "runs/a")[-1] < stop_at  # a pool has 4 steps, echoed up to 12
+    train("run.resume=auto", *words)
+    assert_same_end(folder / "runs/whole", folder / "runs/a")
+
+
+@pytest.mark.slow
+def test_two_ranks_train_the_weights_of_one_also_if_they_take_over_inside_an_epoch(folder, monkeypatch):
+    """The global batches are the same; only the order in which gradients are summed differs."""
+    words = ("optim.name=sgd", "optim.lr=0.01")
+    train("run.name=one", *words)
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "train_step", at_call(30, script.train_step, signalled(signal.SIGTERM)))
+        assert train("run.name=taken", *words) == 128 + signal.SIGTERM
+    for name in ("two", "taken"):
+        assert in_world(2, train_rank, folder, f"run.name={name}", "run.resume=auto", *words) == [0, 0]
+        one, other = folder / "runs/one", folder / "runs" / name
+        torch.testing.assert_close(weights_of(one), weights_of(other), rtol=1e-3, atol=1e-4)
+        assert val_points(one)[-1]["val/mse"] == pytest.approx(val_points(other)[-1]["val/mse"], rel=1e-4)
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_a_run_of_four_ranks_that_is_killed_is_resumed_to_the_same_weights(folder):
+    """Sums of two ranks have one order only."""
+    words = ("data.echo=2.5", "run.checkpoint_every_steps=1", "data.tier=disk", "train.epochs=6", "train.ema=0.9")
+    assert run_train("run.name=whole", *words, ranks=4, cwd=folder).returncode == 0
+    run = folder / "runs/a"
+    command = train_command(*words, ranks=4)
+    with subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        wait_for_step(run, 60, process)  # inside the second epoch, which has 52 or 53 steps
+        kill_tree(process)
+    last_step = saved_steps(run)[-1]
+    done = run_train(*words, "run.resume=auto", ranks=4, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert f"at step {last_step}" in done.stdout
+    assert_same_end(folder / "runs/whole", run, "ema")
