@@ -27,15 +27,16 @@ class ImageRows(Dataset):
     def __init__(self, name: str, field: Field, paths: Sequence[str], preprocessing: str | None):
         """paths: files, and folders of them. preprocessing: of the training images, as JSON."""
         images = import_module("fastgpu.images.files")  # which a project without an image workload lacks
-        self.files: list[Path] = []
+        files: list[Path] = []
         for path in map(Path, paths):
-            self.files += [path / name for name in images.list_images(path)] if path.is_dir() else [path]
+            files += [path / name for name in images.list_images(path)] if path.is_dir() else [path]
         prepared = images.read_preprocessing(preprocessing) if preprocessing else images.Preprocessing()
-        self._images = images.ImageFiles(self.files, prepared, field.shape)
+        self._images = images.ImageFiles(files, prepared, field.shape)
+        self.files = [*map(str, files)]
         self.name = "INPUT"
         self.fields = {name: field}
         self.attributes = {}
-        self.block_rows = np.ones(len(self.files), np.int32)
+        self.block_rows = np.ones(len(files), np.int32)
         self.failed: dict[int, str] = {}
         """{row: why it cannot be read}, of the rows that were read."""
 
@@ -89,8 +90,9 @@ def _open_arrays(path: str, names: Sequence[str]) -> ArrayDataset:
         content = np.load(path, mmap_mode="r", allow_pickle=False)
         arrays = {names[0]: content} if isinstance(content, np.ndarray) else content
         columns = {name: np.asarray(arrays[name]) for name in names}  # a damaged member is bytes
-        (n_rows,) = {len(column) for column in columns.values()}
-        assert n_rows, "they have no rows"
+        lengths = [len(column) for column in columns.values()]
+        if len({*lengths}) > 1 or 0 in lengths:
+            raise ValueError(f"they have {lengths} rows")
     except Exception as error:  # a damaged file can raise anything
         raise UserError(f"{path} should hold NumPy arrays {' and '.join(names)} of equal length: {error}") from None
     return ArrayDataset(path, columns)
