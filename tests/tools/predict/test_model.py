@@ -3,7 +3,6 @@
 import json
 import resource
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -57,41 +56,28 @@ def test_a_flipped_bit_is_noticed(copy_model, name):
         load_model(folder)
 
 
-FIELD = {"dtype": "float31", "shape": [], "is_ragged": False, "n_items": None}
-UNFIT = {
-    '{"format": ': "Invalid JSON",
-    "{}": "workload Field required",
-    "[]": "Input should be an object",
-    '{"format": 2}': "format Input should be 1",
-    '{"workload": null}': "workload Input should be a valid string",
-    json.dumps({"fields": {"x": FIELD}}): "data type 'float31' not understood",
-    '{"fields": {"x": 6}}': "fields.x Input should be",
-    '{"options": {"hidden_dim": 8}}': "size mismatch",
-    '{"options": {"depth": 8}}': "depth Extra inputs are not permitted",
-}
-"""{model.json, or what it has in place of what was written: reason}"""
-
-
-@pytest.mark.parametrize(("text", "reason"), UNFIT.items())
-def test_a_copy_that_does_not_fit_is_one_line(copy_model, text, reason):
-    path = copy_model("copy") / "model.json"
-    if text.endswith("}") and text != "{}":
-        text = json.dumps(json.loads(path.read_text()) | json.loads(text))
-    path.write_text(text)
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("model.json", b'{"format": ', "Invalid JSON"),
+        ("model.json", b"[]", "Input should be an object"),
+        ("model.json", {"format": 2}, "format Input should be 1"),
+        ("model.json", {"fields": {"x": 6}}, "fields.x Input should be"),
+        ("model.json", {"options": {"hidden_dim": 8}}, "size mismatch"),
+        ("model.json", {"options": {"depth": 8}}, "depth Extra inputs are not permitted"),
+        ("state.json", b"{}", "sha256"),
+        ("state.json", b"[]", "."),
+        ("model.safetensors", b"", "."),
+    ],
+)
+def test_a_copy_that_does_not_fit_is_one_line(copy_model, name, content, reason):
+    """content: of the file, or what model.json has in place of what was written."""
+    path = copy_model("copy") / name
+    path.write_bytes(
+        content if isinstance(content, bytes) else json.dumps(json.loads(path.read_text()) | content).encode()
+    )
     with pytest.raises(UserError, match=f"copy is damaged, or of other code than workloads/ has: .*{reason}") as caught:
         load_model(path.parent)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("text", ['{"format": ', "{}", "[]", "\0", None])
-def test_a_damaged_or_missing_file_is_one_line(copy_model, text):
-    folder = copy_model("copy")
-    (folder / "state.json").write_text(text or "{}")
-    if text is None:
-        (folder / "state.json").unlink()
-        (folder / "model.safetensors").unlink()
-    with pytest.raises(UserError, match="copy is damaged, or of other code than workloads/ has: .") as caught:
-        load_model(folder)
     assert "\n" not in str(caught.value)
 
 
@@ -192,9 +178,8 @@ def test_what_cannot_be_exported_is_one_line_and_no_file(tmp_path, trained):
 def test_made_up_rows_have_the_types_and_the_range_of_the_fields(model_of):
     trained = model_of(FIELDS | {"index": {"dtype": "int64"}, "x": {"dtype": "float32", "shape": [6]}})
     rows, again = make_rows(trained, 40), make_rows(trained, 40)
-    assert rows["image"].shape == (40, 3, 4, 4)
-    assert (rows["image"].dtype, rows["x"].dtype) == (torch.uint8, torch.float32)
-    assert (rows["image"].max() > 200, rows["index"].max(), rows["x"].min() < -1) == (True, 1, True)
-    np.testing.assert_array_equal(rows["items"].host_offsets, np.arange(0, 81, 2))
+    assert (rows["image"].dtype, rows["image"].shape, rows["image"].max() > 200) == (torch.uint8, (40, 3, 4, 4), True)
+    assert (rows["x"].dtype, rows["x"].min() < -1, rows["index"].max()) == (torch.float32, True, 1)
+    assert rows["items"].host_offsets.tolist() == list(range(0, 81, 2))
     assert 40 < rows["items"].values.max() < 50
     assert torch.equal(rows["x"], again["x"])

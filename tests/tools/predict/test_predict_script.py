@@ -3,21 +3,17 @@
 import csv
 import io
 import json
-import os
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import h5py
 import numpy as np
-import predict as script
 import pytest
 import torch
 import train
-import yaml
-from harness import ALONE, ROOT, TIMEOUT_S, convert, metrics_of
+from harness import ALONE, ROOT, convert, metrics_of, run_to_end
 from PIL import Image
 
 from fastgpu.predict.model import load_model
@@ -46,6 +42,14 @@ def check(lines: list[dict], run: Path) -> None:
     np.testing.assert_allclose([float(line["prediction"]) for line in lines], expected, rtol=1e-5, atol=1e-6)
 
 
+def train_one_epoch(config: str, *words: str) -> Path:
+    """The folder of a run with this config.yaml and these words behind it."""
+    Path("config.yaml").write_text(config)
+    cfg = load_config([*words, "run.name=a", "train.epochs=1", "dist.device=cpu"])
+    train.train(train.build(cfg, ALONE), ALONE)
+    return Path("runs/a")
+
+
 def lines_of(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -66,7 +70,7 @@ def test_every_kind_of_input_gives_the_predictions_of_the_model(tmp_path, run, m
     copy = copy_model("copy")  # two files of a checkpoint are enough
     for number, source in enumerate(("x.npy", "x.npz", "own.hdf5")):
         target = tmp_path / f"{number}.jsonl"
-        assert run(copy, tmp_path / source, "-o", target, "--batch-size", 7) == ""
+        assert run(copy, "-o", target, tmp_path / source, "--batch-size", 7) == ""
         check(lines_of(target), minimal_run)
     assert run(minimal_run, rows, "--id", "y").startswith("row,y,prediction\n0,")
 
@@ -92,16 +96,6 @@ def test_force_replaces_a_file_but_never_by_half_and_never_a_folder(
     assert [path.name for path in tmp_path.rglob("*")] == [target.name, "inside"]
 
 
-PROGRAM = """
-import sys
-import numpy as np
-import torch
-
-program = torch.export.load(sys.argv[1]).module()
-x = torch.from_numpy(np.load(sys.argv[2]))
-for n in (1, 7, 100):
-    print(*program(x[:n]).flatten().tolist())
-"""
 ENDED = f"""
 import os, runpy, signal
 from workloads import minimal
@@ -110,37 +104,16 @@ runpy.run_path("{ROOT}/predict.py", run_name="__main__")
 """
 
 
-def start(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-
-
 @pytest.mark.slow
 def test_the_script_prints_rows_alone_and_leaves_nothing_when_it_is_asked_to_end(tmp_path, minimal_run, rows):
-    check(list(csv.DictReader(start(ROOT / "predict.py", minimal_run, rows).stdout.splitlines())), minimal_run)
-    done = start("-c", ENDED, minimal_run, rows, "-o", tmp_path / "x.csv")
-    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    command = [sys.executable, str(ROOT / "predict.py"), str(minimal_run), rows]
+    check([*csv.DictReader(run_to_end(command, tmp_path).stdout.splitlines())], minimal_run)
+    ended = run_to_end([sys.executable, "-c", ENDED, *command[2:], "-o", "x.csv"], tmp_path, PYTHONPATH=str(ROOT))
+    assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
     assert not list(tmp_path.iterdir())
-    done = start(ROOT / "predict.py", minimal_run, rows, "-o", tmp_path / "none/x.csv")
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[1].startswith("error: [Errno 2] No such file or directory: ")
-
-
-@pytest.mark.slow
-def test_an_exported_program_runs_in_a_fresh_process(tmp_path, run, minimal_run):
-    run(minimal_run, "--export", tmp_path / "model.pt2")
-    x = x_of(minimal_run)
-    np.save(tmp_path / "x.npy", x)
-    done = start("-c", PROGRAM, tmp_path / "model.pt2", tmp_path / "x.npy")
-    expected = load_model(minimal_run).model(torch.from_numpy(x)).detach().flatten().numpy()
-    for n, line in zip((1, 7, 100), done.stdout.splitlines(), strict=True):
-        np.testing.assert_allclose([float(each) for each in line.split()], expected[:n], rtol=1e-4, atol=1e-5)
+    failed = run_to_end([*command, "-o", "none/x.csv"], tmp_path)
+    assert failed.returncode == 2
+    assert failed.stderr.splitlines()[1].startswith("error: [Errno 2] No such file or directory: ")
 
 
 # ---------------------------------------------------------------------------------------------- metrics
@@ -153,45 +126,35 @@ def test_evaluate_gives_the_metrics_of_the_run_for_any_batch_size(run, minimal_r
     assert {run(minimal_run, "--evaluate", rows, "--batch-size", n) for n in (7, 32, 100)} == {
         f"mse {min(logged):.6g}\n"
     }
-    card = json.loads((last / "model.json").read_text())
-    assert (card["metrics"], card["epoch"], card["step"]) == ({"mse": logged[-1]}, 2, 20)
-
-
-def test_flags_may_stand_before_the_input():
-    args = script.parse(["runs/a", "--top", "3", "x.npy", "-o", "x.csv", "y.npy"])
-    assert (args.checkpoint, args.inputs, args.top, args.output) == ("runs/a", ["x.npy", "y.npy"], 3, "x.csv")
 
 
 # ---------------------------------------------------------------------------------------------- users and items
 
 
-def test_items_for_users(tmp_path, run):
+def test_items_for_users(tmp_path, run, monkeypatch):
     """After an epoch on the rows that the project comes with; named.h5 has validation rows."""
+    monkeypatch.chdir(tmp_path)
     for name, new in (("train", "train.h5"), ("val", "named.h5")):
-        shutil.copy(ROOT / f"data/interactions-{name}.h5", tmp_path / new)
-        with h5py.File(tmp_path / new, "r+") as file:
+        shutil.copy(ROOT / f"data/interactions-{name}.h5", new)
+        with h5py.File(new, "r+") as file:
             file.attrs["item_ids"] = np.arange(1000)
             file["user"] = np.arange(len(file["items/indptr"]) - 1)[::-1]
-    data = {"train": "train.h5", "val": "named.h5", "fields": {"items": "items"}, "batch_size": 600}
-    data["val_fields"] = {"items": "items", "held_out": "held_out"}
-    config = {"workload": "recsys", "data": data, "model": {"hidden_dim": 8, "latent_dim": 4}, "train": {"epochs": 1}}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path)
-        train.train(train.build(load_config(["run.name=a", "dist.device=cpu"]), ALONE), ALONE)
-    recsys_run, val = tmp_path / "runs/a", tmp_path / "named.h5"
+    fields = "data: {fields: {items: items}, val_fields: {items: items, held_out: held_out}}\n"
+    recsys_run = train_one_epoch(
+        fields, "workload=recsys", "data.train=train.h5", "data.val=named.h5", "model.hidden_dim=8"
+    )
     logged = metrics_of(recsys_run)[-1]
-    metrics = dict(line.split() for line in run(recsys_run, "--evaluate", val).splitlines())
+    metrics = dict(line.split() for line in run(recsys_run, "--evaluate", "named.h5").splitlines())
     assert metrics == {name: f"{logged[f'val/{name}']:.6g}" for name in ("ndcg_at_100", "recall_at_20", "recall_at_50")}
-    run(recsys_run, val, "-o", tmp_path / "x.jsonl", "--top", 3, "--id", "user", "--batch-size", 64)
-    lines = lines_of(tmp_path / "x.jsonl")
+    run(recsys_run, "named.h5", "-o", "x.jsonl", "--top", 3, "--id", "user", "--batch-size", 64)
+    lines = lines_of(Path("x.jsonl"))
     assert [(line["row"], line["user"]) for line in lines] == [(row, 599 - row) for row in range(600)]
     for line in lines:
         assert len(set(line["items"])) == 3
         assert line["scores"] == sorted(line["scores"], reverse=True)
         assert line["item_ids"] == line["items"]
-    run(recsys_run, "--export", tmp_path / "model.pt2")
-    assert (tmp_path / "model.pt2").exists()
+    run(recsys_run, "--export", "model.pt2")
+    assert Path("model.pt2").exists()
 
 
 # ---------------------------------------------------------------------------------------------- photos
@@ -208,25 +171,22 @@ def test_photos_are_predicted_as_the_rows_that_the_converter_made_of_them(tmp_pa
         Image.fromarray(pixels).save(folder / f"{number:02d}.png")
     done = convert("images", "photos", "x.h5", "--size", "8", "--split", "0.5", "--keep-order", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    options = ["workload=images", "data.train=x-train.h5", "data.val=x-val.h5", "model.width=4", "data.batch_size=8"]
-    (tmp_path / "empty.yaml").write_text("data: {fields: {images: images, labels: labels}}\n")
-    config = load_config(["--config", "empty.yaml", *options, "run.name=a", "train.epochs=1", "dist.device=cpu"])
-    train.train(train.build(config, ALONE), ALONE)
+    fields = "data: {fields: {images: images, labels: labels}, batch_size: 8}\n"
+    train_one_epoch(fields, "workload=images", "data.train=x-train.h5", "data.val=x-val.h5", "model.width=4")
     (tmp_path / "photos/a/broken.png").write_text("no image")
-    with pytest.raises(
-        UserError, match=r"1 of 41 images are left out\n  photos/a/broken.png cannot be read: it is not"
+    (tmp_path / "empty").mkdir()
+    for words, told in (
+        ("photos -o x.jsonl", r"1 of 41 images are left out\n  photos/a/broken.png cannot be read: it is not"),
+        ("photos/a/broken.png -o y.jsonl", r"1 of 1 images are left out\n  photos/a/broken.png cannot"),
+        ("nowhere -o y.jsonl", r"1 of 1 images are left out\n  nowhere cannot be read: .*No such file"),
+        ("empty -o y.jsonl", "there is no image file in empty"),
     ):
-        run("runs/a", "photos", "-o", "x.jsonl")
-    lines = lines_of(tmp_path / "x.jsonl")
+        with pytest.raises(UserError, match=told):
+            run("runs/a", *words.split())
+    assert not Path("y.jsonl").exists()
+    lines = lines_of(Path("x.jsonl"))
     assert [line["file"] for line in lines] == sorted(map(str, Path("photos").glob("?/[0-9]*.png")))
     assert {line["class_name"] for line in lines} <= {"a", "b"}
-    Path("empty").mkdir()
-    for name, reason in {"photos/a/broken.png": "it is not an image", "nowhere": "No such file", "empty": ""}.items():
-        with pytest.raises(
-            UserError, match=rf"(1 of 1|0 of 0) images are left out(\n  {name} cannot be read: )?.*{reason}"
-        ):
-            run("runs/a", name, "-o", "y.jsonl")
-        assert not Path("y.jsonl").exists()
     model = load_model("runs/a").model
     converted = []
     for name in ("x-train.h5", "x-val.h5"):

@@ -25,11 +25,13 @@ class ImageRows(Dataset):
     """Rows of one field, decoded in the reader threads as the training images were. Each image file is a block."""
 
     def __init__(self, name: str, field: Field, paths: Sequence[str], preprocessing: str | None):
-        """paths: files, and folders of them. preprocessing: of the training images, as JSON."""
+        """paths: files, and folders of them. preprocessing: of the training images, as JSON. Raises UserError."""
         images = import_module("fastgpu.images.files")  # which a project without an image workload lacks
         files: list[Path] = []
         for path in map(Path, paths):
             files += [path / name for name in images.list_images(path)] if path.is_dir() else [path]
+        if not files:
+            raise UserError(f"there is no image file in {' and '.join(paths)}")
         prepared = images.read_preprocessing(preprocessing) if preprocessing else images.Preprocessing()
         self._images = images.ImageFiles(files, prepared, field.shape)
         self.files = [*map(str, files)]
