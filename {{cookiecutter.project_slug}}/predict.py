@@ -48,7 +48,7 @@ if __name__ == "__main__":  # before torch, whose import takes seconds: a mistak
     with exit_with_message():
         args = parse(sys.argv[1:])
 
-from contextlib import redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from math import ceil
 from pathlib import Path
 from typing import IO
@@ -57,50 +57,18 @@ import torch
 from tqdm import tqdm
 
 from fastgpu.predict.inputs import ImageRows, open_inputs, open_pools
-from fastgpu.predict.model import Trained, export, find_checkpoint, load_model, make_workload
+from fastgpu.predict.model import export, load_model
 from fastgpu.predict.output import to_columns, write_rows
 from fastgpu.process.config import Dist
 from fastgpu.process.files import new_file
 from fastgpu.process.world import World, init_distributed
-from fastgpu.rows.contract import Dataset
 from fastgpu.training.evaluate import evaluate
 from fastgpu.training.step import mixed_precision, to_device
 
 
-def predict(trained: Trained, rows: Dataset, args: argparse.Namespace, *, device: torch.device, file: IO[str]) -> str:
-    """Write a line for each row, in the order of the input. Returns which images are left out, and why."""
-    model, workload, card = trained
-    autocast = mixed_precision(card["precision"], device).autocast
-    files, failed = (rows.files, rows.failed) if isinstance(rows, ImageRows) else ((), {})
-    for name in args.id:
-        if rows.fields[name].is_ragged:
-            raise UserError(f"--id {name} has any number of values in a row of {rows.name}; name a field that has one")
-    is_csv = not args.output.endswith(".jsonl")
-    size = args.batch_size
-    with open_pools(rows, size, device) as pools:
-        batches = (batch for pool in pools for batch in pool.rows.slice(0, pool.plan.n_real_rows).batches(size))
-        for number, batch in enumerate(tqdm(batches, total=ceil(len(rows) / size), unit=" batches", disable=None)):
-            with torch.inference_mode(), autocast:  # not around the pools: other threads fill their memory
-                values = {name: value.cpu() for name, value in workload.predict(model, batch).items()}
-            numbers = range(number * size, number * size + len(batch))
-            columns = {"file": [str(files[row]) for row in numbers]} if files else {"row": [*numbers]}
-            columns |= {name: batch[name].tolist() for name in args.id}
-            columns |= to_columns(values, card["attributes"], args.top, every=args.all)
-            is_read = [row not in failed for row in numbers]
-            write_rows(file, columns, is_read, is_csv=is_csv, is_first=not number)
-    print(f"{len(rows) - len(failed):,} rows")
-    lines = [f"{len(failed):,} of {len(rows):,} images are left out", *(failed[row] for row in sorted(failed))]
-    if len(failed) == len(rows):
-        raise UserError("\n  ".join(lines))
-    return "\n  ".join(lines) if failed else ""
-
-
 def main(args: argparse.Namespace, world: World, terminal: IO[str]) -> None:
-    """terminal: what is asked for goes there; everything else goes to sys.stdout. Raises UserError, and OSError if the
-    disk refuses."""
-    folder = find_checkpoint(Path(args.checkpoint))
-    trained = load_model(folder)
-    model, workload, card = trained
+    """terminal: what is asked for goes there, all else to sys.stdout. Raises UserError, or OSError of the disk."""
+    model, workload, card, _, folder = trained = load_model(args.checkpoint)
     quality = "".join(f", {name} {value:.4g}" for name, value in card["metrics"].items())
     print(f"model: {folder}, of epoch {card['epoch']}{quality}")
     if not args.evaluate and not workload.inputs:
@@ -109,38 +77,48 @@ def main(args: argparse.Namespace, world: World, terminal: IO[str]) -> None:
         export(trained, Path(args.export), replace=args.force)
         print(f"written: {args.export}")
         return
-    names = list(card["fields"]) if args.evaluate else [*workload.inputs, *args.id]
-    rows = open_inputs(args.inputs, card, names, labels=args.evaluate)
-    args.batch_size = args.batch_size or card["batch_size"]
+    rows = open_inputs(args.inputs, trained, ids=args.id, labels=args.evaluate)
     to_device(model, world.device)
     if world.device.type == "cuda":
         torch.set_num_threads(1)  # each of the threads that decode images works alone
+    precision = mixed_precision(card["precision"], world.device)
+    size = args.batch_size or card["batch_size"]
     if args.evaluate:
-        make_workload(card, rows)  # which checks the labels
-        with open_pools(rows, args.batch_size, world.device) as pools:
-            precision = mixed_precision(card["precision"], world.device)
+        with open_pools(rows, size, world.device) as pools:
             metrics = evaluate(model, workload, pools, world, precision=precision)
         for name, value in metrics.items():
             print(f"{name.removeprefix('val/')} {value:.6g}", file=terminal)
         return
-    if args.output == "-":
-        left_out = predict(trained, rows, args, device=world.device, file=terminal)
-    else:
-        with (
-            new_file(Path(args.output), replace=args.force) as partial,
-            partial.open("w", encoding="utf-8", errors="surrogateescape") as file,  # names of files may be any bytes
-        ):
-            left_out = predict(trained, rows, args, device=world.device, file=file)
-    if left_out:
-        raise UserError(left_out)
+    kind, ids, failed = (
+        ("file", rows.files, rows.failed) if isinstance(rows, ImageRows) else ("row", range(len(rows)), {})
+    )
+    with ExitStack() as stack:
+        file = terminal
+        if args.output != "-":
+            partial = stack.enter_context(new_file(Path(args.output), replace=args.force))
+            file = stack.enter_context(partial.open("w", encoding="utf-8", errors="surrogateescape"))  # for odd names
+        pools = stack.enter_context(open_pools(rows, size, world.device))
+        batches = (batch for pool in pools for batch in pool.rows.batches(size))
+        for number, batch in enumerate(tqdm(batches, total=ceil(len(rows) / size), unit=" batches", disable=None)):
+            with torch.inference_mode(), precision.autocast:  # not around the pools: other threads fill their memory
+                values = {name: value.cpu() for name, value in workload.predict(model, batch).items()}
+            places = range(number * size, number * size + len(batch))
+            columns = {kind: [ids[row] for row in places]}
+            columns |= {name: batch[name].tolist() for name in args.id}
+            columns |= to_columns(values, card["attributes"], args.top, every=args.all)
+            is_read = [row not in failed for row in places]
+            write_rows(file, columns, is_read, is_csv=not args.output.endswith(".jsonl"), is_first=not number)
+        print(f"{len(rows) - len(failed):,} rows")
+        left_out = [f"{len(failed):,} of {len(rows):,} images are left out", *(failed[row] for row in sorted(failed))]
+        if len(failed) == len(rows):  # no file is written
+            raise UserError("\n  ".join(left_out))
+    if failed:
+        raise UserError("\n  ".join(left_out))
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the program
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what is not complete is removed
     terminal = sys.stdout
-    with exit_with_message(), redirect_stdout(sys.stderr), init_distributed(Dist(device=args.device)) as world:
-        try:
-            main(args, world, terminal)
-        except OSError as error:  # such as a disk that is full
-            raise UserError(str(error)) from None
+    with exit_with_message(OSError), redirect_stdout(sys.stderr), init_distributed(Dist(device=args.device)) as world:
+        main(args, world, terminal)

@@ -31,16 +31,12 @@ def main(argv: list[str]) -> None:
         print(results.as_text(results.compare(runs, results.number)))
     else:
         for run in runs:
-            print(
-                results.as_text([[f"  {name}", results.number(value)] for name, value in results.summary(run).items()])
-            )
+            lines = [[f"  {name}", results.number(value)] for name, value in results.summary(run).items()]
+            print(results.as_text(lines))
             print(page.write_report(run))
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the program
-    with exit_with_message():
-        try:
-            main(sys.argv[1:])
-        except OSError as error:  # such as a disk that is full
-            raise UserError(str(error)) from None
+    with exit_with_message(OSError):
+        main(sys.argv[1:])

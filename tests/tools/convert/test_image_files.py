@@ -150,7 +150,7 @@ def test_a_reader_is_trained_on_as_it_is(tmp_path, monkeypatch, convert):
     with h5py.File("x.h5") as file:
         for row in range(8):
             for name in fields:
-                np.testing.assert_array_equal(source.items.dataset[row][name], file[name][row])
+                np.testing.assert_array_equal(source.dataset[row][name], file[name][row])
 
 
 # ---------------------------------------------------------------------------------------------- masks

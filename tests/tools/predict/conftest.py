@@ -1,12 +1,20 @@
-"""Runs of one or two epochs, to predict with."""
+"""A run of two epochs to predict with, models that are made up, and `python predict.py` in this process."""
 
+import io
+import shutil
+from collections.abc import Callable
 from contextlib import chdir
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import predict as script
 import pytest
 import train
 from harness import ALONE, write_minimal
+from torch import nn
 
+from fastgpu.predict.model import Trained, load_model, training_rows
 from fastgpu.process.config_loader import load_config
 
 
@@ -18,3 +26,47 @@ def minimal_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with chdir(folder):
         train.train(train.build(load_config(["train.epochs=2", "train.ema=0.5"]), ALONE), ALONE)
     return folder / "runs/a"
+
+
+@pytest.fixture
+def copy_model(minimal_run: Path, tmp_path: Path) -> Callable[..., Path]:
+    """copy_model(name, state.json, ...) is a folder with the model of that run, and the files that are named."""
+
+    def copy(name: str, *more: str) -> Path:
+        (tmp_path / name).mkdir()
+        for file in ("model.json", "model.safetensors", *more):
+            shutil.copy(load_model(minimal_run).folder / file, tmp_path / name)
+        return tmp_path / name
+
+    return copy
+
+
+@pytest.fixture(scope="session")
+def run() -> Callable[..., str]:
+    """run(words of the command line) returns what is printed to the terminal."""
+
+    def call(*words: object) -> str:
+        terminal = io.StringIO()
+        script.main(script.parse([*map(str, words)]), ALONE, terminal)
+        return terminal.getvalue()
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def model_of() -> Callable[..., Trained]:
+    """model_of({field: part of its description in model.json}, model, predict, attribute=...) is a trained model.
+
+    All fields are inputs. Without more, a field is uint8 with rows of one number.
+    """
+
+    def make(
+        fields: dict[str, dict], model: nn.Module | None = None, predict: Any = None, **attributes: Any
+    ) -> Trained:
+        default = {"dtype": "uint8", "shape": [], "is_ragged": False, "n_items": None}
+        fields = {name: default | {"dataset": name} | field for name, field in fields.items()}
+        card = {"fields": fields, "attributes": attributes}
+        workload: Any = SimpleNamespace(inputs=tuple(fields), predict=predict)
+        return Trained((model or nn.Identity()).eval(), workload, card, training_rows(card), Path("made up"))
+
+    return make

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from fastgpu.predict.output import to_columns, write_rows
-from fastgpu.process.launch import UserError
 
 PROBABILITY = {"probability": torch.tensor([[0.25, 0.75], [0.9, 0.1]])}
 SCORES = {"scores": torch.tensor([[0.5, -torch.inf, 2.0], [1.0, 3.0, 2.0]])}
@@ -45,6 +44,7 @@ def write(values, *, is_csv=True, top=None, every=False, **attributes):
         (SCORES, {"top": 2}, "row,items_0,items_1,scores_0,scores_1 0,2,0,2.0,0.5 1,1,2,3.0,2.0"),
         ({"class": torch.tensor([0.5, torch.nan])}, {"class_names": ["class"]}, "row,class 0,0.5 1,"),
         (PROBABILITY, {"class_names": ["cat", "=A1"]}, "row,class,class_name,probability 0,1,'=A1,0.75 1,0,cat,0.9"),
+        ({"=y": torch.tensor([1, 2])}, {}, "row,'=y 0,1 1,2"),
         ({"probability": torch.full((2, 2), torch.nan)}, CAT_DOG, "row,class,class_name,probability 0,-1,, 1,-1,,"),
     ],
 )
@@ -65,9 +65,3 @@ def test_every_float32_is_written_exactly():
     values = torch.from_numpy(np.random.default_rng(0).standard_normal(2).astype(np.float32))
     written = [line["y"] for line in write({"y": values}, is_csv=False)]
     assert torch.equal(torch.tensor(written), values)
-
-
-@pytest.mark.parametrize("options", [{"top": 1}, {"every": True}])
-def test_what_ranks_nothing_has_no_best(options):
-    with pytest.raises(UserError, match="ranks nothing"):
-        write({"y": torch.zeros(2)}, **options)

@@ -16,7 +16,7 @@ from fastgpu.convert.writer import Compression, write_attributes, write_rows
 from fastgpu.dataset.items import Columns
 from fastgpu.feed import PrefetchLoader
 from fastgpu.process.config import Loader
-from fastgpu.process.files import new_file
+from fastgpu.process.files import flush, new_file
 from fastgpu.process.launch import UserError, warn
 from fastgpu.process.machine import available_cpus, free_host_bytes
 from fastgpu.rows.contract import Dataset
@@ -80,6 +80,7 @@ def write_files(
             if isinstance(part, Reader):
                 with h5py.File(partial[name], "r+") as file:
                     write_attributes(file, part.facts())
+            flush(partial[name])  # now, since the disk may refuse: all files get their names, or none
     for name, part in parts.items():
         print(f"{written[name]:,} rows in {named[name]}")
         if isinstance(part, Reader):

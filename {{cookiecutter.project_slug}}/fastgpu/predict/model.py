@@ -39,16 +39,49 @@ class _Card(BaseModel, extra="allow"):
 
 
 class Trained(NamedTuple):
-    """A model that is ready to use, on the CPU and in eval mode."""
+    """A model that is ready to use, on the CPU and in eval mode. card: the content of model.json. rows: see
+    `training_rows`. folder: the checkpoint."""
 
     model: nn.Module
     workload: Workload
     card: dict[str, Any]
-    """The content of model.json."""
+    rows: Dataset
+    folder: Path
+
+
+def load_model(path: str | Path) -> Trained:
+    """Build the model of a checkpoint from its model.json and model.safetensors. No other file is needed.
+
+    path: a checkpoint, or a copy of these two files; or a run, whose best checkpoint is taken, or else its last one.
+    Raises UserError if there is none, if it is damaged, or if it does not fit the code of the workload.
+    """
+    run = Path(path)
+    saved = [run] if (run / DESCRIPTION).exists() else [*newest_first(run, "best"), *newest_first(run, "last")]
+    if not saved:
+        raise UserError(f"{path} is neither a run nor a checkpoint; name a folder such as runs/first")
+    folder = saved[0]
+    try:
+        if (folder / "state.json").exists():  # a copy of two files has no checksums to compare with
+            digests = json.loads((folder / "state.json").read_bytes())["sha256"]
+            for name in (DESCRIPTION, WEIGHTS):
+                if sha256_of(folder / name) != digests[name]:
+                    raise ValueError(f"{name} does not match its checksum")
+        card = _Card.model_validate_json((folder / DESCRIPTION).read_bytes()).model_dump()
+        rows = training_rows(card)
+        kind = workloads.load(card["workload"])
+        options = kind.Options.model_validate_json(json.dumps(card["options"]))
+        workload = kind(options, rows, rows)
+        workload.options = options
+        model = workload.model()
+        fill(model, folder / WEIGHTS)
+    except (OSError, LookupError, RuntimeError, TypeError, ValueError, SafetensorError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"{folder} is damaged, or of other code than workloads/ has: {reason}") from None
+    return Trained(model.eval(), workload, card, rows, folder)
 
 
 def training_rows(card: Mapping[str, Any]) -> Dataset:
-    """The rows that a model was trained on, by their fields and attributes: there are no rows."""
+    """The fields and attributes of the rows that a model was trained on, as a source without rows. card: model.json."""
     rows = Dataset()
     rows.name = "the training rows"
     rows.attributes = card["attributes"]
@@ -61,70 +94,26 @@ def training_rows(card: Mapping[str, Any]) -> Dataset:
     return rows
 
 
-def find_checkpoint(path: Path) -> Path:
-    """The folder itself if it holds a model; of the folder of a run the best checkpoint, or else the last one.
-
-    Raises UserError if there is none.
-    """
-    if (path / DESCRIPTION).exists():
-        return path
-    saved = [*newest_first(path, "best"), *newest_first(path, "last")]
-    if not saved:
-        raise UserError(f"{path} is neither a run nor a checkpoint; name a folder such as runs/first")
-    return saved[0]
-
-
-def load_model(folder: str | Path) -> Trained:
-    """Build the model of a checkpoint from its model.json and model.safetensors. No other file is needed.
-
-    Raises UserError if the files are missing or damaged, or do not fit the code of the workload.
-    """
-    folder = Path(folder)
-    try:
-        if (folder / "state.json").exists():  # a copy of two files has no checksums to compare with
-            digests = json.loads((folder / "state.json").read_bytes())["sha256"]
-            for name in (DESCRIPTION, WEIGHTS):
-                if sha256_of(folder / name) != digests[name]:
-                    raise ValueError(f"{name} does not match its checksum")
-        card = _Card.model_validate_json((folder / DESCRIPTION).read_bytes()).model_dump()
-        workload = make_workload(card)
-        model = workload.model()
-        fill(model, folder / WEIGHTS)
-    except (OSError, LookupError, RuntimeError, TypeError, ValueError, SafetensorError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"{folder} is damaged, or of other code than workloads/ has: {reason}") from None
-    return Trained(model.eval(), workload, card)
-
-
-def make_workload(card: Mapping[str, Any], val: Dataset | None = None) -> Workload:
-    """The workload of a checkpoint. val: rows with labels, which it checks as in training; None: there are none.
-
-    Raises UserError if it refuses them.
-    """
-    kind = workloads.load(card["workload"])
-    options = kind.Options.model_validate_json(json.dumps(card["options"]))
-    train = training_rows(card)
-    return kind(options, train, train if val is None else val)
-
-
-# ---------------------------------------------------------------------------------------------- export
-
-
 @torch.no_grad()
 def export(trained: Trained, path: Path, *, replace: bool = False) -> None:
-    """Write the program of the model. It takes any number of rows, as they lie in the training file.
+    """Write the program of the model, which takes any number of rows as they lie in the training file (of ragged rows
+    perhaps two or more). Its metadata are model.json: its inputs, how images were prepared, the names of the classes.
 
-    Some models of ragged rows take two rows or more. The file has the content of model.json in its metadata: what the
-    inputs are, how images were prepared, the names of the classes. Raises UserError if the model cannot be exported, if
-    the program gives other numbers than the model, or if the file exists and `replace` is false.
+    Raises UserError if the model cannot be exported, if the program gives other numbers than the model, or if the file
+    exists and `replace` is false.
     """
-    inputs, others = _model_inputs(trained, 2), _model_inputs(trained, 5)
-    names = trained.workload.inputs
+    model, names = trained.model, trained.workload.inputs
     text = json.dumps({**trained.card, "inputs": names})
+    calls: list[tuple[Tensor, ...]] = []  # what `predict` of the workload passes to the model
+    with model.register_forward_pre_hook(lambda _, args: calls.append(args)):
+        for n_rows in (2, 5):
+            trained.workload.predict(model, make_rows(trained, n_rows))
+    inputs, others = calls[0], calls[-1]
     with new_file(path, replace=replace) as partial, warnings.catch_warnings(action="ignore"):  # of the exporters
         try:
-            program = torch.export.export(trained.model, inputs, dynamic_shapes=[{0: Dim.AUTO}] * len(inputs))
-            torch.testing.assert_close(program.module()(*others), trained.model(*others), rtol=1e-4, atol=1e-4)
+            program = torch.export.export(model, inputs, dynamic_shapes=[{0: Dim.AUTO}] * len(inputs))
+            found, expected = program.module()(*others), model(*others)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4, equal_nan=True)
             if path.suffix == ".onnx":
                 own_names = names if len(names) == len(inputs) else None  # a ragged field is two inputs
                 onnx: Any = torch.onnx.export(program, (), input_names=own_names, dynamo=True, verbose=False)
@@ -139,24 +128,18 @@ def export(trained: Trained, path: Path, *, replace: bool = False) -> None:
             raise UserError(f"{path} was not written: {reason}") from error
 
 
-def _model_inputs(trained: Trained, n_rows: int) -> tuple[Tensor, ...]:
-    """What `predict` of the workload passes to the model for made-up rows."""
-    calls: list[tuple[Tensor, ...]] = []
-    hook = trained.model.register_forward_pre_hook(lambda _, args: calls.append(args))
-    trained.workload.predict(trained.model, make_rows(trained, n_rows))
-    hook.remove()
-    return calls[0]
-
-
 def make_rows(trained: Trained, n_rows: int) -> Rows:
-    """Made-up rows with the inputs of the model, on the CPU: zeros and ones, two of them in each ragged row."""
-    described = training_rows(trained.card).fields
-    fields = {name: described[name] for name in trained.workload.inputs}
-    rows = Rows.empty(fields, n_rows, torch.device("cpu"), n_values=dict.fromkeys(fields, 2 * n_rows))
-    for column in rows.columns.values():
-        values = column
-        if isinstance(column, Ragged):
-            values = column.values
-            column.host_offsets[:] = np.arange(0, 2 * n_rows + 1, 2)  # which are those on the device, a CPU
-        values.random_(2)
-    return rows
+    """Random rows with the inputs of the model, on the CPU, the same at each call. Ragged rows have two values."""
+    rng = np.random.default_rng(0)
+    columns: dict[str, Tensor | Ragged] = {}
+    for name in trained.workload.inputs:
+        field = trained.rows.fields[name]
+        shape = (2 * n_rows if field.is_ragged else n_rows, *field.shape)
+        is_image = field.dtype == np.uint8 and len(field.shape) > 1
+        end = field.n_items or (256 if is_image else 2)  # nobody knows how many other whole numbers there may be
+        values = rng.standard_normal(shape) if field.dtype.kind == "f" else rng.integers(0, end, shape)
+        columns[name] = tensor = torch.from_numpy(values.astype(field.dtype))
+        if field.is_ragged:
+            offsets = torch.arange(0, 2 * n_rows + 1, 2, dtype=torch.int32)
+            columns[name] = Ragged(tensor, offsets, offsets.numpy())
+    return Rows(columns)

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from fastgpu.process.launch import UserError
 
-Columns = dict[str, Any]
-"""{column: a number, a text, None or a list of such values for each row}"""
 RANKED = {"probability": ("class", "class_name", "class_names", 1), "scores": ("items", "item_ids", "item_ids", 10)}
 """{what `predict` of a workload gives, (B, n): (column of the numbers of the best ones, column of their names,
 attribute of model.json that has all names, how many are written)}"""
@@ -21,12 +19,14 @@ FORMULA = ("=", "+", "-", "@", "\t", "\r")
 """A spreadsheet takes text that begins like this for a formula."""
 
 
-def to_columns(values: Mapping[str, Tensor], attributes: Mapping[str, Any], top: int | None, *, every: bool) -> Columns:
-    """What `predict` gives for a batch, as columns. Of what is ranked, the best `top` are written, best first.
+def to_columns(
+    values: Mapping[str, Tensor], attributes: Mapping[str, Any], top: int | None, *, every: bool
+) -> dict[str, Any]:
+    """What `predict` gives for a batch as {column: a number, a text, None or a list of these for each row}.
 
-    top: at most all; None stands for one class, or ten items. Those of NaN or -inf are none: their number
-    is -1. every: the values of all, too, in a column each, such as `probability_cat`. attributes: of model.json. Raises
-    UserError if `top` or `every` is given and nothing is ranked.
+    top: how many of what is ranked, best first, at most all; None: one class, or ten items. Those of NaN or -inf have
+    the number -1. every: the values of all, too, in a column each, such as `probability_cat`. attributes: of
+    model.json. Raises UserError if `top` or `every` is given and nothing is ranked.
     """
     ranked = [name for name, value in values.items() if name in RANKED and value.ndim == 2]
     if (top or every) and not ranked:
@@ -39,12 +39,10 @@ def to_columns(values: Mapping[str, Tensor], attributes: Mapping[str, Any], top:
         has_names = len(set(names)) == n_all
         best, numbers = values[name].topk(min(top or default, n_all))
         numbers = numbers.masked_fill(~(best > -torch.inf), -1)
-        if best.shape[1] == 1:
-            best, numbers = best.squeeze(1), numbers.squeeze(1)
-        columns[number_column] = numbers.tolist()
+        columns[number_column] = numbers.squeeze(1).tolist()  # squeezed if there is one for each row
         if has_names:  # the last one is that of number -1
             columns[name_column] = np.array([*names, None], object)[columns[number_column]].tolist()
-        columns[name] = to_list(best)
+        columns[name] = to_list(best.squeeze(1))
         if every:
             labels = names if has_names else range(n_all)
             columns |= {f"{name}_{label}": to_list(values[name][:, place]) for place, label in enumerate(labels)}
@@ -59,7 +57,7 @@ def to_list(values: Tensor) -> list[Any]:
     return list(np.where(np.isfinite(numbers), numbers, np.array(None)).tolist())
 
 
-def write_rows(file: IO[str], columns: Columns, which: Iterable[bool], *, is_csv: bool, is_first: bool) -> None:
+def write_rows(file: IO[str], columns: dict[str, Any], which: Iterable[bool], *, is_csv: bool, is_first: bool) -> None:
     """Write the rows of a batch, as CSV or JSON lines. In CSV, a list becomes columns such as `scores_0`.
 
     which: whether to write each row. is_first: nothing was written before.
@@ -68,17 +66,13 @@ def write_rows(file: IO[str], columns: Columns, which: Iterable[bool], *, is_csv
         rows = compress(zip(*columns.values(), strict=True), which)
         file.writelines(json.dumps(dict(zip(columns, row, strict=True)), ensure_ascii=False) + "\n" for row in rows)
         return
-    cells: Columns = {}
+    cells: dict[str, Any] = {}
     for name, column in columns.items():
         if isinstance(column[0], list):
             cells |= {f"{name}_{place}": each for place, each in enumerate(zip(*column, strict=True))}
         else:
             cells[name] = column
     writer = csv.writer(file, lineterminator="\n")
-    if is_first:
-        writer.writerow(map(_no_formula, cells))
-    writer.writerows(map(_no_formula, row) for row in compress(zip(*cells.values(), strict=True), which))
-
-
-def _no_formula(cell: Any) -> Any:
-    return f"'{cell}" if isinstance(cell, str) and cell.startswith(FORMULA) else cell
+    titles = [tuple(cells)] if is_first else []
+    for row in [*titles, *compress(zip(*cells.values(), strict=True), which)]:
+        writer.writerow(f"'{cell}" if isinstance(cell, str) and cell.startswith(FORMULA) else cell for cell in row)

@@ -60,9 +60,13 @@ def warn(text: str) -> None:
 
 
 @contextmanager
-def exit_with_message() -> Iterator[None]:
+def exit_with_message(*others: type[Exception]) -> Iterator[None]:
     """Turn a `UserError` into one line on stderr for each machine, and exit code 2 on every rank. Bugs keep their
-    traceback; a fatal signal (a bug in a driver, a file truncated while it is mapped) leaves one, too."""
+    traceback; a fatal signal (a bug in a driver, a file truncated while it is mapped) leaves one, too.
+
+    others: errors that are no bugs of this program either, such as OSError if a disk is full.
+    """
+    told: tuple[type[Exception], ...] = (UserError, *others)
     faulthandler.enable(sys.__stderr__ or 2)
     launch = read_launch()
     try:
@@ -70,7 +74,7 @@ def exit_with_message() -> Iterator[None]:
             end_with_parent()
             check_parent()
         yield
-    except UserError as error:
+    except told as error:
         if launch.local_rank == 0 or isinstance(error, RankError):
             print(f"error: {error}", file=sys.stderr, flush=True)
         elif launch.is_launched:

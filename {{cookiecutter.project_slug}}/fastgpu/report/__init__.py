@@ -1,7 +1,4 @@
-"""What a run did, from the files in its folder: a table, a page, and how runs differ. Used by report.py only.
+"""What a run did, from the files in its folder: its values (results.py), and report.html (page.py).
 
-Nothing else imports this room: delete `fastgpu/report` and `report.py` if you do not need it.
-
-    results.py   what a run did: its values, its best metric, what differs between runs
-    page.py      report.html
+Only report.py imports this room: delete `fastgpu/report` and `report.py` if you do not need it.
 """
