@@ -43,7 +43,7 @@ class Parts(NamedTuple):
     val_loader: PrefetchLoader | ResidentLoader
     workload: workloads.Workload
     model: nn.Module
-    ddp: nn.Module  # wraps the model for forward passes: it averages the gradients over the ranks
+    ddp: nn.Module  # the model, or what wraps it for forward passes, to average the gradients over several ranks
     optimizer: torch.optim.Optimizer
     precision: MixedPrecision
     ema: AveragedModel  # its weights, averaged over the steps: ema.module is validated, and saved for use

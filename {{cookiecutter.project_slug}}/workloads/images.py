@@ -148,7 +148,7 @@ class Workload(workloads.Workload):
 
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
         """Percentages and the mean loss. Five answers of few classes say nothing, so top5_pct needs six classes."""
-        mean = {name: float(value / sums["n"]) for name, value in sums.items()}
+        mean = {name: float(value / sums["n"]) for name, value in sums.items() if not value.ndim}
         if self.has_attributes:
             return {"accuracy_pct": 100 * mean["hits"], "loss": mean["loss"]}
         top5 = {"top5_pct": 100 * mean["top5"]} if self.n_outputs > 5 else {}

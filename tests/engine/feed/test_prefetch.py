@@ -72,7 +72,7 @@ def test_a_signal_between_the_starts_of_two_threads_is_not_hidden(store, monkeyp
     start = threading.Thread.start
 
     def interrupt(thread: threading.Thread) -> None:
-        if thread.name == "reader_2":
+        if thread.name == "reader_1":
             raise SystemExit(143)
         start(thread)
 

@@ -99,7 +99,7 @@ SOURCES = Groups(("a.h5", "b.h5"), (1, 3), np.repeat([0, 1], [8, 2]), True)
 @pytest.mark.parametrize(
     ("n_rows", "groups", "line"),
     [
-        (12, None, "batches: 4 rows over all ranks, 4 on each; shuffled 10 at a time; reader threads on each rank: 2"),
+        (12, None, "batches: 4 rows over all ranks, 4 on each; shuffled 10 at a time"),
         (1011, None, "each epoch: 1,008 of 1,011 rows; the rest does not fill a batch"),
         (10, SOURCES, "each epoch: 2 rows of a.h5 (0.25 passes), 6 rows of b.h5 (3 passes)"),
     ],

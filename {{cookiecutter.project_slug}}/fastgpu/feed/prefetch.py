@@ -136,8 +136,9 @@ class PrefetchLoader:
         self._ready: SimpleQueue[_Slot | BaseException | None] = SimpleQueue()
         for slot in self._slots:
             self._release(slot)
-        work: list[Callable[[], None]] = [partial(self._run, plans), *[self._run_jobs] * self._n_threads]
-        self._threads = [threading.Thread(target=each, name=f"reader_{n}", daemon=True) for n, each in enumerate(work)]
+        work: dict[str, Callable[[], None]] = {f"reader_{n}": self._run_jobs for n in range(self._n_threads)}
+        work["feeder"] = partial(self._run, plans)
+        self._threads = [threading.Thread(target=each, name=name, daemon=True) for name, each in work.items()]
         for thread in self._threads:
             thread.start()
 
@@ -213,6 +214,7 @@ class PrefetchLoader:
         slot.plan = plan
         slot.out = out = slot.host.numpy() | {name: [] for name in self._unknown}
         source, n_rows = self._source, self._rows_per_job
+        # Rows in the page cache are gathered in the order of the pool, others read in that of the file.
         jobs = source.gathers(plan, out, n_rows) if isinstance(source, HDF5Dataset) else []
         jobs = jobs or [partial(source.read, plan, reads, out) for reads in plan.reads.portions(n_rows)]
         slot.n_jobs = len(jobs)

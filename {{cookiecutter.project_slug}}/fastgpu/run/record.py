@@ -108,7 +108,8 @@ def describe_feed(source: Dataset, sizes: Sizes, order: BlockSampler) -> str:
 
     A newcomer reads it before the first number, so it is in words that need no page.
     """
-    readers = "worker processes" if sizes.uses_workers else "reader threads"
+    kind = "worker processes" if sizes.uses_workers else "reader threads"
+    readers = "" if sizes.tier == "device" else f"; {kind} on each rank: {sizes.n_readers}"
     fields = ", ".join(f"{name}: {field}" for name, field in source.fields.items())
     free = f"{format_bytes(sizes.free['host'])} in RAM"
     if sizes.free["device"] != sizes.free["host"]:  # the device is not the CPU
@@ -117,7 +118,7 @@ def describe_feed(source: Dataset, sizes: Sizes, order: BlockSampler) -> str:
         f"rows: {source.name} ({fields}) {source.decoding}".rstrip(),
         f"memory: {format_bytes(sizes.need)} for all rows, {KEPT[sizes.tier]}; free for each rank: {free}",
         f"batches: {order.global_batch_size} rows over all ranks, {sizes.batch_size} on each; shuffled "
-        f"{sizes.pool_batches} at a time; {readers} on each rank: {sizes.n_readers}",
+        f"{sizes.pool_batches} at a time{readers}",
     ]
     if isinstance(source.selection, Mixture):
         lines.append(f"each epoch: {source.selection.describe()}")
