@@ -30,6 +30,11 @@ from fastgpu.storage.arrays import ArrayDataset
 Mistakes = dict[str, Callable[[], object]]
 
 
+HEADER = "{'descr': '<i8', 'fortran_order': False, 'shape': (1000000000000000,), }".ljust(117) + "\n"
+LARGE_NPY = b"\x93NUMPY\x01\x00" + len(HEADER).to_bytes(2, "little") + HEADER.encode() + bytes(8)
+"""A file .npy whose header claims eight petabytes."""
+
+
 def of_arrays() -> Mistakes:
     for name, array in {"x": np.zeros((4, 2)), "short": np.zeros(3), "empty": np.zeros((0, 2))}.items():
         np.save(f"{name}.npy", array)
@@ -37,8 +42,10 @@ def of_arrays() -> Mistakes:
     np.save("objects.npy", np.array([{}]))
     np.savez("y.npz", labels=np.zeros(4))
     Path("text.npy").write_text("text")
-    with zipfile.ZipFile("bytes.npz", "w") as archive:
-        archive.writestr("a.npy", b"no array")
+    Path("large.npy").write_bytes(LARGE_NPY)
+    for name, content in {"large": LARGE_NPY, "bytes": b"no array"}.items():
+        with zipfile.ZipFile(f"{name}.npz", "w") as archive:
+            archive.writestr("a.npy", content)
     with h5py.File("x.h5", "w") as file:
         file["a/b"] = np.arange(3)
     sparse.save_npz("matrix.npz", sparse.eye_array(3, format="csr"))
@@ -47,7 +54,7 @@ def of_arrays() -> Mistakes:
     np.savez("wide.npz", format=np.array(b"coo"), row=[0], col=[3], data=[1.0], shape=(2, 10**12))
     sources = ["x.npy", "a=y.npz", "matrix.npz", "a=none.npy", "a=none.h5::a", "a=x.h5::none", "a=text.npy"]
     sources += ["a=objects.npy", "a=words.npy", "a=x.npy b=short.npy", "a=empty.npy", "bytes.npz", "a=far.npz"]
-    sources += ["a=wide.npz", "a=zeros.npz"]
+    sources += ["a=wide.npz", "a=zeros.npz", "a=large.npy", "large.npz"]
     made: Mistakes = {f"arrays {source}": partial(open_arrays, source.split()) for source in sources}
     return made | {"arrays --layout nhwc": partial(open_arrays, ["a=x.npy"], channels_last=True)}
 

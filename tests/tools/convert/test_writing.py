@@ -93,6 +93,17 @@ def test_rows_that_do_not_come_are_not_lost_in_silence(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_links_are_not_followed_and_leftovers_of_others_stay(tmp_path):
+    (tmp_path / "mine").write_text("before")
+    for name in ("x.h5", ".x.h5.partial"):
+        (tmp_path / name).symlink_to("mine")
+    with pytest.raises(UserError, match="x.h5 exists; --force replaces a file"):
+        write_files({"": Numbers(3)}, tmp_path / "x.h5")
+    write_files({"": Numbers(3)}, tmp_path / "x.h5", replace=True)
+    assert sorted(rows_of(tmp_path / "x.h5")) == [0, 1, 2]
+    assert (tmp_path / "mine").read_text() == (tmp_path / ".x.h5.partial").read_text() == "before"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_repack_leaves_nothing(tmp_path, number):
