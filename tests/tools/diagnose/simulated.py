@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from harness import ALONE, CPU, sizes_of
+from harness import CPU, sizes_of
 
 from fastgpu.diagnose.ceilings import Loop, Meter, measure, read_pool, repeat
 from fastgpu.diagnose.verdict import Cause, Measured
@@ -82,6 +82,8 @@ class Times(NamedTuple):
     """How long each part of the loop takes. A batch of twice the rows takes the device twice as long."""
 
     step_s: float = 0.004
+    slow_step_s: float = 0.0
+    """The same on the second rank, if that is another time."""
     transform_s: float = 0.0
     launch_s: float = 0.0
     """For the host to queue the kernels of a step."""
@@ -98,18 +100,16 @@ class Times(NamedTuple):
     echo: float = 1.0
 
 
-def measure_simulated(path: str, times: Times, world: World = ALONE, n_rounds: int = 3) -> Measured:
-    """Every part of a loop that takes these times."""
+def measure_simulated(world: World, path: str, times: Times) -> Measured:
+    """Every part of a loop that takes these times, in three rounds."""
     device = SimulatedDevice(world)
     factor = times.batch_size / BATCH_SIZE
+    step_s = times.slow_step_s if world.rank and times.slow_step_s else times.step_s
     source = open_store("data.train", path, FIELDS)
     slow_down(source, times.disk_s, times.decode_s + times.copy_s)  # a block has the rows of a batch
-    order = BlockSampler(
-        source.block_rows,
-        times.batch_size,
-        shard=Shard(world.rank, world.world_size),
-        pool_batches=max(1, int(POOL_BATCHES / factor)),
-    )
+    shard = Shard(world.rank, world.world_size)
+    pool_batches = max(1, int(POOL_BATCHES / factor))
+    order = BlockSampler(source.block_rows, times.batch_size, shard=shard, pool_batches=pool_batches)
 
     def transform(batch: Rows) -> Rows:
         if times.transform_s:
@@ -118,7 +118,7 @@ def measure_simulated(path: str, times: Times, world: World = ALONE, n_rounds: i
 
     def local_step(_: Rows) -> None:
         time.sleep(times.launch_s)
-        device.queue(times.step_s * factor)
+        device.queue(step_s * factor)
         if times.reads_value:
             device.item("mine.py:12")
 
@@ -132,77 +132,38 @@ def measure_simulated(path: str, times: Times, world: World = ALONE, n_rounds: i
     sizes, loader = sizes_of("disk", times.n_readers), Loader(prefetch_pools=2)
     loop = Loop(transform, train_step, local_step, batch, source, sizes, CPU, loader, times.echo)
     copy = partial(repeat, lambda: time.sleep(times.copy_s)) if times.copy_s else None
-    return measure(device, loop, order, copy, stop=lambda m: len(m.loop) == n_rounds)
-
-
-def speed(m: Measured) -> float:
-    """Rows per second of the loop."""
-    return m.batch_size / m.loop.median
+    return measure(device, loop, order, copy, stop=lambda m: len(m.loop) == 3)
 
 
 class Planted(NamedTuple):
     """A cause and its cure."""
 
-    name: str
     times: Times
     cause: Cause
     change: str
     """The beginning of the advice."""
-    cured: Times
-    """The times after the change."""
-    readers: tuple[str, float] | None = None
-    """See `judge`."""
+    cure: Mapping[str, Any]
+    """The times that the change has an effect on."""
+    n_ranks: int = 1
 
 
-PLANTED = [
-    Planted(
-        "a slow disk",
-        Times(disk_s=0.012),
-        "READ",
-        "loader.num_readers=2",
-        Times(disk_s=0.012, n_readers=2),
-        ("loader.num_readers=2", 0.006),
-    ),
-    Planted(
-        "slow decoding",
-        Times(decode_s=0.012),
-        "DECODE",
-        "loader.num_readers=2",
-        Times(decode_s=0.012, n_readers=2),
-        ("loader.num_readers=2", 0.006),
-    ),
-    Planted("a slow transform", Times(transform_s=0.006), "AUGMENT", "make `transform`", Times()),
-    Planted(
-        "a slow bus",
-        Times(copy_s=0.024),
-        "COPY",
-        "data.echo=4",
-        Times(copy_s=0.024, echo=4.0),
-    ),
-    Planted(
-        "a value read in each step",
+MORE_READERS = "loader.num_readers=2"
+PLANTED = {
+    "a slow disk": Planted(Times(disk_s=0.012), "READ", MORE_READERS, {"n_readers": 2}),
+    "slow decoding": Planted(Times(decode_s=0.012), "DECODE", MORE_READERS, {"n_readers": 2}),
+    "a slow transform": Planted(Times(transform_s=0.006), "AUGMENT", "make `transform`", {"transform_s": 0.0}),
+    "a slow bus": Planted(Times(copy_s=0.024), "COPY", "data.echo=4", {"echo": 4.0}),
+    "a value read in each step": Planted(
         Times(launch_s=0.004, reads_value=True),
         "HOST",
         "leave the value on the device at mine.py:12",
-        Times(launch_s=0.004),
+        {"reads_value": 0},
     ),
-    Planted(
-        "a model too small for its launches",
-        Times(step_s=0.002, launch_s=0.009),
-        "HOST",
-        f"data.batch_size={4 * BATCH_SIZE}",
-        Times(step_s=0.002, launch_s=0.009, batch_size=4 * BATCH_SIZE),
+    "a model too small for its launches": Planted(
+        Times(step_s=0.002, launch_s=0.009), "HOST", f"data.batch_size={4 * BATCH_SIZE}", {"batch_size": 4 * BATCH_SIZE}
     ),
-    Planted(
-        "none: the device computes all the time",
-        Times(step_s=0.008, disk_s=0.002),
-        "COMPUTE",
-        "",
-        Times(step_s=0.008, disk_s=0.002),
+    "none: the device computes all the time": Planted(Times(step_s=0.008, disk_s=0.002), "COMPUTE", "", {}),
+    "one slow rank of two": Planted(
+        Times(step_s=0.012, slow_step_s=0.03), "RANKS", "look at the machine of rank 1", {"slow_step_s": 0.0}, 2
     ),
-]
-
-
-def measure_slow_second_rank(world: World, path: str, slow_step_s: float, n_rounds: int = 3) -> Measured:
-    """Two ranks of which the second takes that long for a step."""
-    return measure_simulated(path, Times(step_s=slow_step_s if world.rank else 0.012), world, n_rounds)
+}

@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from copy import copy
 from functools import partial
 from itertools import count
 from math import ceil
@@ -19,8 +20,8 @@ import numpy as np
 import psutil
 import torch
 
-from fastgpu.dataset.source import ItemDataset, rows_per_ask
-from fastgpu.diagnose.verdict import MAX_ROUNDS, Measured, Rounds, is_enough
+from fastgpu.dataset.source import ASKS_PER_POOL, ItemDataset, rows_per_ask
+from fastgpu.diagnose.verdict import MAX_ROUNDS, N_ROUNDS, Measured, Rounds, is_enough
 from fastgpu.feed.echo import echo
 from fastgpu.feed.prefetch import PrefetchLoader
 from fastgpu.feed.sizes import Sizes
@@ -35,6 +36,7 @@ from fastgpu.storage.store import HDF5Dataset
 
 MAX_REST_S = 2.0  # maximum rest after a measurement, in which a feed reads ahead as far as it may
 LOOP_WARM_UP_POOLS = 3
+MAX_S = 60.0  # after this time no round begins, unless there are fewer than N_ROUNDS
 OBSERVED_STEPS = 10  # steps under the profiler, and steps in which places that wait for the device are looked for
 
 Work = Callable[[int], float]
@@ -73,16 +75,16 @@ class Supply:
 
     def __init__(self, loop: Loop, order: BlockSampler):
         source, sizes = loop.source, loop.sizes
-        (self.feed,) = open_loaders([source], [order], sizes, loop.device, loader=loop.loader)
         self._loop = loop
         self._order = order
-        self._pools = (pool for epoch in count() for pool in self.feed.pools(epoch))
-        self._number = 0
         if sizes.tier != "device":
             self.n_ready = loop.loader.prefetch_pools + 1
         if sizes.tier == "disk" and isinstance(source, ItemDataset):
-            n_asks_per_pool = ceil(order.max_pool_rows / rows_per_ask(source, order))
-            self.n_joint = max(1, min(self.n_ready, ceil(sizes.n_readers / n_asks_per_pool)))
+            order = cut_asks(source, order, sizes)
+            self.n_joint = max(1, min(self.n_ready, ceil(sizes.n_readers / asks_per_pool(source, order))))
+        (self.feed,) = open_loaders([source], [order], sizes, loop.device, loader=loop.loader)
+        self._pools = (pool for epoch in count() for pool in self.feed.pools(epoch))
+        self._number = 0
 
     def _next(self) -> tuple[Rows, int]:
         """(rows, number of times to train on them)"""
@@ -116,6 +118,25 @@ def open_supplies(loop: Loop, order: BlockSampler) -> dict[str, Supply]:
     if loop.sizes.tier == "disk" and reads_apart:
         supplies["cached"] = Supply(loop, first_blocks(loop.source, order))
     return supplies
+
+
+def cut_asks(source: Dataset, order: BlockSampler, sizes: Sizes) -> BlockSampler:
+    """The same pools. If they are smaller than those of a run, a worker is asked for fewer rows of them at a time.
+
+    A pool of a run keeps all workers busy. A smaller one would have fewer asks than there are workers.
+    """
+    if order.pool_batches >= sizes.pool_batches:
+        return order
+    of_run = BlockSampler(order.selection, order.batch_size, order.shard, sizes.pool_batches)
+    n_asks = min(asks_per_pool(source, of_run), ASKS_PER_POOL)
+    smaller = copy(order)
+    smaller.batch_size = max(1, min(order.batch_size, order.max_pool_rows // n_asks))  # an ask is at least a batch
+    return smaller
+
+
+def asks_per_pool(source: Dataset, order: BlockSampler) -> int:
+    """How many times the workers are asked for rows of one pool."""
+    return ceil(order.max_pool_rows / rows_per_ask(source, order))
 
 
 def first_blocks(source: Dataset, order: BlockSampler) -> BlockSampler:
@@ -233,6 +254,7 @@ def measure(
     n_units = {name: task.multiple for name, task in tasks.items()}
     step_s: dict[str, list[list[float]]] = {name: [] for name in tasks}  # of each round: of each rank
     cpu_shares = []
+    deadline = time.perf_counter() + MAX_S
     for number in range(MAX_ROUNDS):
         world.print_once(f"measuring: round {number + 1} of at most {MAX_ROUNDS}")
         for name, task in tasks.items():
@@ -256,7 +278,8 @@ def measure(
             cpu_share=Rounds(cpu_shares),
             is_uncached=isinstance(loop.source, HDF5Dataset) and loop.source.file.is_direct,
         )
-        if world.broadcast(stop(measured)):
+        is_late = time.perf_counter() > deadline and number + 1 >= N_ROUNDS
+        if world.broadcast(is_late or stop(measured)):
             break
     for supply in supplies.values():
         supply.feed.close()

@@ -330,7 +330,8 @@ def _find_feed_change(
     """More readers, otherwise the echo that costs no time; and the seconds of the loop afterwards."""
     loop_s, compute_s = m.loop.median, m.compute.median
     feed_s = max(part.median for part in (m.copied, m.supply) if part)
-    shares_cpus = feed_s < (1 - NEAR) * loop_s  # the feed is fast enough alone, but takes CPUs from the step
+    is_used_up = m.cpu_share.median > CPU_SHARE
+    shares_cpus = is_used_up and feed_s < (1 - NEAR) * loop_s  # the feed is fast enough, but takes CPUs from the step
     if readers and not shares_cpus:
         setting, supply_s = readers
         left_s = max(m.copied.median, supply_s)
