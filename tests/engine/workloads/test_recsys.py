@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +12,13 @@ import torch
 import torch.nn.functional as F
 import yaml
 from contract import check_workload
-from harness import (
-    ROOT,
-    in_world,
-    metrics_of,
-    needs_gpu,
-    no_host_sync,
-    open_feed,
-    same_weights,
-    train,
-    train_rank,
-)
+from harness import ROOT, in_world, metrics_of, needs_gpu, no_host_sync, open_feed, same_weights, train, train_rank
 from short_run import parts_of_step
 from torch import Tensor
 from train import train_step
 
 from fastgpu.predict.output import to_columns
 from fastgpu.process.config import Optim
-from fastgpu.process.launch import UserError
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Ragged, Rows
 from fastgpu.storage.store import HDF5Dataset, open_store
@@ -162,37 +150,6 @@ def test_parts_of_a_batch_give_the_gradient_of_the_whole():
 # ---------------------------------------------------------------------------------------------- with files
 
 
-def write_csr(file: h5py.File, name: str, rows: list[list[int]], n_items: int) -> None:
-    group = file.create_group(name)
-    group.attrs.update({"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": (len(rows), n_items)})
-    group["indptr"] = np.cumsum([0, *map(len, rows)]).astype(np.int32)
-    group["indices"] = np.concatenate([np.array(row, np.int32) for row in rows])
-
-
-@pytest.fixture
-def write_users(tmp_path: Path) -> Callable[..., str]:
-    """write_users(name, n_users) writes a file with `items` and `held_out`, and returns its path.
-
-    There are two kinds of users: one likes the first half of the items, the other one the second half.
-    """
-
-    def write(name: str, n_users: int, *, n_items: int = 200, seed: int = 0, n_empty: int = 0) -> str:
-        rng = np.random.default_rng(seed)
-        items = []
-        held_out = []
-        for user in range(n_users):
-            liked = rng.permutation(n_items // 2)[:25] + n_items // 2 * (user % 2)
-            n_seen = int(rng.integers(5, 20))
-            items.append(sorted(liked[:n_seen].tolist()))
-            held_out.append([] if user < n_empty else sorted(liked[n_seen:].tolist()))
-        with h5py.File(tmp_path / name, "w") as file:
-            write_csr(file, "items", items, n_items)
-            write_csr(file, "held_out", held_out, n_items)
-        return str(tmp_path / name)
-
-    return write
-
-
 def open_train(path: str) -> HDF5Dataset:
     return open_store("data.train", path, {"items": "items"})
 
@@ -242,17 +199,6 @@ def test_predictions_are_the_best_items_that_a_user_does_not_have(write_users):
         others = [item for item in logits_BI[row].argsort(descending=True).tolist() if item not in user][:10]
         assert predicted["items"][row] == others + [-1] * (10 - len(others))
         torch.testing.assert_close(torch.tensor(predicted["scores"][row][: len(others)]), logits_BI[row, others])
-
-
-def test_rows_of_another_kind_are_one_line(write_users):
-    train_rows = open_train(write_users("train.h5", 60))
-    val = open_val(write_users("val.h5", 30))
-    for ours, theirs, message in (
-        (train_rows, train_rows, r"train.h5: the recsys workload needs held_out, a CSR matrix; .* items: "),
-        (open_train(write_users("other.h5", 60, n_items=150)), val, r"items has 200 items; convert it with .*other.h5"),
-    ):
-        with pytest.raises(UserError, match=message):
-            Workload(make_options(), ours, theirs)
 
 
 def test_held_out_items_that_cannot_be_found_are_told(write_users, capsys):
