@@ -101,15 +101,13 @@ def size(text: str) -> tuple[int, ...]:
 def main(args: Namespace) -> int:
     """Run one command. Returns the exit code."""
     module, _, name = args.run.rpartition(".")
-    with exit_with_message():
+    with exit_with_message(OSError):
         try:
             return getattr(import_module(f"fastgpu.convert.{module}"), name)(args) or 0
         except ModuleNotFoundError as error:
             if error.name not in ("polars", "scipy"):
                 raise
             raise UserError(f"{error.name} is not installed: pip install -c constraints.txt -e '.[convert]'") from None
-        except OSError as error:  # such as a disk that is full
-            raise UserError(str(error)) from None
 
 
 if __name__ == "__main__":
