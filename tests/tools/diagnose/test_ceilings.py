@@ -26,9 +26,7 @@ from fastgpu.diagnose.ceilings import (
     Loop,
     Meter,
     Supply,
-    asks_per_pool,
     copies,
-    cut_asks,
     first_blocks,
     measure,
     open_supplies,
@@ -150,10 +148,12 @@ def test_workers_are_asked_as_often_for_a_small_pool_as_for_one_of_a_run(run_bat
     """Otherwise some of them would wait, and more workers would seem to gain less than they do."""
     source = ItemDataset("made up", TensorDataset(torch.zeros(16_000, 1)), {"x": "x"})
     order = BlockSampler(source.block_rows, BATCH_SIZE)
-    sizes = sizes_of("disk", 2)._replace(pool_batches=run_batches)
-    smaller = cut_asks(source, order, sizes)
-    assert asks_per_pool(source, smaller) == n_asks
-    assert list(smaller) == list(order)
+    sizes = sizes_of("disk", 0)._replace(pool_batches=run_batches)
+    supply = Supply(loop_of(lambda _: None, source)._replace(sizes=sizes), order)
+    plan = next(supply.feed.order.pools(0))
+    assert len([*source.jobs(plan, {}, 1)]) == n_asks
+    np.testing.assert_array_equal(plan.row_ids, next(order.pools(0)).row_ids)
+    supply.feed.close()
 
 
 def test_the_first_blocks_of_a_source_are_its_first_rows(write_ragged):

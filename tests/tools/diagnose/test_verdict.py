@@ -1,5 +1,5 @@
 import re
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -14,27 +14,29 @@ def quiet(step_s: float) -> Rounds:
     return Rounds((step_s, 0.99 * step_s, 1.01 * step_s))
 
 
-def measured(compute_s: float, loop_s: float, **others: object) -> Measured:
+TIMINGS = ("compute", "loop", "untransformed", "copy", "supply", "cached")
+
+
+def measured(compute_s: float, loop_s: float, **others: Any) -> Measured:
     """Measurements on a quiet machine. others: fields of `Measured`; seconds of a part become its timing."""
-    fields = dict(others)
-    for name in ("untransformed", "copy", "supply", "cached"):
-        if name in others:
-            fields[name] = quiet(others[name])
-    for name in ("ranks_compute", "ranks_supply"):
-        if name in others:
-            fields[name] = tuple(map(quiet, others[name]))
-    if "cpu_share" in others:
-        fields["cpu_share"] = Rounds((others["cpu_share"],) * 3)
+    fields = {}
+    for name, value in others.items():
+        if name.startswith("ranks_"):
+            fields[name] = tuple(map(quiet, value))
+        else:
+            fields[name] = quiet(value) if name in TIMINGS else value
     return Measured(64, quiet(compute_s), quiet(loop_s), **fields)
 
 
 SLOW_DISK = measured(1.0, 4.0, supply=4.0, cached=0.5)
 FAST = {"supply": 0.9, "cached": 0.9}
+BUSY = {"cpu_share": Rounds((0.95,) * 3)}
 SYNC = {"syncs": ("mine.py:3",)}
 CASES = [  # (measurements, what could be changed, cause, a part of the change, its gain)
     (measured(1.0, 1.01, supply=0.2, cached=0.2), {}, "COMPUTE", "", 1.0),
     (SLOW_DISK, {"readers": ("loader.num_readers=4", 2.0)}, "READ", "loader.num_readers=4", 2.0),
     (SLOW_DISK, {"readers": ("loader.num_readers=4", 3.95)}, "READ", "data.echo=4", 4.0),
+    (measured(1.0, 4.0, supply=3.5), {"readers": ("loader.num_workers=4", 2.0)}, "DECODE", "loader.num_workers=4", 2.0),
     (measured(1.0, 4.0, supply=4.0, cached=3.9), {}, "DECODE", "data.echo=4", 4.0),
     (measured(1.0, 4.0, supply=4.0)._replace(is_uncached=True), {}, "READ", "data.echo=4", 4.0),
     (measured(1.0, 3.0, supply=3.0, cached=0.5), {}, "READ", "data.echo=3", 3.0),
@@ -44,15 +46,16 @@ CASES = [  # (measurements, what could be changed, cause, a part of the change, 
     (measured(1.0, 1.0, copy=0.9, supply=0.95), {}, "COMPUTE", "", 1.0),
     (measured(1.0, 1.0, busy_s=0.1), {}, "HOST", "data.batch_size=512", 8.0),
     (measured(1.0, 1.0, busy_s=0.6, **SYNC), {}, "HOST", "mine.py:3", 1 / 0.6),
+    (measured(1.0, 1.0, busy_s=0.3, **SYNC), {}, "HOST", "mine.py:3", 1 / 0.7),
     (measured(1.0, 1.0, busy_s=0.95, **SYNC), {}, "COMPUTE", "", 1.0),
     (measured(1.0, 1.0, untransformed=0.6), {}, "AUGMENT", "transform", 1 / 0.6),
     (measured(1.0, 1.0, ranks_compute=(0.5, 1.0)), {}, "RANKS", "rank 1", 2.0),
     (measured(1.0, 4.0, supply=4.0, cached=4.0, ranks_supply=(4.0, 2.0)), {}, "RANKS", "rank 0", 2.0),
     (measured(1.0, 4.0, supply=4.0, cached=4.0, ranks_supply=(4.0, 0.5)), {}, "RANKS", "rank 0", 4.0),
     (measured(1.0, 1.0, ranks_compute=(0.6, 0.6)), {}, "RANKS", "data.batch_size=128", 1.25),
-    (measured(1.0, 1.8, **FAST, cpu_share=0.95), {}, "DECODE", "data.echo=1.8", 1.8 / (1 + 0.8 / 1.8)),
-    (measured(1.0, 1.8, supply=0.05, cached=0.05, cpu_share=0.95), {}, "INCONCLUSIVE", "", 1.0),
-    (measured(1.0, 1.8, **FAST, cpu_share=0.5), {}, "INCONCLUSIVE", "", 1.0),
+    (measured(1.0, 1.8, **FAST, **BUSY), {}, "DECODE", "data.echo=1.8", 1.8 / (1 + 0.8 / 1.8)),
+    (measured(1.0, 1.8, supply=0.05, cached=0.05, **BUSY), {}, "INCONCLUSIVE", "", 1.0),
+    (measured(1.0, 1.8, **FAST), {}, "INCONCLUSIVE", "", 1.0),
     (measured(1.0, 1.8, **FAST, busy_s=0.1), {}, "HOST", "data.batch_size=512", 1.8 / 0.925),
 ]
 
@@ -75,19 +78,15 @@ def test_the_echo_that_costs_nothing_is_named_beside_a_better_change():
 # ---------------------------------------------------------------------------------------------- noise
 
 
-def noisy(timing: Rounds | None, rng: np.random.Generator, noise: float) -> Rounds | None:
-    """The median of the timing in eight rounds of a machine that is disturbed by this share, never for the better."""
-    if timing is None:
-        return None
-    return Rounds(tuple(timing.median * (1 + noise * rng.exponential(size=8))))
-
-
 def disturbed(m: Measured, rng: np.random.Generator, noise: float) -> Measured:
-    """The same measurements with noise of its own in each round of each part."""
-    parts = ("compute", "untransformed", "copy", "supply", "cached", "loop")
-    fields = {name: noisy(getattr(m, name), rng, noise) for name in parts}
+    """The same measurements in eight rounds of a machine that is disturbed by this share, never for the better."""
+
+    def redraw(timing: Rounds | None) -> Rounds | None:
+        return timing and Rounds(timing.median * (1 + noise * rng.exponential(size=8)))
+
+    fields: dict[str, Any] = {name: redraw(getattr(m, name)) for name in TIMINGS}
     for name in ("ranks_compute", "ranks_supply"):
-        fields[name] = tuple(noisy(rank, rng, noise) for rank in getattr(m, name))
+        fields[name] = tuple(map(redraw, getattr(m, name)))
     busy_s = m.busy_s and m.busy_s * (1 + noise * np.log(2))  # as the median of the steps is
     return m._replace(**fields, busy_s=busy_s, cpu_share=Rounds(m.cpu_share[:1] * 8))
 

@@ -52,8 +52,7 @@ class Bench:
         """Every part of the training loop."""
         copy = None
         if self.world.device.type == "cuda" and self.sizes.tier != "device":
-            pool = read_pool(self.loop.source, self._next_order(), self.sizes.n_readers)
-            copy = ceilings.copies(self.loop, pool)
+            copy = ceilings.copies(self.loop, read_pool(self.loop.source, self._next_order(), self.sizes.n_readers))
         return ceilings.measure(self.meter, self.loop, self._next_order(), copy)
 
     def try_readers(self) -> tuple[str, float]:

@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 import torch
 
-from fastgpu.dataset.source import ASKS_PER_POOL, ItemDataset, rows_per_ask
+from fastgpu.dataset.source import ASKS_PER_POOL, ItemDataset
 from fastgpu.diagnose.verdict import MAX_ROUNDS, N_ROUNDS, Measured, Rounds, is_enough
 from fastgpu.feed.echo import echo
 from fastgpu.feed.prefetch import PrefetchLoader
@@ -35,7 +35,6 @@ from fastgpu.rows.rows import Ragged, Rows
 from fastgpu.storage.store import HDF5Dataset
 
 MAX_REST_S = 2.0  # maximum rest after a measurement, in which a feed reads ahead as far as it may
-LOOP_WARM_UP_POOLS = 3
 MAX_S = 60.0  # after this time no round begins, unless there are fewer than N_ROUNDS
 OBSERVED_STEPS = 10  # steps under the profiler, and steps in which places that wait for the device are looked for
 
@@ -80,8 +79,12 @@ class Supply:
         if sizes.tier != "device":
             self.n_ready = loop.loader.prefetch_pools + 1
         if sizes.tier == "disk" and isinstance(source, ItemDataset):
-            order = cut_asks(source, order, sizes)
-            self.n_joint = max(1, min(self.n_ready, ceil(sizes.n_readers / asks_per_pool(source, order))))
+            # Workers are asked for as many parts of a pool as in a run, whose pools may be larger: otherwise some would
+            # wait because a small pool has fewer parts than there are workers.
+            n_parts = min(ASKS_PER_POOL, sizes.pool_batches, order.pools_per_epoch * order.pool_batches)
+            order = copy(order)
+            order.batch_size = min(order.batch_size, max(1, order.max_pool_rows // n_parts))
+            self.n_joint = max(1, min(self.n_ready, ceil(sizes.n_readers / n_parts)))
         (self.feed,) = open_loaders([source], [order], sizes, loop.device, loader=loop.loader)
         self._pools = (pool for epoch in count() for pool in self.feed.pools(epoch))
         self._number = 0
@@ -106,10 +109,6 @@ class Supply:
         pools = [self._next() for _ in range(n_pools)]
         return sum(passes * ceil(len(rows) / self._order.batch_size) for rows, passes in pools)
 
-    def empty(self) -> None:
-        """Take the pools that lie ready, so that the next ones come at the speed of the feed."""
-        self.drain(self.n_ready if self._number else self.n_joint)  # before the first pool, nothing is read ahead
-
 
 def open_supplies(loop: Loop, order: BlockSampler) -> dict[str, Supply]:
     """real: the feed of a run; cached: a feed from files that reads the same few blocks again and again."""
@@ -120,32 +119,12 @@ def open_supplies(loop: Loop, order: BlockSampler) -> dict[str, Supply]:
     return supplies
 
 
-def cut_asks(source: Dataset, order: BlockSampler, sizes: Sizes) -> BlockSampler:
-    """The same pools. If they are smaller than those of a run, a worker is asked for fewer rows of them at a time.
-
-    A pool of a run keeps all workers busy. A smaller one would have fewer asks than there are workers.
-    """
-    if order.pool_batches >= sizes.pool_batches:
-        return order
-    of_run = BlockSampler(order.selection, order.batch_size, order.shard, sizes.pool_batches)
-    n_asks = min(asks_per_pool(source, of_run), ASKS_PER_POOL)
-    smaller = copy(order)
-    smaller.batch_size = max(1, min(order.batch_size, order.max_pool_rows // n_asks))  # an ask is at least a batch
-    return smaller
-
-
-def asks_per_pool(source: Dataset, order: BlockSampler) -> int:
-    """How many times the workers are asked for rows of one pool."""
-    return ceil(order.max_pool_rows / rows_per_ask(source, order))
-
-
 def first_blocks(source: Dataset, order: BlockSampler) -> BlockSampler:
     """The same kind of order over the fewest blocks with two pools for all ranks, and one for each canonical rank."""
     n_rows = 2 * order.pool_batches * order.global_batch_size
     n_blocks = int(np.searchsorted(np.cumsum(source.block_rows), n_rows)) + 1
     block_rows = source.block_rows[: max(order.canonical_ranks, n_blocks)]
-    pool_batches = order.pool_batches
-    return BlockSampler(block_rows, order.batch_size, shard=order.shard, pool_batches=pool_batches, seed=order.seed)
+    return BlockSampler(block_rows, order.batch_size, order.shard, order.pool_batches, seed=order.seed)
 
 
 def read_pool(source: Dataset, order: BlockSampler, n_readers: int) -> Rows:
@@ -301,9 +280,8 @@ def _tasks(loop: Loop, supplies: Mapping[str, Supply], copy: Work | None, world:
     real = supplies["real"]
     multiple = 2 * real.n_joint
     if real.n_ready:  # the loop follows at once: no pools lie ready for it
-        tasks["supply"] = _Task(real.drain, real.empty, multiple)
-    n_warm_up = min(real.n_ready, LOOP_WARM_UP_POOLS)
-    tasks["loop"] = _Task(real.train, partial(real.train, n_warm_up), multiple, real.n_ready)
+        tasks["supply"] = _Task(real.drain, partial(real.drain, real.n_ready), multiple)
+    tasks["loop"] = _Task(real.train, partial(real.train, real.n_ready), multiple, real.n_ready)
     if cached := supplies.get("cached"):
         n_first = cached.n_ready + cached.feed.order.pools_per_epoch  # until each of its blocks has been read once
         tasks["cached"] = _Task(cached.drain, partial(cached.drain, n_first), 2, cached.n_ready)

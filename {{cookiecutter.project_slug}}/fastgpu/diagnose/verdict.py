@@ -5,11 +5,10 @@ without the others (ceilings.py). The gain of a change follows from the same rul
 the longest part that is left.
 
 Every question is about a share of some time, such as the share of the loop's time that compute does not need. It is
-computed in each round, so that a machine that is slow for a while cancels out, and a question is answered only if the
-interval of its share answers it (`exceeds`). A cause is named if the answers exclude all others; otherwise the verdict
-is INCONCLUSIVE. The interval is from the lowest to the highest of five rounds, and from the second lowest to the second
-highest of eight: whatever the noise, the true median lies below it in 3.1 % (1 of 32) or 3.5 % (9 of 256) of all cases,
-and above it as often.
+computed in each round, so that a machine that is slow for a while cancels out, and is answered only if the interval of
+the share answers it (`exceeds`). A cause is named if the answers exclude all others; otherwise it is INCONCLUSIVE.
+Whatever the noise, the true median lies below the interval of five or eight rounds in 3.1 % (1 of 32) or 3.5 % (9 of
+256) of all cases, and above it as often.
 
 All times are seconds per optimizer step, that is for the rows of one step over all ranks, whether echoed or not.
 """
@@ -330,8 +329,7 @@ def _find_feed_change(
     """More readers, otherwise the echo that costs no time; and the seconds of the loop afterwards."""
     loop_s, compute_s = m.loop.median, m.compute.median
     feed_s = max(part.median for part in (m.copied, m.supply) if part)
-    is_used_up = m.cpu_share.median > CPU_SHARE
-    shares_cpus = is_used_up and feed_s < (1 - NEAR) * loop_s  # the feed is fast enough, but takes CPUs from the step
+    shares_cpus = feed_s < (1 - NEAR) * loop_s and m.cpu_share.median > CPU_SHARE  # it takes them from the step
     if readers and not shares_cpus:
         setting, supply_s = readers
         left_s = max(m.copied.median, supply_s)
