@@ -61,11 +61,9 @@ def warn(text: str) -> None:
 
 @contextmanager
 def exit_with_message(*others: type[Exception]) -> Iterator[None]:
-    """Turn a `UserError` into one line on stderr for each machine, and exit code 2 on every rank. Bugs keep their
-    traceback; a fatal signal (a bug in a driver, a file truncated while it is mapped) leaves one, too.
-
-    others: errors that are no bugs of this program either, such as OSError if a disk is full.
-    """
+    """Turn a `UserError`, and others that are no bugs either, such as OSError if a disk is full, into one line on stderr
+    for each machine, and exit code 2 on every rank. Bugs keep their traceback; a fatal signal (a bug in a driver, a file
+    truncated while it is mapped) leaves one, too."""
     told: tuple[type[Exception], ...] = (UserError, *others)
     faulthandler.enable(sys.__stderr__ or 2)
     launch = read_launch()

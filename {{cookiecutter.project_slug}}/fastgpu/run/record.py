@@ -104,10 +104,7 @@ KEPT = {"device": "kept on the device", "host": "kept in RAM", "disk": "read fro
 
 
 def describe_feed(source: Dataset, sizes: Sizes, order: BlockSampler) -> str:
-    """Where the rows are kept, in which portions they move, and how many of them an epoch has.
-
-    A newcomer reads it before the first number, so it is in words that need no page.
-    """
+    """Where the rows are kept, in which portions they move, and how many an epoch has, in words that need no page."""
     kind = "worker processes" if sizes.uses_workers else "reader threads"
     readers = "" if sizes.tier == "device" else f"; {kind} on each rank: {sizes.n_readers}"
     fields = ", ".join(f"{name}: {field}" for name, field in source.fields.items())
