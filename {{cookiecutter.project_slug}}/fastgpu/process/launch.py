@@ -61,8 +61,8 @@ def warn(text: str) -> None:
 
 @contextmanager
 def exit_with_message(*others: type[Exception]) -> Iterator[None]:
-    """Turn a `UserError`, and others that are no bugs either, such as OSError if a disk is full, into one line on stderr
-    for each machine, and exit code 2 on every rank. Bugs keep their traceback; a fatal signal (a bug in a driver, a file
+    """Turn a `UserError`, and others that are no bugs, such as OSError if a disk is full, into one line on stderr for
+    each machine, and exit code 2 on every rank. Bugs keep their traceback; a fatal signal (a bug in a driver, a file
     truncated while it is mapped) leaves one, too."""
     told: tuple[type[Exception], ...] = (UserError, *others)
     faulthandler.enable(sys.__stderr__ or 2)
