@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fastgpu.convert.images.readers import ImageFolder
+from fastgpu.convert.images.readers import ImageFolder, Masks
 from fastgpu.dataset.source import open_dataset
 from fastgpu.images.files import read_preprocessing
 from fastgpu.images.parts import Preprocessing
+from fastgpu.process.launch import UserError
 from fastgpu.storage.hdf5 import attributes_of
 
 
@@ -30,6 +31,7 @@ def test_a_folder_has_a_class_a_sub_folder(tmp_path, capsys):
     folder_of(tmp_path, {"cat": 2, "dog": 3})
     for name in ("cat/notes.txt", "cat/x.eps", "dog/1.HEIC", "dog/2.heic"):
         (tmp_path / name).write_bytes(b"no image that Pillow reads by itself")
+    folder_of(tmp_path, {".ipynb_checkpoints": 1, "cat/.thumbnails": 1})
     (tmp_path / "dog" / "deeper").mkdir()
     (tmp_path / "dog" / "photo 002 é.png").rename(tmp_path / "dog" / "deeper" / "x.PNG")
     for number in range(2):
@@ -39,7 +41,7 @@ def test_a_folder_has_a_class_a_sub_folder(tmp_path, capsys):
     assert listing.class_names == ["cat", "dog"]
     assert sorted(listing.paths)[2] == "dog/deeper/x.PNG"
     shown = capsys.readouterr().out
-    assert f"left out of {tmp_path}: 2 .heic, 1 .txt, 1 .eps (" in shown
+    assert f"left out of {tmp_path}: 2 .heic, 1 .ipynb_checkpoints, 1 .thumbnails, " in shown
     assert "which are left out: 2\n" in shown
 
 
@@ -178,6 +180,9 @@ def test_masks_are_paired_and_prepared_like_their_images(tmp_path, convert):
             assert file.attrs["n_classes"] == 4  # of both splits together
             assert list(file) == ["fastgpu_sha256", "images", "masks"]
     assert sorted(numbers) == [*range(8), 11]
+    Image.fromarray(mask).save(tmp_path / "masks/1/3.png")
+    with pytest.raises(UserError, match="masks has masks of the same name with different suffixes"):
+        Masks(tmp_path / "images", tmp_path / "masks")
 
 
 def test_masks_of_0_and_255_or_of_1_bit_have_two_classes(tmp_path, convert):

@@ -74,6 +74,8 @@ def test_few_broken_rows_are_left_out_and_listed(tmp_path, n_rows, broken):
     (tmp_path / "x.h5").rename(tmp_path / "kept.h5")
     with pytest.raises(UserError, match=f"{LISTED} exists; --force replaces a file"):
         write_files(parts, tmp_path / "x.h5", skips_broken=True)
+    write_files({"": Numbers(n_rows)}, tmp_path / "x.h5", replace=True)
+    assert not (tmp_path / LISTED).exists()
 
 
 @pytest.mark.parametrize(

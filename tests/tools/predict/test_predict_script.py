@@ -91,7 +91,7 @@ def test_force_replaces_a_file_but_never_by_half_and_never_a_folder(
     assert target.stat().st_size > 3
     target.unlink()
     (target / "inside").mkdir(parents=True)
-    with pytest.raises(UserError, match=f"{target.name} exists"):
+    with pytest.raises(UserError, match=f"{target.name} is a folder; name a file in it"):
         run(minimal_run, *words, "--force")
     assert [path.name for path in tmp_path.rglob("*")] == [target.name, "inside"]
 

@@ -128,6 +128,7 @@ def _report(reader: Reader, report: Path) -> None:
     whole = rows[~is_broken].tolist()
     for loss, count in Counter(loss for row in whole for loss in reader.losses.get(row, ())).items():
         print(f"  changed  {loss}: {count:,} of {len(whole):,} images")
+    report.unlink(missing_ok=True)  # of rows that were here before
     if is_broken.any():
         report.write_text("".join(f"{reader.broken[row]}\n" for row in rows[is_broken].tolist()), encoding="utf-8")
         print(f"broken images that were skipped: {is_broken.sum():,}, listed in {report}")

@@ -52,7 +52,7 @@ def list_images(root: Path) -> list[str]:
     """Paths, relative to `root`, of the image files in it at any depth, in the order of their names.
 
     Links to folders are followed, but not back into `root`, and not twice to one folder. Prints how many other files of
-    which kind there are. Raises UserError if `root` is no folder, and OSError if a folder cannot be read.
+    which kind there are, and hidden folders. Raises UserError if `root` is no folder, OSError if one cannot be read.
     """
 
     def refuse(error: OSError) -> None:
@@ -64,12 +64,13 @@ def list_images(root: Path) -> list[str]:
     paths: list[str] = []
     others: Counter[str] = Counter()
     for place, folders, files in os.walk(root, followlinks=True, onerror=refuse):
-        for path in [Path(place, name) for name in sorted(folders)]:
+        others.update(name for name in folders if name.startswith("."))  # such as .ipynb_checkpoints
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for path in [Path(place, name) for name in folders]:
             target = path.resolve()
             if path.is_symlink() and (target in seen or target.is_relative_to(root.resolve())):
                 folders.remove(path.name)
             seen.add(target)
-        folders.sort()
         paths += [os.path.relpath(Path(place, name), root) for name in sorted(files) if is_image(name)]
         others.update(Path(name).suffix.lower() or name for name in files if not is_image(name))
     if others:

@@ -27,7 +27,9 @@ def new_file(target: Path, *, replace: bool = False) -> Iterator[Path]:
     At the end it is called `target`; after an exception it is removed, and `target` is as before. Raises UserError if
     `target` is a folder, or exists and `replace` is false; OSError if the disk refuses.
     """
-    if os.path.lexists(target) and (not replace or target.is_dir()):
+    if target.is_dir():
+        raise UserError(f"{target} is a folder; name a file in it, or another one")
+    if os.path.lexists(target) and not replace:
         raise UserError(f"{target} exists; --force replaces a file")
     partial = target.with_name(f".{target.stem[:200]}.{uuid4().hex}{target.suffix}")
     try:  # a signal may come as soon as the file is there

@@ -105,7 +105,10 @@ class Masks(ImageFiles):
     def __init__(self, root: str | Path, masks: str | Path, *, is_binary: bool = False, **how: Any):
         images = list_images(Path(root))
         names = [path.rpartition(".")[0] for path in images]
-        mask_of = {path.rpartition(".")[0]: path for path in list_images(Path(masks))}
+        found = list_images(Path(masks))
+        mask_of = {path.rpartition(".")[0]: path for path in found}
+        if len(mask_of) < len(found):
+            raise UserError(f"{masks} has masks of the same name with different suffixes; keep one of each name")
         if lonely := [path for path, name in zip(images, names, strict=True) if name not in mask_of]:
             raise UserError(f"{len(lonely):,} of {len(images):,} images have no mask in {masks}: {list_first(lonely)}")
         if n_unused := len(mask_of.keys() - {*names}):
