@@ -85,9 +85,8 @@ def main(args: argparse.Namespace, world: World, terminal: IO[str]) -> None:
     size = args.batch_size or card["batch_size"]
     if args.evaluate:
         with open_pools(rows, size, world.device) as pools:
-            metrics = evaluate(model, workload, pools, world, precision=precision)
-        for name, value in metrics.items():
-            print(f"{name.removeprefix('val/')} {value:.6g}", file=terminal)
+            for name, value in evaluate(model, workload, pools, world, precision=precision).items():
+                print(f"{name.removeprefix('val/')} {value:.6g}", file=terminal)
         return
     kind, ids, failed = (
         ("file", rows.files, rows.failed) if isinstance(rows, ImageRows) else ("row", range(len(rows)), {})

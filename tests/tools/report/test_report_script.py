@@ -17,21 +17,17 @@ def run(*arguments: object, **options: object) -> subprocess.CompletedProcess[st
     return subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False, **options)
 
 
-def test_a_summary_and_a_page(tmp_path):
-    done = run(write_run(tmp_path / "a"))
-    assert (done.returncode, done.stderr) == (0, "")
-    assert re.search(r"  data/wait_pct +3.008\n", done.stdout)
-    assert (tmp_path / "a" / "report.html").exists()
-
-
-def test_runs_are_compared_and_folders_without_points_are_left_out(tmp_path):
+def test_a_summary_and_a_page_then_runs_in_one_line_each_without_folders_that_have_no_points(tmp_path):
     runs = [write_run(tmp_path / "x" / "a"), write_run(tmp_path / "y" / "a")]
     (tmp_path / "empty").mkdir()
-    done = run("--compare", *runs, tmp_path / "empty")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert len(done.stdout.splitlines()) == 3
-    assert all(str(folder) in done.stdout for folder in runs)
+    compared = run("--compare", *runs, tmp_path / "empty")
     assert not (runs[0] / "report.html").exists()
+    shown = run(runs[0])
+    assert (runs[0] / "report.html").exists()
+    assert re.search(r"  data/wait_pct +3.008\n", shown.stdout)
+    assert {(done.returncode, done.stderr) for done in (compared, shown)} == {(0, "")}
+    assert len(compared.stdout.splitlines()) == 3
+    assert all(str(folder) in compared.stdout for folder in runs)
     head, first, _ = csv.reader(run("--csv", *runs).stdout.splitlines())
     assert dict(zip(head, first, strict=True))["train/trained_rows_per_s"] == "24752.928"  # a number for a program
 
@@ -46,11 +42,9 @@ def test_a_reader_that_has_seen_enough_ends_it_without_a_message(tmp_path):
 
 
 def test_what_cannot_be_read_or_written_is_one_line(tmp_path):
-    (tmp_path / "metrics.jsonl").mkdir()
     (write_run(tmp_path / "a") / "report.html").mkdir()
     for folder, message in (
         ("nowhere", "nowhere has no points in metrics.jsonl; name the folder of a run, such as runs/first"),
-        (tmp_path, f"[Errno 21] Is a directory: '{tmp_path}/metrics.jsonl'"),
         (tmp_path / "a", f"[Errno 21] Is a directory: '{tmp_path}/a/report.html'"),
     ):
         done = run(folder)
