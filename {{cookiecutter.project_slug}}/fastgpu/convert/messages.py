@@ -22,8 +22,8 @@ def explain_errors(path: object, expected: str) -> Iterator[None]:
         yield
     except (UserError, ModuleNotFoundError):
         raise
-    except (FileNotFoundError, PermissionError) as error:
-        raise UserError(f"{path}: {error.strerror}") from None
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist; check its name") from None
     except Exception as error:  # parsers raise anything for damaged bytes
         text = " ".join(str(error).split())[:200]
         raise UserError(f"{path} cannot be read as {expected}: {text}") from None

@@ -95,15 +95,11 @@ def end_with_parent() -> None:
 
 
 def check_parent() -> None:
-    """Raise RankError if torchrun ended before `end_with_parent` was called.
-
-    The store of torchrun listens before a rank starts, for as long as torchrun lives. A rank that finds nobody there
-    would wait for the others until `dist.timeout_s`.
-    """
+    """Raise RankError if torchrun ended before `end_with_parent`: its store, which listens for as long as it lives, is
+    gone, and a rank would wait for the others until `dist.timeout_s`."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         try:
-            socket.create_connection(store, timeout=5).close()
+            socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=5).close()
         except ConnectionRefusedError:
             raise RankError("torchrun, which started this process, has ended") from None
         except OSError:
