@@ -7,6 +7,7 @@ from contract import check_workload
 from harness import copy_project, metrics_of, run_train
 
 import workloads
+from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.arrays import ArrayDataset
 from workloads.minimal import Workload
@@ -33,6 +34,8 @@ def test_the_workload_fits_the_protocol_and_scores_the_mean_squared_error(shape,
 
 def test_a_workload_is_found_by_the_name_of_its_module():
     assert workloads.load("minimal") is Workload
+    with pytest.raises(UserError, match=r"workloads/tables.py does not exist; there are: .*minimal"):
+        workloads.load("tables")
 
 
 def test_a_workload_that_lacks_a_method_cannot_be_made():
