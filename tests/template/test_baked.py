@@ -115,7 +115,14 @@ def test_convert_has_the_commands_of_the_workload_and_needs_no_library_of_anothe
 
 
 @pytest.mark.slow
-@each_bake
+@pytest.mark.parametrize(
+    "answers",
+    [
+        pytest.param(answers, marks=pytest.mark.nightly if n > len(WORKLOAD_ANSWERS) else ())
+        for n, answers in enumerate(BAKES)
+    ],
+    ids=lambda answers: "-".join(answers.values()),
+)
 def test_a_project_installs_is_clean_trains_and_passes_its_tests(own_copy, answers):
     """As its README says, but for the download: what is installed here already satisfies it."""
     project = own_copy(**answers)
