@@ -15,26 +15,23 @@ from harness import copy_project, metrics_of, needs_gpu, numbered, run_train, sa
 
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import Rows
-from fastgpu.storage.store import HDF5Dataset, open_store
+from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.training.parallel import freeze
 from workloads.images import Normalize, Workload, resnet
 
-OFF = {
-    "flip": False,
-    "crop_padding": 0,
-    "min_crop_scale": 1.0,
-    "cutout_size": 0,
-    "mixup_alpha": 0.0,
-    "label_smoothing": 0.0,
-}
-"""Settings without any augmentation."""
+SMALL = {"width": 4, "blocks": 1}
+OFF = {"flip": False, "crop_padding": 0, "min_crop_scale": 1, "cutout_size": 0, "mixup_alpha": 0, "label_smoothing": 0}
 UINT8 = np.dtype("uint8")
 FIELDS = {"images": "images", "labels": "labels"}
 
 
-def make_workload(train: HDF5Dataset, val: HDF5Dataset | None = None, **options: Any) -> Workload:
+def make_workload(source: ArrayDataset, **options: Any) -> Workload:
     """A small network without augmentation, unless the options say otherwise."""
-    return Workload(Workload.Options(**({"width": 4, "blocks": 1} | OFF | options)), train, val or train)
+    return Workload(Workload.Options(**(SMALL | OFF | options)), source, source)
+
+
+def rows_of(pixels: np.ndarray, labels: np.ndarray, **attributes: Any) -> ArrayDataset:
+    return ArrayDataset("made up", {"images": pixels, "labels": labels}, attributes)
 
 
 def rng(seed: int = 0) -> torch.Generator:
@@ -50,33 +47,26 @@ def labelled(n_rows: int = 8) -> Rows:
 
 
 @pytest.fixture
-def rows_of(tmp_path):
-    """rows_of(pixels, labels) is a file of these rows. attributes: of the file."""
-
-    def make(pixels: np.ndarray, labels: np.ndarray, name: str = "x.h5", **attributes: Any) -> HDF5Dataset:
-        with h5py.File(tmp_path / name, "w") as file:
-            file["images"] = pixels
-            file["labels"] = labels
-            file.attrs.update(attributes)
-        return open_store("data.train", str(tmp_path / name), FIELDS)
-
-    return make
-
-
-@pytest.fixture
-def store(rows_of) -> HDF5Dataset:
+def store() -> ArrayDataset:
     return rows_of(numbered(40, (3, 8, 8)), np.arange(40) % 4)
 
 
 # ---------------------------------------------------------------------------------------------- the network
 
 
-@pytest.mark.parametrize("shape", [(1, 8, 8), (3, 218, 178), (1, 5, 90), (4, 1, 1), (3, 224, 224)])
+@pytest.mark.parametrize(
+    ("shape", "side"), [((1, 8, 8), 8), ((3, 64, 64), 64), ((3, 218, 178), 45), ((1, 5, 90), 90), ((4, 1, 1), 1)]
+)
 @pytest.mark.parametrize("blocks", [1, 2])
-def test_any_image_gives_logits_and_every_weight_a_gradient(shape, blocks):
+def test_any_image_gives_logits_and_every_weight_a_gradient(shape, side, blocks):
+    """Small images keep their resolution in the first stage."""
     model = resnet(shape, 7, 4, blocks)
+    widths: list[int] = []
+    first = next(layer for layer in model if type(layer).__name__ == "Block")
+    first.register_forward_hook(lambda _, __, out: widths.append(out.shape[-1]))
     logits = model(images((2, *shape)).float())
     assert logits.shape == (2, 7)
+    assert widths == [side]
     logits.sum().backward()
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
 
@@ -100,16 +90,6 @@ def test_layers_can_be_sliced_and_weights_keep_the_names_that_checkpoints_have()
     assert [name.rpartition(".")[0] for name in names] == ["0", "1", "1", *inner, *outer, "7", "7"]
 
 
-@pytest.mark.parametrize(("shape", "side"), [((1, 8, 8), 8), ((3, 64, 64), 64), ((3, 218, 178), 45)])
-def test_small_images_keep_their_resolution_in_the_first_stage(shape, side):
-    model = resnet(shape, 7, 4, 1)
-    widths = []
-    first = next(layer for layer in model if type(layer).__name__ == "Block")
-    first.register_forward_hook(lambda _, __, out: widths.append(out.shape[-1]))
-    model(torch.zeros(1, *shape))
-    assert widths == [side]
-
-
 def test_a_network_of_timm_takes_the_place_of_the_one_here(store, monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", None)  # as if it were not installed
     with pytest.raises(UserError, match=r"^model\.timm is resnet50: .*timm.*; pip install timm; "):
@@ -127,8 +107,6 @@ def test_a_network_of_timm_takes_the_place_of_the_one_here(store, monkeypatch):
     assert made == {"in_chans": 3, "num_classes": 4, "pretrained": False}
     make_workload(store, timm="resnet50", pretrained=True).model()
     assert made["pretrained"]
-    with pytest.raises(UserError, match=r"model.pretrained is true, but only networks of timm have such weights"):
-        make_workload(store, pretrained=True)
     with pytest.raises(UserError, match=r"^model\.timm is resnet5: Unknown model \(resnet5\); .* timm.list_models"):
         make_workload(store, timm="resnet5").model()
 
@@ -144,8 +122,6 @@ def test_normalize_is_mean_and_std_of_a_channel_or_the_range_of_the_dtype():
         assert torch.equal(Normalize({}, 2, np.dtype(dtype))(x), x.float())
         scaled = Normalize({"mean": 0.5, "std": [0.25, 2]}, 2, np.dtype(dtype))
         torch.testing.assert_close(scaled(x), (x.float() - 0.5) / torch.tensor([0.25, 2]).view(1, 2, 1, 1))
-    with pytest.raises(UserError, match="attribute std has 3 numbers, but images have 1 channels"):
-        Normalize({"std": [1.0, 2.0, 3.0]}, 1, UINT8)
 
 
 # ---------------------------------------------------------------------------------------------- augmentation
@@ -164,15 +140,11 @@ def test_an_augmentation_is_drawn_anew_each_time_repeats_with_the_seed_and_can_b
     loss = workload.loss(workload.model(), first)
     loss.backward()
     assert torch.isfinite(loss)
-
-
-def test_without_augmentation_the_images_are_not_even_copied(store):
-    batch = labelled()
     unchanged = make_workload(store).transform(batch, rng())
-    assert unchanged["images"].data_ptr() == batch["images"].data_ptr()
+    assert unchanged["images"].data_ptr() == batch["images"].data_ptr()  # without it, they are not even copied
 
 
-def test_what_is_cut_out_is_0_for_the_network(rows_of):
+def test_what_is_cut_out_is_0_for_the_network():
     pixels = np.full((4, 3, 8, 8), 200, np.uint8)
     workload = make_workload(rows_of(pixels, np.arange(4), mean=[10.0, 20.0, 30.0], std=[2.0, 4.0, 5.0]), cutout_size=3)
     cut = workload.transform(Rows({"images": torch.from_numpy(pixels), "labels": torch.arange(4)}), rng())["images"]
@@ -182,21 +154,13 @@ def test_what_is_cut_out_is_0_for_the_network(rows_of):
 
 @pytest.mark.parametrize("shape", [(3, 8, 8), (8, 8)])
 @pytest.mark.parametrize("dtype", ["uint8", "float16", "float32"])
-def test_every_type_of_image_is_augmented_in_its_own_and_fits_the_protocol(rows_of, dtype, shape):
+def test_every_type_of_image_is_augmented_in_its_own_and_fits_the_protocol(dtype, shape):
     pixels = (np.random.default_rng(0).random((12, *shape)) * (255 if dtype == "uint8" else 1)).astype(dtype)
+    batch = Rows({"images": torch.from_numpy(pixels), "labels": torch.arange(12) % 4})
     for options in ({}, EACH):
         workload = make_workload(rows_of(pixels, np.arange(12) % 4), **options)
-        batch = Rows({"images": torch.from_numpy(pixels), "labels": torch.arange(12) % 4})
         assert str(workload.transform(batch, rng())["images"].dtype) == f"torch.{dtype}"
         check_workload(workload, batch, batch)
-
-
-@pytest.mark.parametrize("name", ["crop_padding", "cutout_size"])
-def test_an_augmentation_that_leaves_nothing_of_an_image_is_refused(rows_of, name):
-    store = rows_of(numbered(12, (3, 16, 8)), np.arange(12) % 4)
-    make_workload(store, **{name: 7})
-    with pytest.raises(UserError, match="images are 8 pixels high or wide; model.crop_padding and cutout"):
-        make_workload(store, **{name: 8})
 
 
 # ---------------------------------------------------------------------------------------------- loss and scores
@@ -214,7 +178,7 @@ def test_smoothed_and_mixed_labels_against_the_formula(store):
 
 
 @pytest.mark.parametrize("n_classes", [4, 10])  # five answers of few classes are no metric
-def test_scores_of_classes_against_the_formula(rows_of, n_classes):
+def test_scores_of_classes_against_the_formula(n_classes):
     workload = make_workload(rows_of(numbered(40, (3, 8, 8)), np.arange(40) % n_classes))
     logits = torch.randn(50, n_classes, generator=rng())
     labels = torch.arange(50) % n_classes
@@ -228,7 +192,7 @@ def test_scores_of_classes_against_the_formula(rows_of, n_classes):
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16"])
-def test_loss_and_scores_of_attributes_against_the_formula(rows_of, dtype):
+def test_loss_and_scores_of_attributes_against_the_formula(dtype):
     attributes = np.random.default_rng(0).integers(0, 2, (40, 5), dtype=dtype)
     store = rows_of(numbered(40, (3, 8, 8)), attributes)
     workload = make_workload(store, label_smoothing=0.1)
@@ -256,70 +220,23 @@ def test_loss_and_scores_of_attributes_against_the_formula(rows_of, dtype):
 @pytest.mark.parametrize(
     ("attributes", "n_outputs"), [({}, 4), ({"class_names": list("abcdefg")}, 7), ({"n_classes": 7}, 7)]
 )
-def test_classes_come_from_their_names_their_number_or_the_labels(rows_of, attributes, n_outputs):
+def test_classes_come_from_their_names_their_number_or_the_labels(attributes, n_outputs):
     workload = make_workload(rows_of(numbered(40, (3, 8, 8)), np.arange(40) % 4, **attributes))
     assert workload.n_outputs == n_outputs
     assert workload.class_names == attributes.get("class_names", [])
 
 
-IMAGE = numbered(5, (1, 8, 8))
-NUMBERS = np.arange(5)
+def test_a_file_may_say_that_its_channels_come_first():
+    assert make_workload(rows_of(numbered(5, (2, 8, 4)), np.arange(5), layout="nchw")).shape_CHW == (2, 8, 4)
 
 
-@pytest.mark.parametrize(
-    ("pixels", "labels", "message"),
-    [
-        (IMAGE.astype("u2"), NUMBERS, r"uint16 \(N, 1, 8, 8\); allowed are uint8.* as bytes"),
-        (numbered(5, (64,)), NUMBERS, r"images are uint8 \(N, 64\); allowed are .*\(N, C, H, W\) or \(N, H, W\)"),
-        (numbered(5, (8, 8, 3)), NUMBERS, r"\(N, 8, 8, 3\), which looks like \(N, H, W, C\).* --layout nhwc"),
-        (IMAGE, np.zeros((5, 2, 2), int), r"labels are int64 \(N, 2, 2\); allowed are integers"),
-        (IMAGE, NUMBERS[:, None], r"labels are int64 \(N, 1\); .* write \(N, 1\) as labels\[:, 0\]"),
-        (IMAGE, NUMBERS - 1, "labels are -1 to 3; allowed are 0 to 3"),
-        (numbered(29, (1, 8, 8)), -(10**15) * np.arange(29), "labels are -28000000000000000 to 0; allowed are 0 to 0"),
-        (IMAGE, np.eye(5), r"float64 \(N, 5\); allowed are integers, .*argmax"),
-    ],
-)
-def test_rows_that_are_no_labelled_images(rows_of, pixels, labels, message):
-    with pytest.raises(UserError, match=message):
-        make_workload(rows_of(pixels, labels))
-
-
-def test_images_and_labels_are_needed(write):
-    with pytest.raises(UserError, match="data.fields has pixels; this workload needs images and labels"):
-        make_workload(open_store("data.train", write(), {"pixels": "images"}))
-
-
-def test_a_file_may_say_that_its_channels_come_first(rows_of):
-    assert make_workload(rows_of(numbered(5, (2, 8, 4)), NUMBERS, layout="nchw")).shape_CHW == (2, 8, 4)
-
-
-BITS = np.arange(10).reshape(5, 2) % 2
-
-
-@pytest.mark.parametrize(
-    ("labels", "pixels", "other_labels", "message"),
-    [
-        (NUMBERS, numbered(10, (1, 8, 8)), np.arange(10), "labels are 0 to 9; allowed are 0 to 4"),
-        (NUMBERS, numbered(5, (1, 8, 4)), NUMBERS, r"images are uint8 \(N, 1, 8, 4\), those of .* \(N, 1, 8, 8\)"),
-        (NUMBERS, IMAGE.astype("f4"), NUMBERS, r"images are float32 .*, those of .* are uint8"),
-        (NUMBERS, IMAGE, np.arange(5.0), r"labels are float64 \(N\), those of .* are int64 \(N\)"),
-        (NUMBERS, IMAGE, np.arange(5, dtype="u1"), None),
-        (BITS, IMAGE, 2 * BITS, "labels are 0 to 2; allowed are 0 to 1: leave other"),
-        (BITS, IMAGE, BITS[:, :1], r"labels are int64 \(N, 1\), those of .* are int64 \(N, 2\)"),
-    ],
-)
-def test_validation_must_be_of_the_same_kind(rows_of, labels, pixels, other_labels, message):
-    train_rows = rows_of(IMAGE, labels)
-    other = rows_of(pixels, other_labels, "other.h5")
-    if message is None:
-        make_workload(train_rows, other)
-        return
-    with pytest.raises(UserError, match=message):
-        make_workload(train_rows, other)
+def test_labels_of_validation_may_be_integers_of_another_type(store):
+    val = rows_of(numbered(5, (3, 8, 8)), np.arange(5, dtype="u1") % 4)
+    assert Workload(Workload.Options(), store, val).n_outputs == 4
 
 
 @pytest.mark.parametrize("labels", [np.arange(12) % 4, np.ones((12, 3), int)])
-def test_fields_attributes_and_the_card_are_enough_to_build_the_model_again(rows_of, labels):
+def test_fields_attributes_and_the_card_are_enough_to_build_the_model_again(labels):
     store = rows_of(numbered(12, (3, 8, 8)), labels)
     workload = make_workload(store)
     attributes = store.attributes | workload.card()
@@ -361,7 +278,7 @@ def test_easy_images_are_learned(image_folder):
 
 def test_equal_numbers_of_another_type_train_the_same_weights(image_folder):
     for name in ("halves", "floats"):
-        train(f"run.name={name}", f"data.train={name}.h5", f"data.val={name}.h5", "train.epochs=1", "data.tier=disk")
+        train(f"run.name={name}", f"data.train={name}.h5", f"data.val={name}.h5", "train.epochs=1")
     assert same_weights(image_folder / "runs/halves", image_folder / "runs/floats")
 
 

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from train import train_step
 
 from fastgpu.predict.output import to_columns
 from fastgpu.process.config import Optim
-from fastgpu.process.launch import UserError
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Ragged, Rows
 from fastgpu.storage.store import HDF5Dataset, open_store
@@ -38,6 +36,8 @@ from workloads.recsys import AutoEncoder, Workload, multinomial_nll
 
 ITEMS = 60
 USERS = 40
+FIELDS = {"items": "items"}
+VAL_FIELDS = {"items": "items", "held_out": "held_out"}
 
 
 def make_options(**changes: Any) -> Workload.Options:
@@ -52,7 +52,7 @@ def ragged_of(rows: list[list[int]]) -> Ragged:
 
 
 def rows_of(users: list[list[int]], **more: list[list[int]]) -> Rows:
-    return Rows({"items": ragged_of(users)} | {name: ragged_of(rows) for name, rows in more.items()})
+    return Rows({name: ragged_of(rows) for name, rows in {"items": users, **more}.items()})
 
 
 def draw_users(seed: int = 0, n_users: int = USERS) -> list[list[int]]:
@@ -162,76 +162,58 @@ def test_parts_of_a_batch_give_the_gradient_of_the_whole():
 # ---------------------------------------------------------------------------------------------- with files
 
 
-def write_csr(file: h5py.File, name: str, rows: list[list[int]], n_items: int) -> None:
-    group = file.create_group(name)
-    group.attrs.update({"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": (len(rows), n_items)})
-    group["indptr"] = np.cumsum([0, *map(len, rows)]).astype(np.int32)
-    group["indices"] = np.concatenate([np.array(row, np.int32) for row in rows])
-
-
-@pytest.fixture
-def write_users(tmp_path: Path) -> Callable[..., str]:
-    """write_users(name, n_users) writes a file with `items` and `held_out`, and returns its path.
+def write_users(path: Path, n_users: int, *, seed: int = 0, n_empty: int = 0) -> HDF5Dataset:
+    """Write a file with `items` and `held_out`, of 200 items, and open it.
 
     There are two kinds of users: one likes the first half of the items, the other one the second half.
     """
-
-    def write(name: str, n_users: int, *, n_items: int = 200, seed: int = 0, n_empty: int = 0) -> str:
-        rng = np.random.default_rng(seed)
-        items = []
-        held_out = []
-        for user in range(n_users):
-            liked = rng.permutation(n_items // 2)[:25] + n_items // 2 * (user % 2)
-            n_seen = int(rng.integers(5, 20))
-            items.append(sorted(liked[:n_seen].tolist()))
-            held_out.append([] if user < n_empty else sorted(liked[n_seen:].tolist()))
-        with h5py.File(tmp_path / name, "w") as file:
-            write_csr(file, "items", items, n_items)
-            write_csr(file, "held_out", held_out, n_items)
-        return str(tmp_path / name)
-
-    return write
+    rng = np.random.default_rng(seed)
+    liked = [rng.permutation(100)[:25] + 100 * (user % 2) for user in range(n_users)]
+    n_seen = rng.integers(5, 20, n_users)
+    items = [np.sort(row[:n]) for row, n in zip(liked, n_seen, strict=True)]
+    held_out = [np.sort(row[n:]) for row, n in zip(liked, n_seen, strict=True)]
+    held_out[:n_empty] = [held_out[0][:0]] * n_empty
+    with h5py.File(path, "w") as file:
+        for name, rows in (("items", items), ("held_out", held_out)):
+            group = file.create_group(name)
+            group.attrs.update({"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": (n_users, 200)})
+            group["indptr"] = np.cumsum([0, *map(len, rows)]).astype(np.int32)
+            group["indices"] = np.concatenate(rows).astype(np.int32)
+    return open_users(path)
 
 
-def open_train(path: str) -> HDF5Dataset:
-    return open_store("data.train", path, {"items": "items"})
-
-
-def open_val(path: str) -> HDF5Dataset:
-    return open_store("data.val", path, {"items": "items", "held_out": "held_out"})
+def open_users(path: Path) -> HDF5Dataset:
+    return open_store("data.train", str(path), VAL_FIELDS)
 
 
 def all_rows(store: HDF5Dataset) -> Rows:
-    order = BlockSampler(store.block_rows, len(store), seed=None, drop_last=False)
-    feed = open_feed(store, order, "device")
-    (pool,) = feed.pools(0)
-    feed.close()
-    return pool.rows
+    feed = open_feed(store, BlockSampler(store.block_rows, len(store), seed=None, drop_last=False), "device")
+    return next(feed.pools(0)).rows
+
+
+@pytest.fixture
+def train_rows(tmp_path) -> HDF5Dataset:
+    return write_users(tmp_path / "train.h5", 60)
 
 
 @pytest.mark.parametrize("variational", [True, False], ids=["vae", "dae"])
-def test_the_workload_fits_the_protocol(write_users, variational):
-    train = open_train(write_users("train.h5", 60))
-    val = open_val(write_users("val.h5", 30, seed=1, n_empty=4))
-    options = make_options(variational=variational)
-    check_workload(Workload(options, train, val), all_rows(train), all_rows(val))
-
-
-def test_scores_count_the_users_that_have_something_held_out_and_the_others_are_told(write_users, capsys):
-    train_rows = open_train(write_users("train.h5", 60))
-    val = open_val(write_users("val.h5", 50, seed=1, n_empty=9))
-    workload = Workload(make_options(), train_rows, val)
-    assert "warning: 9 of 50 users of" in capsys.readouterr().out
-    sums = workload.score(workload.model().eval(), all_rows(val))
+def test_the_workload_fits_the_protocol_and_counts_users_that_have_something_held_out(
+    train_rows, tmp_path, capsys, variational
+):
+    val = write_users(tmp_path / "val.h5", 50, seed=1, n_empty=9)
+    workload = Workload(make_options(variational=variational), train_rows, val)
+    assert "warning: 9 of 50 users of" in capsys.readouterr().out  # the others are told
+    rows = all_rows(val)
+    check_workload(workload, all_rows(train_rows), rows)
+    sums = workload.score(workload.model().eval(), rows)
     assert int(sums["users"]) == 41
     metrics = workload.metrics(sums)
     assert list(metrics) == ["ndcg_at_100", "recall_at_20", "recall_at_50"]
     assert all(0 < value < 1 for value in metrics.values())
 
 
-def test_predictions_are_the_best_items_that_a_user_does_not_have(write_users):
-    train = open_train(write_users("train.h5", 60))
-    workload = Workload(make_options(), train, open_val(write_users("val.h5", 50, seed=1)))
+def test_predictions_are_the_best_items_that_a_user_does_not_have(train_rows):
+    workload = Workload(make_options(), train_rows, train_rows)
     model = workload.model().eval()
     users = [[3, 5, 7], [], list(range(ITEMS - 4))]
     rows = rows_of(users)
@@ -244,21 +226,10 @@ def test_predictions_are_the_best_items_that_a_user_does_not_have(write_users):
         torch.testing.assert_close(torch.tensor(predicted["scores"][row][: len(others)]), logits_BI[row, others])
 
 
-def test_rows_of_another_kind_are_one_line(write_users):
-    train_rows = open_train(write_users("train.h5", 60))
-    val = open_val(write_users("val.h5", 30))
-    for ours, theirs, message in (
-        (train_rows, train_rows, r"train.h5: the recsys workload needs held_out, a CSR matrix; .* items: "),
-        (open_train(write_users("other.h5", 60, n_items=150)), val, r"items has 200 items; convert it with .*other.h5"),
-    ):
-        with pytest.raises(UserError, match=message):
-            Workload(make_options(), ours, theirs)
-
-
-def test_held_out_items_that_cannot_be_found_are_told(write_users, capsys):
+def test_held_out_items_that_cannot_be_found_are_told(train_rows, tmp_path, capsys):
     """Known items are never ranked, and an item is found once."""
-    train = open_train(write_users("train.h5", 60))
-    path = write_users("val.h5", 50, seed=1, n_empty=2)
+    path = tmp_path / "val.h5"
+    write_users(path, 50, seed=1, n_empty=2).close()
     with h5py.File(path, "a") as file:
         starts = file["items/indptr"][:-1]
         held_out = file["held_out"]
@@ -266,8 +237,8 @@ def test_held_out_items_that_cannot_be_found_are_told(write_users, capsys):
             held_out["indices"][held_out["indptr"][user]] = file["items/indices"][starts[user]]
         first = held_out["indptr"][20]
         held_out["indices"][first] = held_out["indices"][first + 1]
-    val = open_val(path)
-    workload = Workload(make_options(), train, val)
+    val = open_users(path)
+    workload = Workload(make_options(), train_rows, val)
     sums = workload.score(workload.model().eval(), all_rows(val))
     capsys.readouterr()
     workload.metrics(sums)
@@ -280,26 +251,21 @@ def test_held_out_items_that_cannot_be_found_are_told(write_users, capsys):
 # ---------------------------------------------------------------------------------------------- whole runs
 
 
-def write_config(folder: Path, train_file: str, val_file: str, **sections: dict[str, Any]) -> None:
-    """config.yaml for these files, on a CPU."""
-    fields = {"items": "items"}
-    data = {"train": train_file, "val": val_file, "fields": fields, "val_fields": fields | {"held_out": "held_out"}}
-    config = {"workload": "recsys", "optim": {"weight_decay": 0.0}, "dist": {"device": "cpu"}, **sections}
-    config["data"] = data | sections["data"]
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
-
-
 @pytest.fixture
-def users_folder(write_users, tmp_path, monkeypatch) -> Path:
+def users_folder(tmp_path, monkeypatch) -> Path:
     """The current folder, with config.yaml and users to train on."""
-    write_config(
-        tmp_path,
-        write_users("train.h5", 480),
-        write_users("val.h5", 120, seed=1, n_empty=5),
-        data={"batch_size": 48, "pool_batches": 3},
-        model={"hidden_dim": 16, "latent_dim": 8, "kl_anneal_steps": 50},
-        train={"epochs": 2},
-    )
+    write_users(tmp_path / "train.h5", 480)
+    write_users(tmp_path / "val.h5", 120, seed=1, n_empty=5)
+    files = {"train": "train.h5", "val": "val.h5", "fields": FIELDS, "val_fields": VAL_FIELDS}
+    config = {
+        "workload": "recsys",
+        "data": files | {"batch_size": 48, "pool_batches": 3},
+        "model": {"hidden_dim": 16, "latent_dim": 8, "kl_anneal_steps": 50},
+        "optim": {"weight_decay": 0.0},
+        "train": {"epochs": 2},
+        "dist": {"device": "cpu"},
+    }
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -339,19 +305,11 @@ def test_a_run_that_was_stopped_is_resumed_to_the_same_weights(users_folder):
 @pytest.mark.slow
 def test_the_model_beats_popularity_and_not_the_law_that_made_the_data(tmp_path, monkeypatch):
     """NDCG@100 is above 1.4 x that of popularity, and at most that of the known law."""
+    files = [f"data.{name}={ROOT}/data/interactions-{name}.h5" for name in ("train", "val")]
     with h5py.File(ROOT / "data/interactions-val.h5") as file:
         popularity, oracle = (file.attrs[f"{name}_ndcg_at_100"] for name in ("popularity", "oracle"))
-    write_config(
-        tmp_path,
-        *(str(ROOT / f"data/interactions-{name}.h5") for name in ("train", "val")),
-        run={"name": "a"},
-        data={"batch_size": 200},
-        model={"hidden_dim": 200, "latent_dim": 32, "kl_anneal_steps": 500},
-        optim={"lr": 2e-3, "weight_decay": 0.0},
-        train={"epochs": 30},
-    )
     monkeypatch.chdir(tmp_path)
-    train()
+    train("--config", f"{ROOT}/configs/recsys.yaml", *files, "run.name=a", "dist.device=cpu")
     assert 1.4 * popularity < last_scores(tmp_path / "runs/a")["val/ndcg_at_100"] <= oracle
 
 

@@ -1,0 +1,72 @@
+"""What a person is told about rows and settings that a workload cannot take."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from harness import numbered
+
+import workloads
+from fastgpu.rows.contract import Dataset
+from fastgpu.rows.rows import Field
+from fastgpu.storage.arrays import ArrayDataset
+from workloads import images, minimal, recsys
+
+IMAGES = numbered(5, (1, 8, 8))
+CLASSES = np.arange(5)
+BITS = np.arange(10).reshape(5, 2) % 2
+GOOD = IMAGES, CLASSES
+
+
+def rows(name: str, pixels: np.ndarray, labels: np.ndarray, **attributes: Any) -> ArrayDataset:
+    return ArrayDataset(name, {"images": pixels, "labels": labels}, attributes)
+
+
+def refuse(
+    train: tuple[np.ndarray, np.ndarray], val: tuple[np.ndarray, np.ndarray] | None = None, **options: Any
+) -> Any:
+    """Make the workload `images` of such rows: (pixels, labels)."""
+    settings = images.Workload.Options(**options)
+    return lambda: images.Workload(settings, rows("train.h5", *train), rows("val.h5", *(val or train)))
+
+
+def refuse_users(train: dict[str, int], val: dict[str, int]) -> Callable[[], object]:
+    """Make the workload `recsys` of sparse rows: {field: number of items}."""
+
+    def users(name: str, n_items: dict[str, int]) -> Dataset:
+        fields = {name: Field(np.dtype("i4"), (), mean_values=1.0, n_items=count) for name, count in n_items.items()}
+        return SimpleNamespace(name=name, fields=fields)
+
+    return lambda: recsys.Workload(recsys.Workload.Options(), users("train.h5", train), users("val.h5", val))
+
+
+def test_messages(compare_messages):
+    other = ArrayDataset("other.h5", {"pixels": IMAGES})
+    compare_messages(
+        {
+            "images of another type": refuse((IMAGES.astype("u2"), CLASSES)),
+            "images without sides": refuse((numbered(5, (64,)), CLASSES)),
+            "channels come last": refuse((numbered(5, (8, 8, 3)), CLASSES)),
+            "labels of three axes": refuse((IMAGES, np.zeros((5, 2, 2), int))),
+            "labels of one column": refuse((IMAGES, CLASSES[:, None])),
+            "one-hot labels": refuse((IMAGES, np.eye(5))),
+            "labels below 0": refuse((IMAGES, CLASSES - 1)),
+            "labels far below 0": refuse((numbered(29, (1, 8, 8)), -(10**15) * np.arange(29))),
+            "validation has other classes": refuse(GOOD, (numbered(10, (1, 8, 8)), np.arange(10))),
+            "validation has another shape": refuse(GOOD, (numbered(5, (1, 8, 4)), CLASSES)),
+            "validation has another type": refuse(GOOD, (IMAGES.astype("f4"), CLASSES)),
+            "validation has labels that are floats": refuse(GOOD, (IMAGES, np.arange(5.0))),
+            "validation has attributes of 0 to 2": refuse((IMAGES, BITS), (IMAGES, 2 * BITS)),
+            "validation has another number of attributes": refuse((IMAGES, BITS), (IMAGES, BITS[:, :1])),
+            "images are not named": lambda: images.Workload(images.Workload.Options(), other, other),
+            "std does not fit the channels": lambda: images.Normalize({"std": [1.0, 2.0, 3.0]}, 1, np.dtype("uint8")),
+            "padding is larger than the images": refuse(GOOD, crop_padding=8),
+            "all of an image is cut out": refuse(GOOD, cutout_size=8),
+            "weights of no network of timm": refuse(GOOD, pretrained=True),
+            "numbers are not named": lambda: minimal.Workload(minimal.Workload.Options(), other, other),
+            "nothing is held out": refuse_users({"items": 60}, {"items": 60}),
+            "validation has other items": refuse_users({"items": 50}, {"items": 60, "held_out": 60}),
+            "there is no such workload": lambda: workloads.load("tables"),
+        }
+    )
