@@ -12,17 +12,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from contract import check_workload
-from harness import (
-    ROOT,
-    in_world,
-    metrics_of,
-    needs_gpu,
-    no_host_sync,
-    open_feed,
-    same_weights,
-    train,
-    train_rank,
-)
+from harness import ROOT, in_world, metrics_of, needs_gpu, no_host_sync, open_feed, same_weights, train, train_rank
 from short_run import parts_of_step
 from torch import Tensor
 from train import train_step
