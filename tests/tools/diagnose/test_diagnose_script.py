@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -76,12 +77,30 @@ class Slow(Dataset):
 """
 
 
-@pytest.mark.slow
-def test_a_slow_dataset_is_named_and_more_workers_are_its_cure(folder):
+@pytest.fixture
+def verdict(folder):
+    """verdict() of a Dataset that sleeps, read by two workers."""
     (folder / "slow.py").write_text(SLOW_DATASET)
     np.save(folder / "x.npy", np.zeros((512, 8), np.float32))
     slow = ["data.dataset=slow:Slow", "data.train=x.npy", "data.val=x.npy", "data.batch_size=16"]
-    done = diagnose(folder, *slow, "data.pool_batches=auto", "loader.num_workers=2", "--json")
-    assert done.returncode == 0, done.stderr
-    verdict = json.loads(done.stdout)["verdict"]
-    assert (verdict["cause"], verdict["change"]) == ("DECODE", "loader.num_workers=4")
+
+    def make() -> dict[str, Any]:
+        done = diagnose(folder, *slow, "data.pool_batches=auto", "loader.num_workers=2", "--json")
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)["verdict"]
+
+    return make
+
+
+@pytest.mark.slow
+def test_a_slow_dataset_is_named_and_more_workers_are_the_cure(verdict):
+    found = verdict()
+    assert (found["cause"], found["change"]) == ("DECODE", "loader.num_workers=4")
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_twice_the_workers_make_a_slow_dataset_twice_as_fast(verdict):
+    """The best of some tries: a busy machine wakes the workers late."""
+    gains = [verdict()["gain"] for _ in range(5)]
+    assert any(gain == pytest.approx(2, rel=0.15) for gain in gains), gains

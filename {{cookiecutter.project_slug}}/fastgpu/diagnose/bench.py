@@ -80,7 +80,7 @@ class Bench:
         sizes = self.sizes._replace(n_readers=n_readers)
         supply = Supply(self.loop._replace(sizes=sizes), self._next_order())
         supply.drain(supply.n_ready)
-        _, _, ranks_s = self.meter.run(supply.drain, 2 * supply.n_joint)
+        _, _, ranks_s = self.meter.run(supply.drain, 4 * supply.n_joint)
         supply.feed.close()
         return max(ranks_s)
 

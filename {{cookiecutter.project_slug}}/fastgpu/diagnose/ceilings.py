@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 import torch
 
-from fastgpu.dataset.source import ASKS_PER_POOL, ItemDataset
+from fastgpu.dataset.source import ItemDataset
 from fastgpu.diagnose.verdict import MAX_ROUNDS, N_ROUNDS, Measured, Rounds, is_enough
 from fastgpu.feed.echo import echo
 from fastgpu.feed.prefetch import PrefetchLoader
@@ -36,6 +36,7 @@ from fastgpu.storage.store import HDF5Dataset
 
 MAX_REST_S = 2.0  # maximum rest after a measurement, in which a feed reads ahead as far as it may
 MAX_S = 60.0  # after this time no round begins, unless there are fewer than N_ROUNDS
+PARTS = 8  # for each worker of a Dataset, so that all of them are done with a pool at almost the same time
 OBSERVED_STEPS = 10  # steps under the profiler, and steps in which places that wait for the device are looked for
 
 Work = Callable[[int], float]
@@ -79,20 +80,19 @@ class Supply:
         if sizes.tier != "device":
             self.n_ready = loop.loader.prefetch_pools + 1
         if sizes.tier == "disk" and isinstance(source, ItemDataset):
-            # Workers are asked for as many parts of a pool as in a run, whose pools may be larger: otherwise some would
-            # wait because a small pool has fewer parts than there are workers.
-            n_parts = min(ASKS_PER_POOL, sizes.pool_batches, order.pools_per_epoch * order.pool_batches)
+            # A pool of a run, which may be larger, has work for all workers: a small one is cut into smaller parts.
+            epoch_batches = order.pools_per_epoch * order.pool_batches
+            n_parts = min(PARTS * max(1, sizes.n_readers), sizes.pool_batches, epoch_batches)
             order = copy(order)
             order.batch_size = min(order.batch_size, max(1, order.max_pool_rows // n_parts))
             self.n_joint = max(1, min(self.n_ready, ceil(sizes.n_readers / n_parts)))
         (self.feed,) = open_loaders([source], [order], sizes, loop.device, loader=loop.loader)
-        self._pools = (pool for epoch in count() for pool in self.feed.pools(epoch))
-        self._number = 0
+        self._pools = enumerate(pool for epoch in count() for pool in self.feed.pools(epoch))
 
     def _next(self) -> tuple[Rows, int]:
         """(rows, number of times to train on them)"""
-        self._number += 1
-        return next(self._pools).rows, echo_passes(self._loop.echo, self._number)
+        number, pool = next(self._pools)
+        return pool.rows, echo_passes(self._loop.echo, number)
 
     def steps(self) -> Iterator[object]:
         """The steps on one pool."""
