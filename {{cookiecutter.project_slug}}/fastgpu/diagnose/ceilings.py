@@ -35,7 +35,7 @@ from fastgpu.rows.rows import Ragged, Rows
 from fastgpu.storage.store import HDF5Dataset
 
 MAX_REST_S = 2.0  # maximum rest after a measurement, in which a feed reads ahead as far as it may
-MAX_S = 60.0  # after this time no round begins, unless there are fewer than N_ROUNDS
+MAX_S = 40.0  # after this time no round begins, unless there are fewer than N_ROUNDS
 PARTS = 8  # for each worker of a Dataset, so that all of them are done with a pool at almost the same time
 OBSERVED_STEPS = 10  # steps under the profiler, and steps in which places that wait for the device are looked for
 
