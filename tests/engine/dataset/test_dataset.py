@@ -163,8 +163,12 @@ class Single(Numbered):
         return torch.from_numpy(self.images[row])
 
 
-def test_columns_and_class_names():
-    assert ItemDataset("x", Single(), {"images": "images"}).fields["images"].shape == (1, 8, 8)
+def test_columns_and_classes():
+    single = Single()
+    single.class_names = None
+    single.n_classes = 7
+    assert ItemDataset("x", single, {"images": "images"}).fields["images"].shape == (1, 8, 8)
+    assert ItemDataset("x", single, {"images": "images"}).attributes == {"n_classes": 7}
     source = source_of()
     assert source.attributes == {"class_names": ["a", "b", "c", "d"]}
     assert numbers_of(source.column("images")) == list(range(N_ROWS))

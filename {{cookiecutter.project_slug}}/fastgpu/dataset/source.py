@@ -51,8 +51,8 @@ class ItemDataset(Dataset):
     """The rows of a map-style Dataset, as blocks of one row.
 
     Its items are mappings, or sequences in the order of `names`, of arrays, tensors or numbers. A field whose items
-    differ in their first dimension is ragged. The attribute `class_names` (or torchvision's `classes`) is used if the
-    Dataset has it, and so are arrays with the name of a field (or `targets`) if they have the values of the items.
+    differ in their first dimension is ragged. The attributes `class_names` (or torchvision's `classes`) and `n_classes`
+    of the Dataset are used, and arrays with the name of a field (or `targets`) if they have the values of the items.
     """
 
     def __init__(self, name: str, dataset: TorchDataset, names: Mapping[str, str]):
@@ -67,7 +67,8 @@ class ItemDataset(Dataset):
             raise UserError(f"data.dataset: {name} has no rows")
         self.block_rows = np.ones(n_rows, np.int32)
         class_names = getattr(dataset, "class_names", getattr(dataset, "classes", None))
-        self.attributes: dict[str, Any] = {"class_names": list(class_names)} if class_names else {}
+        known = {"class_names": class_names and list(class_names), "n_classes": getattr(dataset, "n_classes", None)}
+        self.attributes: dict[str, Any] = {name: value for name, value in known.items() if value}
         self._workers: list[ForkProcess] = []
         self._idle: SimpleQueue[Connection] = SimpleQueue()
         """Pipes to the workers that have nothing to do."""
