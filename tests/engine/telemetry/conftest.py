@@ -16,9 +16,17 @@ class Nvml:
     """The functions of pynvml that the monitor uses. Those in `missing` raise, as on older GPUs."""
 
     NVML_TEMPERATURE_GPU = 0
+    NVML_SUCCESS = 0
+    NVML_GPM_METRIC_SM_UTIL = 2
+    NVML_GPM_METRIC_ANY_TENSOR_UTIL = 5
+    NVML_GPM_METRICS_GET_VERSION = 1
 
     def __init__(self) -> None:
         self.missing: set[str] = set()
+        self.samples: set[int] = set()
+        """The samples of GPU activity that were not freed. They count up."""
+        self.n_samples = 0
+        self.is_hopper = True
         self.uuids = "ab"
         """The UUIDs of the GPUs that CUDA numbers 0 and 1. NVML knows a and b."""
 
@@ -44,6 +52,29 @@ class Nvml:
 
     def nvmlDeviceGetTemperature(self, handle: int, sensor: int) -> int:
         return 55
+
+    def nvmlGpmQueryDeviceSupport(self, handle: int) -> SimpleNamespace:
+        return SimpleNamespace(isSupportedDevice=self.is_hopper)
+
+    def nvmlGpmSampleAlloc(self) -> int:
+        self.n_samples += 1
+        self.samples.add(self.n_samples)
+        return self.n_samples
+
+    def nvmlGpmSampleGet(self, handle: int, sample: int) -> int:
+        return sample
+
+    def nvmlGpmSampleFree(self, sample: int) -> None:
+        self.samples.remove(sample)
+
+    def c_nvmlGpmMetricsGet_t(self) -> SimpleNamespace:
+        return SimpleNamespace(metrics=[SimpleNamespace()])
+
+    def nvmlGpmMetricsGet(self, request: SimpleNamespace) -> None:
+        assert (request.version, request.numMetrics) == (1, 1)
+        (metric,) = request.metrics
+        metric.value = 10 * metric.metricId + request.sample2 - request.sample1
+        metric.nvmlReturn = 0
 
 
 @pytest.fixture

@@ -42,12 +42,25 @@ def of_gpus(values: dict[str, float]) -> dict[str, float]:
 
 def test_gpus_are_found_by_uuid_and_numbered_as_the_process_sees_them(nvml):
     nvml.uuids = "ba"
-    values = {tag: function() for tag, function in gpu_counters(TWO_GPUS).items()}
+    values = {tag: function() for tag, function in gpu_counters(TWO_GPUS).items() if "active" not in tag}
     expected = {"mem_used_gib": 5, "power_w": 300, "temperature_c": 55}
     of_first = {f"gpu0/{name}": value for name, value in (expected | {"util_pct": 61, "mem_peak_gib": 3}).items()}
     of_second = {f"gpu1/{name}": value for name, value in (expected | {"util_pct": 60}).items()}
     assert values == pytest.approx(of_first | of_second)
     assert gpu_counters(ALONE) == {}
+
+
+def test_activity_is_that_between_two_samples_which_are_freed(nvml):
+    counters = gpu_counters(GPU)
+    assert counters["gpu0/sm_active_pct"]() is None
+    assert counters["gpu0/tensor_active_pct"]() is None
+    assert counters["gpu0/sm_active_pct"]() == 20 + 2  # the other counter took a sample between them
+    assert counters["gpu0/sm_active_pct"]() == 20 + 1
+    assert counters["gpu0/tensor_active_pct"]() == 50 + 3
+    assert len(nvml.samples) == 2
+    nvml.is_hopper = False
+    with pytest.raises(RuntimeError, match="needs Hopper or newer"):
+        counters["gpu0/sm_active_pct"]()
 
 
 @pytest.mark.parametrize(("missing", "uuids"), [("nvmlInit", "ab"), ("", "xb")])

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from queue import SimpleQueue
 from statistics import fmean
+from typing import Any
 
 import psutil
 import pynvml
@@ -19,8 +20,8 @@ from fastgpu.process.launch import warn
 from fastgpu.process.machine import GIB
 from fastgpu.process.world import World
 
-Counters = dict[str, Callable[[], float]]
-"""{tag: function that reads its value}"""
+Counters = dict[str, Callable[[], float | None]]
+"""{tag: function that reads its value, or None if there is no new one}"""
 
 
 class Monitor(AbstractContextManager["Monitor"]):
@@ -68,7 +69,8 @@ class Monitor(AbstractContextManager["Monitor"]):
         while self._counters and not self._is_closing.wait(self._poll_s):
             for tag, function in list(self._counters.items()):
                 try:
-                    self._read.put((tag, function()))
+                    if (value := function()) is not None:
+                        self._read.put((tag, value))
                 except Exception as error:  # whatever a driver raises must not stop the run
                     warn(f"{tag} is not measured here ({error})")
                     del self._counters[tag]
@@ -113,4 +115,35 @@ def _counters_of(number: int) -> Counters:
         f"gpu{number}/mem_used_gib": lambda: pynvml.nvmlDeviceGetMemoryInfo(gpu).used / GIB,
         f"gpu{number}/power_w": lambda: pynvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
         f"gpu{number}/temperature_c": lambda: pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU),
+        f"gpu{number}/sm_active_pct": _Activity(gpu, pynvml.NVML_GPM_METRIC_SM_UTIL),
+        f"gpu{number}/tensor_active_pct": _Activity(gpu, pynvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL),
     }
+
+
+class _Activity:
+    """How much of the time units of a GPU were at work, between two samples: of Hopper GPUs and newer."""
+
+    def __init__(self, gpu: Any, metric: int):
+        """gpu: handle of NVML. metric: NVML_GPM_METRIC_..."""
+        self._gpu = gpu
+        self._metric = metric
+        self._last: Any = None
+
+    def __call__(self) -> float | None:
+        """Percent since the last call. Raises RuntimeError if the GPU does not count this."""
+        if not pynvml.nvmlGpmQueryDeviceSupport(self._gpu).isSupportedDevice:
+            raise RuntimeError("needs Hopper or newer")
+        before = self._last
+        self._last = pynvml.nvmlGpmSampleGet(self._gpu, pynvml.nvmlGpmSampleAlloc())
+        if before is None:
+            return None
+        request = pynvml.c_nvmlGpmMetricsGet_t()
+        request.version = pynvml.NVML_GPM_METRICS_GET_VERSION
+        request.numMetrics = 1
+        request.sample1 = before
+        request.sample2 = self._last
+        request.metrics[0].metricId = self._metric
+        pynvml.nvmlGpmMetricsGet(request)
+        pynvml.nvmlGpmSampleFree(before)
+        answer = request.metrics[0]
+        return float(answer.value) if answer.nvmlReturn == pynvml.NVML_SUCCESS else None
