@@ -5,10 +5,8 @@ data:
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import workloads
@@ -46,7 +44,7 @@ class Workload(workloads.Workload):
 
     def loss(self, model: nn.Module, batch: Rows) -> Tensor:
         prediction = self.predict(model, batch)["prediction"]
-        return F.mse_loss(prediction, batch["y"].float().view_as(prediction))
+        return nn.functional.mse_loss(prediction, batch["y"].float().view_as(prediction))
 
     def score(self, model: nn.Module, batch: Rows) -> dict[str, Tensor]:
         return {"mse": self.loss(model, batch) * len(batch)}
@@ -58,5 +56,5 @@ class Workload(workloads.Workload):
         prediction = model(batch["x"].reshape(len(batch), -1).float()).float()
         return {"prediction": prediction.flatten() if self.n_outputs == 1 else prediction}
 
-    def card(self) -> dict[str, Any]:
+    def card(self) -> dict[str, int]:
         return {"inputs": self.n_inputs, "outputs": self.n_outputs}

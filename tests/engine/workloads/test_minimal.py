@@ -53,7 +53,7 @@ def test_a_new_setting_takes_two_lines_in_the_workload(folder):
     text = path.read_text()
     for old, new in (
         ("class Options(Section):\n", "class Options(Section):\n        loss_scale: float = 1.0\n"),
-        ("return F.mse_loss(", "return self.options.loss_scale * F.mse_loss("),
+        ("return nn.functional.mse", "return self.options.loss_scale * nn.functional.mse"),
     ):
         assert old in text
         text = text.replace(old, new, 1)
