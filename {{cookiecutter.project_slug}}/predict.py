@@ -48,7 +48,8 @@ if __name__ == "__main__":  # before torch, whose import takes seconds: a mistak
     with exit_with_message():
         args = parse(sys.argv[1:])
 
-from contextlib import ExitStack, redirect_stdout
+from collections.abc import Mapping
+from contextlib import redirect_stdout
 from math import ceil
 from pathlib import Path
 from typing import IO
@@ -57,20 +58,22 @@ import torch
 from tqdm import tqdm
 
 from fastgpu.predict.inputs import ImageRows, open_inputs, open_pools
-from fastgpu.predict.model import export, load_model
+from fastgpu.predict.model import Trained, export, load_model
 from fastgpu.predict.output import to_columns, write_rows
 from fastgpu.process.config import Dist
 from fastgpu.process.files import new_file
 from fastgpu.process.world import World, init_distributed
+from fastgpu.rows.contract import Dataset
 from fastgpu.training.evaluate import evaluate
 from fastgpu.training.step import mixed_precision, to_device
 
 
 def main(args: argparse.Namespace, world: World, terminal: IO[str]) -> None:
     """terminal: what is asked for goes there, all else to sys.stdout. Raises UserError, or OSError of the disk."""
-    model, workload, card, _, folder = trained = load_model(args.checkpoint)
+    trained = load_model(args.checkpoint)
+    model, workload, card = trained.model, trained.workload, trained.card
     quality = "".join(f", {name} {value:.4g}" for name, value in card["metrics"].items())
-    print(f"model: {folder}, of epoch {card['epoch']}{quality}")
+    print(f"model: {trained.folder}, of epoch {card['epoch']}{quality}")
     if not args.evaluate and not workload.inputs:
         raise UserError(f"workloads/{card['workload']}.py declares no `inputs`; workloads/__init__.py has them")
     if args.export:
@@ -78,41 +81,52 @@ def main(args: argparse.Namespace, world: World, terminal: IO[str]) -> None:
         print(f"written: {args.export}")
         return
     rows = open_inputs(args.inputs, trained, ids=args.id, labels=args.evaluate)
+    args.batch_size = args.batch_size or card["batch_size"]
     to_device(model, world.device)
     if world.device.type == "cuda":
         torch.set_num_threads(1)  # each of the threads that decode images works alone
-    precision = mixed_precision(card["precision"], world.device)
-    size = args.batch_size or card["batch_size"]
     if args.evaluate:
-        with open_pools(rows, size, world.device) as pools:
+        precision = mixed_precision(card["precision"], world.device)
+        with open_pools(rows, args.batch_size, world.device) as pools:
             for name, value in evaluate(model, workload, pools, world, precision=precision).items():
                 print(f"{name.removeprefix('val/')} {value:.6g}", file=terminal)
-        return
-    kind, ids, failed = (
-        ("file", rows.files, rows.failed) if isinstance(rows, ImageRows) else ("row", range(len(rows)), {})
-    )
-    with ExitStack() as stack:
-        file = terminal
-        if args.output != "-":
-            partial = stack.enter_context(new_file(Path(args.output), replace=args.force))
-            file = stack.enter_context(partial.open("w", encoding="utf-8", errors="surrogateescape"))  # for odd names
-        pools = stack.enter_context(open_pools(rows, size, world.device))
+    elif args.output == "-":
+        predict(trained, rows, args, terminal, device=world.device)
+    else:
+        with (
+            new_file(Path(args.output), replace=args.force) as partial,
+            partial.open("w", encoding="utf-8", errors="surrogateescape") as file,  # names of files may be any bytes
+        ):
+            predict(trained, rows, args, file, device=world.device)
+    if failed := rows.failed if isinstance(rows, ImageRows) else {}:
+        raise UserError(left_out(failed, len(rows)))
+
+
+def predict(trained: Trained, rows: Dataset, args: argparse.Namespace, file: IO[str], *, device: torch.device) -> None:
+    """Write a line for each row that can be read, in the order of the input. Raises UserError if there is none."""
+    autocast = mixed_precision(trained.card["precision"], device).autocast
+    files, failed = (rows.files, rows.failed) if isinstance(rows, ImageRows) else ([], {})
+    is_csv = not args.output.endswith(".jsonl")
+    size = args.batch_size
+    with open_pools(rows, size, device) as pools:
         batches = (batch for pool in pools for batch in pool.rows.batches(size))
         for number, batch in enumerate(tqdm(batches, total=ceil(len(rows) / size), unit=" batches", disable=None)):
-            with torch.inference_mode(), precision.autocast:  # not around the pools: other threads fill their memory
-                values = {name: value.cpu() for name, value in workload.predict(model, batch).items()}
+            with torch.inference_mode(), autocast:  # not around the pools: other threads fill their memory
+                values = {name: value.cpu() for name, value in trained.workload.predict(trained.model, batch).items()}
             places = range(number * size, number * size + len(batch))
-            columns = {kind: [ids[row] for row in places]}
+            columns = {"file": [files[row] for row in places]} if files else {"row": [*places]}
             columns |= {name: batch[name].tolist() for name in args.id}
-            columns |= to_columns(values, card["attributes"], args.top, every=args.all)
+            columns |= to_columns(values, trained.card["attributes"], args.top, every=args.all)
             is_read = [row not in failed for row in places]
-            write_rows(file, columns, is_read, is_csv=not args.output.endswith(".jsonl"), is_first=not number)
-        print(f"{len(rows) - len(failed):,} rows")
-        left_out = [f"{len(failed):,} of {len(rows):,} images are left out", *(failed[row] for row in sorted(failed))]
-        if len(failed) == len(rows):  # no file is written
-            raise UserError("\n  ".join(left_out))
-    if failed:
-        raise UserError("\n  ".join(left_out))
+            write_rows(file, columns, is_read, is_csv=is_csv, is_first=not number)
+    print(f"{len(rows) - len(failed):,} rows")
+    if len(failed) == len(rows):  # no file is written
+        raise UserError(left_out(failed, len(rows)))
+
+
+def left_out(failed: Mapping[int, str], n_rows: int) -> str:
+    """How many images could not be read, and why. failed: {row: why}."""
+    return "\n  ".join([f"{len(failed):,} of {n_rows:,} images are left out", *(failed[row] for row in sorted(failed))])
 
 
 if __name__ == "__main__":

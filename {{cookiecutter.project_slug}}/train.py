@@ -51,7 +51,7 @@ class Parts(NamedTuple):
 
 def build(cfg: Config, world: World) -> Parts:
     with world.together():  # a UserError of one rank, such as a missing file, ends every rank with its message
-        splits = train_rows, val_rows = open_splits(cfg.data, cfg.run.seed)  # HDF5Dataset, or your own
+        splits = train_rows, val_rows = open_splits(cfg.data, cfg.run.seed)  # HDF5Dataset, or ItemDataset of yours
         workload = workloads.make(cfg, train_rows, val_rows)
         sizes = choose_sizes(cfg, train_rows, val_rows, world)
         shard = Shard(world.rank, world.world_size, sizes.canonical_ranks)

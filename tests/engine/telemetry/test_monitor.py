@@ -58,9 +58,16 @@ def test_activity_is_that_between_two_samples_which_are_freed(nvml):
     assert counters["gpu0/sm_active_pct"]() == 20 + 1
     assert counters["gpu0/tensor_active_pct"]() == 50 + 3
     assert len(nvml.samples) == 2
+
+
+@pytest.mark.parametrize("missing", ["", "nvmlGpmQueryDeviceSupport"])
+def test_gpus_that_do_not_count_activity_are_told_once_and_keep_their_other_counters(nvml, capsys, missing):
     nvml.is_hopper = False
-    with pytest.raises(RuntimeError, match="needs Hopper or newer"):
-        counters["gpu0/sm_active_pct"]()
+    nvml.missing.add(missing)
+    counters = gpu_counters(TWO_GPUS)
+    assert {"gpu0/power_w", "gpu1/power_w"} <= counters.keys()
+    assert not any("active" in tag for tag in counters)
+    assert capsys.readouterr().out.count("not measured here (they need Hopper or newer)") == 1
 
 
 @pytest.mark.parametrize(("missing", "uuids"), [("nvmlInit", "ab"), ("", "xb")])

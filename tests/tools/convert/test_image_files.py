@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fastgpu.convert.images.readers import ImageFolder, Masks
+from fastgpu.convert.images.readers import ImageFolder, ImageTable, Masks
 from fastgpu.dataset.source import open_dataset
 from fastgpu.images.files import read_preprocessing
 from fastgpu.images.parts import Preprocessing
@@ -43,6 +43,12 @@ def test_a_folder_has_a_class_a_sub_folder(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert f"left out of {tmp_path}: 2 .heic, 1 .ipynb_checkpoints, 1 .thumbnails, " in shown
     assert "which are left out: 2\n" in shown
+
+
+def test_a_table_that_names_an_image_twice_is_told(tmp_path, capsys):
+    (tmp_path / "x.csv").write_text("path,label\na.png,dog\nb.png,cat\n./a.png,cat\n")
+    assert ImageTable(tmp_path / "x.csv", encoded=True).labels.tolist() == [1, 0, 0]
+    assert "an earlier line names, perhaps for another split: 1\n" in capsys.readouterr().out
 
 
 def test_folders_named_like_splits_hold_the_classes(tmp_path):

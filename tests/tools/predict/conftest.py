@@ -61,7 +61,7 @@ def model_of() -> Callable[..., Trained]:
     """
 
     def make(
-        fields: dict[str, dict], model: nn.Module | None = None, predict: Any = None, **attributes: Any
+        fields: dict[str, dict[str, Any]], model: nn.Module | None = None, predict: Any = None, **attributes: Any
     ) -> Trained:
         default = {"dtype": "uint8", "shape": [], "is_ragged": False, "n_items": None}
         fields = {name: default | {"dataset": name} | field for name, field in fields.items()}

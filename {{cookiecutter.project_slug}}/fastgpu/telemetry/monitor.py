@@ -7,7 +7,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from queue import SimpleQueue
 from statistics import fmean
 from typing import Any
@@ -110,14 +110,24 @@ def _counters_of(number: int) -> Counters:
     """The counters of CUDA's GPU of this number. NVML has other numbers where CUDA hides or reorders GPUs."""
     pynvml.nvmlInit()
     gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(number).uuid}")
-    return {
+    counters: Counters = {
         f"gpu{number}/util_pct": lambda: pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu,  # of the last 1/6 s to 1 s
         f"gpu{number}/mem_used_gib": lambda: pynvml.nvmlDeviceGetMemoryInfo(gpu).used / GIB,
         f"gpu{number}/power_w": lambda: pynvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
         f"gpu{number}/temperature_c": lambda: pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU),
-        f"gpu{number}/sm_active_pct": _Activity(gpu, pynvml.NVML_GPM_METRIC_SM_UTIL),
-        f"gpu{number}/tensor_active_pct": _Activity(gpu, pynvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL),
     }
+    if _counts_activity(gpu):
+        counters[f"gpu{number}/sm_active_pct"] = _Activity(gpu, pynvml.NVML_GPM_METRIC_SM_UTIL)
+        counters[f"gpu{number}/tensor_active_pct"] = _Activity(gpu, pynvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL)
+    elif not number:  # once, not for each of eight GPUs
+        warn("gpu<n>/sm_active_pct and tensor_active_pct are not measured here (they need Hopper or newer)")
+    return counters
+
+
+def _counts_activity(gpu: Any) -> bool:
+    with suppress(Exception):  # an old driver does not even have the question
+        return bool(pynvml.nvmlGpmQueryDeviceSupport(gpu).isSupportedDevice)
+    return False
 
 
 class _Activity:
@@ -130,9 +140,7 @@ class _Activity:
         self._last: Any = None
 
     def __call__(self) -> float | None:
-        """Percent since the last call. Raises RuntimeError if the GPU does not count this."""
-        if not pynvml.nvmlGpmQueryDeviceSupport(self._gpu).isSupportedDevice:
-            raise RuntimeError("needs Hopper or newer")
+        """Percent since the last call, if there was one."""
         before = self._last
         self._last = pynvml.nvmlGpmSampleGet(self._gpu, pynvml.nvmlGpmSampleAlloc())
         if before is None:

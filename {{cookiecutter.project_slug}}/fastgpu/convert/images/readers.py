@@ -5,6 +5,7 @@ they are trained on as they are. Copy one to read data of your own.
 """
 
 import io
+import os
 import re
 from collections.abc import Sequence
 from math import isqrt
@@ -153,6 +154,8 @@ class ImageTable(ImageFiles):
         files, *names = (name.strip() for name in columns)
         paths = table.texts(files).to_list()
         labels, attributes = parse_labels(table, names)
+        if n_repeated := len(paths) - len({*map(os.path.normpath, paths)}):
+            print(f"lines of {path} whose image an earlier line names, perhaps for another split: {n_repeated:,}")
         super().__init__(str(path), table.path.parent, paths, labels=labels, **how)
         self.attributes |= attributes
         if split_by:
