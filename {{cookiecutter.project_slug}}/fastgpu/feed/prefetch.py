@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +27,7 @@ import torch
 from fastgpu.dataset.source import CLOSE_S, READERS_NICE, ItemDataset, rows_per_ask
 from fastgpu.process.config import Loader
 from fastgpu.process.launch import HangError
-from fastgpu.rows.contract import Dataset, Pool, PoolPlan
+from fastgpu.rows.contract import Dataset, Out, Pool, PoolPlan
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import RaggedArray, Rows
 from fastgpu.storage.store import HDF5Dataset
@@ -48,7 +47,7 @@ class _Slot:
     used: torch.cuda.Event | None
     plan: PoolPlan | None = None
     """The pool that it holds, or that is read into it. None: it is free."""
-    out: dict[str, Any] = field(default_factory=dict)
+    out: dict[str, Out] = field(default_factory=dict)
     n_jobs: int = 0
     """Parts of the pool that reader threads have still to read."""
 
@@ -212,8 +211,8 @@ class PrefetchLoader:
         for name, lengths in self._source.lengths.items():
             self._set_lengths(slot, name, lengths[row_ids])
         slot.plan = plan
-        slot.out = out = slot.host.numpy() | {name: [] for name in self._unknown}
-        source, n_rows = self._source, self._rows_per_job
+        slot.out = {**slot.host.numpy(), **{name: [] for name in self._unknown}}
+        source, out, n_rows = self._source, slot.out, self._rows_per_job
         # Rows in the page cache are gathered in the order of the pool, others read in that of the file.
         jobs = source.gathers(plan, out, n_rows) if isinstance(source, HDF5Dataset) else []
         jobs = jobs or [partial(source.read, plan, reads, out) for reads in plan.reads.portions(n_rows)]
@@ -231,7 +230,8 @@ class PrefetchLoader:
 
     def _join(self, slot: _Slot, name: str, n_rows: int) -> None:
         """Write a ragged column of a Dataset, of which the readers have left parts: (places, rows)."""
-        parts: list[tuple[np.ndarray, RaggedArray]] = slot.out[name]
+        parts = slot.out[name]
+        assert isinstance(parts, list)
         lengths = np.empty(n_rows, np.int32)
         for places, rows in parts:
             lengths[places] = np.diff(rows.offsets)

@@ -152,8 +152,8 @@ class Ragged:
 class Rows:
     """Columns of equal length; `rows["images"]` is one of them."""
 
-    columns: dict[str, Any]
-    """{field: Tensor (rows, ...) or Ragged}"""
+    columns: dict[str, Tensor | Ragged]
+    """{field: (rows, ...), or Ragged}"""
 
     @classmethod
     def empty(
@@ -189,7 +189,8 @@ class Rows:
 
         Raises RankError if 32-bit offsets cannot count them.
         """
-        column: Ragged = self.columns[name]
+        column = self.columns[name]
+        assert isinstance(column, Ragged)
         if n_values <= len(column.values):
             return False
         if n_values > MAX_VALUES:
@@ -240,7 +241,7 @@ class Rows:
         for name, column in self.columns.items():
             column.copy_(other[name], non_blocking=non_blocking)
 
-    def numpy(self) -> dict[str, Any]:
+    def numpy(self) -> dict[str, np.ndarray | RaggedArray]:
         """The same memory as {field: array or RaggedArray} (host only)."""
         return {name: column.numpy() for name, column in self.columns.items()}
 
