@@ -29,7 +29,7 @@ from fastgpu.process.config import Loader
 from fastgpu.process.launch import HangError
 from fastgpu.rows.contract import Dataset, Out, Pool, PoolPlan
 from fastgpu.rows.order import BlockSampler
-from fastgpu.rows.rows import RaggedArray, Rows
+from fastgpu.rows.rows import Rows
 from fastgpu.storage.store import HDF5Dataset
 
 JOB_BYTES = 1 << 20

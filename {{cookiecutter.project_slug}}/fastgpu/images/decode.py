@@ -84,7 +84,7 @@ class EncodedImage:
                 return simplejpeg.decode_jpeg(
                     self._data, min_height=height, min_width=width, min_factor=factor, buffer=buffer
                 )
-        with open_image(io.BytesIO(self._data.data)) as image:
+        with open_whole(io.BytesIO(self._data.data)) as image:
             image.draft("RGB", (image.width // factor, image.height // factor))
             if self._obeys_exif:
                 ImageOps.exif_transpose(image, in_place=True)
@@ -104,6 +104,17 @@ def open_image(file: IO[bytes]) -> ImageFile.ImageFile:
         return Image.open(file, formats=FORMATS)
     except UnidentifiedImageError:  # which says how the file object is called
         raise ValueError("it is not an image that Pillow knows") from None
+
+
+def open_whole(file: IO[bytes]) -> ImageFile.ImageFile:
+    """`open_image` for pixels. Raises an exception of any kind if a PNG file is damaged: its pixels are decoded without
+    a look at their checksums, so bytes of zero at the end of a broken download are pixels, too."""
+    image = open_image(file)
+    if image.format != "PNG":
+        return image
+    image.verify()
+    file.seek(0)  # an image that was verified cannot be read
+    return open_image(file)
 
 
 def to_rgb(image: Image.Image) -> Tensor:

@@ -23,6 +23,7 @@ from fastgpu.images.decode import (
     FORMATS,
     EncodedImage,
     open_image,
+    open_whole,
     resize_pixels,
     to_rgb,
 )
@@ -98,7 +99,7 @@ def decode(file: IO[bytes], preprocessing: Preprocessing) -> np.ndarray:
     if preprocessing.size and preprocessing.centre_share:
         data = np.frombuffer(file.read(), np.uint8)
         return decode_centre(data, preprocessing.size, preprocessing.centre_share)
-    with open_image(file) as opened:
+    with open_whole(file) as opened:
         image: Image.Image = opened
         if preprocessing.size:  # a JPEG is decoded at 1/2, 1/4 or 1/8, to twice the size or more
             height, width = preprocessing.size

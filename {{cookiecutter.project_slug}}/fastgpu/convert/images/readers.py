@@ -18,7 +18,7 @@ from PIL import Image, ImageOps
 
 from fastgpu.convert.messages import list_first
 from fastgpu.convert.reader import SPLIT_OF_WORD, Reader, read_splits
-from fastgpu.images.decode import EXIF_ORIENTATION, EncodedImage, open_image
+from fastgpu.images.decode import EXIF_ORIENTATION, EncodedImage, open_image, open_whole
 from fastgpu.images.files import IGNORED_CLASS, decode, describe_losses, fit, list_images
 from fastgpu.images.parts import Box, Preprocessing
 from fastgpu.process.launch import UserError
@@ -219,7 +219,7 @@ def read_mask(path: Path, *, is_binary: bool) -> np.ndarray:
     The classes are the indices of a palette image, or the values of a grey one. is_binary: if they are not 0 and 1,
     they are 0 and 255, which is class 1.
     """
-    with path.open("rb") as file, open_image(file) as mask:
+    with path.open("rb") as file, open_whole(file) as mask:
         ImageOps.exif_transpose(mask, in_place=True)
         values = np.array(mask)
         if values.ndim != 2 or values.dtype.kind not in "bui" or values.min() < 0 or values.max() > 255:
