@@ -1,13 +1,14 @@
-"""The contenders of bench/run.py encoded: each decodes JPEG files, and yields shuffled batches of 224 x 224 pixels.
+"""The contenders of bench/run.py encoded: each decodes JPEG files, and yields shuffled batches of pixels.
 
-All have the same images in the page cache, take parts as torchvision's RandomResizedCrop does (8 to 100 %
-of the area), and have a thread or process for each CPU. FFCV and DALI resize by code of their own and yield
-(B, H, W, C), all others resize by torch with antialiasing and yield (B, C, H, W). Nothing is flipped or normalised.
+All have the same images in the page cache, and a thread or process for each CPU. Images of 256 x 256 are taken whole,
+of others parts as torchvision's RandomResizedCrop does (8 to 100 % of the area), resized to 224 x 224. FFCV and DALI
+resize by code of their own, all others by torch with antialiasing. Nothing is flipped or normalised.
 """
 
 import random
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -21,6 +22,7 @@ from PIL import Image, ImageOps
 
 from fastgpu.images.parts import N_DRAWS, Box, random_box
 
+WHOLE = (256, 256)
 SIZE = (224, 224)
 MIN_SCALE = 0.08
 RATIO = (3 / 4, 4 / 3)
@@ -36,6 +38,12 @@ def all_files(task: Task) -> list[Path]:
     return [path for path in task.folder.rglob("*") if path.is_file() and path.suffix != ".log"]
 
 
+def are_whole(task: Task) -> bool:
+    """Whether the images of a task are taken whole."""
+    with Image.open(files_of(task)[0]) as image:
+        return image.size == WHOLE
+
+
 def a_box(height: int, width: int) -> Box:
     """A random part of an image."""
     return random_box([random.random() for _ in range(N_DRAWS)], height, width, MIN_SCALE)
@@ -46,6 +54,8 @@ def by_simplejpeg(path: Path) -> torch.Tensor:
     import simplejpeg  # which a machine that runs bench/gpu.py may lack
 
     pixels = simplejpeg.decode_jpeg(path.read_bytes())
+    if pixels.shape[:2] == WHOLE:
+        return torch.from_numpy(pixels).permute(2, 0, 1)
     top, left, height, width = a_box(*pixels.shape[:2])
     part = np.ascontiguousarray(pixels[top : top + height, left : left + width])
     return F.interpolate(torch.from_numpy(part).permute(2, 0, 1)[None], SIZE, mode="bilinear", antialias=True)[0]
@@ -53,11 +63,19 @@ def by_simplejpeg(path: Path) -> torch.Tensor:
 
 def by_pillow(path: Path) -> torch.Tensor:
     """What torchvision's RandomResizedCrop does with an image of Pillow."""
-    with Image.open(path) as image:
+    with Image.open(path) as opened:
+        image = opened.convert("RGB")
+    if image.size != WHOLE:
         top, left, height, width = a_box(image.height, image.width)
-        part = image.convert("RGB").crop((left, top, left + width, top + height))
-        resized = np.array(part.resize(SIZE[::-1], Image.Resampling.BILINEAR))
-        return torch.from_numpy(resized).permute(2, 0, 1).contiguous()
+        image = image.crop((left, top, left + width, top + height)).resize(SIZE[::-1], Image.Resampling.BILINEAR)
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
+
+
+def centre_by_pillow(path: Path) -> Image.Image:
+    """What convert.py makes of an image."""
+    with Image.open(path) as image:
+        image.draft("RGB", (2 * SIZE[0], 2 * SIZE[1]))
+        return ImageOps.fit(image, SIZE, Image.Resampling.BILINEAR)
 
 
 def feed(task: Task) -> Contender:
@@ -66,19 +84,26 @@ def feed(task: Task) -> Contender:
 
     from fastgpu.images.column import decoded
 
-    rows = decoded(ours.open_rows(task.h5), SIZE, min_scale=MIN_SCALE)
+    size, min_scale = (WHOLE, 1.0) if are_whole(task) else (SIZE, MIN_SCALE)
+    rows = decoded(ours.open_rows(task.h5), size, min_scale=min_scale)
     pools = ours.open_feed(rows, task.batch_size, n_readers=task.n_workers, pool_batches=1)
     return Contender(all_files(task), lambda number: ((batch["images"],) for batch in ours.batches(pools, number)))
 
 
-def bare(task: Task) -> Contender:
-    """A limit: `by_simplejpeg` in a loop, in one thread."""
+def in_threads(task: Task, *, decode: Callable[[Path], Any]) -> Contender:
+    """A limit: what decodes a file in a loop, in as many bare threads. An epoch is one batch."""
     torch.set_num_threads(1)
     files = files_of(task)
 
-    def epoch(number: int) -> Iterator[tuple[list[torch.Tensor]]]:
-        for rows in permutation(len(files), task.batch_size, number):
-            yield ([by_simplejpeg(files[row]) for row in rows],)
+    def decode_all(rows: np.ndarray) -> None:
+        for row in rows:
+            decode(files[row])
+
+    def epoch(number: int) -> Iterator[tuple[list[Path]]]:
+        (rows,) = permutation(len(files), len(files), number)
+        with ThreadPoolExecutor(task.n_workers) as threads:
+            list(threads.map(decode_all, np.array_split(rows, task.n_workers)))
+        yield (files,)
 
     return Contender(files, epoch)
 
@@ -95,11 +120,10 @@ def data_loader(task: Task, *, read: Callable[[Path], torch.Tensor]) -> Contende
 
 
 def ffcv(task: Task) -> Contender:
-    """FFCV: RGBImageField, which encodes the pixels anew in the quality of the files; RandomResizedCropRGBImageDecoder,
-    compiled."""
+    """FFCV: RGBImageField, which encodes the pixels anew in the quality of the files; a compiled decoder."""
     import simplejpeg
     from ffcv.fields import RGBImageField
-    from ffcv.fields.rgb_image import RandomResizedCropRGBImageDecoder
+    from ffcv.fields.rgb_image import RandomResizedCropRGBImageDecoder, SimpleRGBImageDecoder
     from ffcv.transforms import ToTensor
     from ffcv.writer import DatasetWriter
 
@@ -109,13 +133,14 @@ def ffcv(task: Task) -> Contender:
         DatasetWriter(str(target), fields, num_workers=task.n_workers).from_indexed_dataset(pixels)
 
     path = convert_once(task.folder / "jpg.beton", write)
-    decoder = RandomResizedCropRGBImageDecoder(SIZE, (MIN_SCALE, 1), RATIO)
+    parts = RandomResizedCropRGBImageDecoder(SIZE, (MIN_SCALE, 1), RATIO)
+    decoder = SimpleRGBImageDecoder() if are_whole(task) else parts
     loader = ffcv_loader(task, path, {"image": [decoder, ToTensor()]})
     return Contender(all_files(task), lambda number: loader)
 
 
 def dali(task: Task) -> Contender:
-    """DALI, CPU pipeline: file reader with a full shuffle, decoders.image_random_crop (which decodes the part), resize.
+    """DALI, CPU pipeline: file reader with a full shuffle, a decoder (image_random_crop decodes the part), resize.
 
     It resizes by a triangular filter where the part is larger, as torch with antialiasing does.
     """
@@ -126,8 +151,11 @@ def dali(task: Task) -> Contender:
     pipeline = Pipeline(task.batch_size, num_threads=task.n_workers, device_id=None, seed=0)
     with pipeline:
         data, _ = fn.readers.file(files=files, shuffle_after_epoch=True)
-        parts = fn.decoders.image_random_crop(data, random_area=(MIN_SCALE, 1), random_aspect_ratio=RATIO)
-        pipeline.set_outputs(fn.resize(parts, size=SIZE))
+        if are_whole(task):
+            pipeline.set_outputs(fn.decoders.image(data))
+        else:
+            parts = fn.decoders.image_random_crop(data, random_area=(MIN_SCALE, 1), random_aspect_ratio=RATIO)
+            pipeline.set_outputs(fn.resize(parts, size=SIZE))
     pipeline.build()
 
     def epoch(number: int) -> Iterator[tuple[np.ndarray]]:
@@ -160,18 +188,6 @@ def spdl(task: Task) -> Contender:
     return Contender(all_files(task), lambda number: ((pipeline.get_item(),) for _ in range(n_batches)))
 
 
-def pillow_alone(task: Task) -> Contender:
-    """The centre of each image, decoded and resized in one thread."""
-
-    def epoch(number: int) -> Iterator[tuple[list[np.ndarray]]]:
-        for path in files_of(task):
-            with Image.open(path) as image:
-                image.draft("RGB", (2 * SIZE[0], 2 * SIZE[1]))
-                yield ([np.asarray(ImageOps.fit(image, SIZE, Image.Resampling.BILINEAR))],)
-
-    return Contender([], epoch)
-
-
 def convert(task: Task) -> Contender:
     """convert.py in this process, once it has been imported. An epoch writes all files to one HDF5 file of pixels."""
     from convert import main, parse  # whose packages the peers' environment lacks
@@ -186,18 +202,18 @@ def convert(task: Task) -> Contender:
 
 
 OURS = "fastgpu, JPEG"
-BARE = "simplejpeg in one thread"
+BARE = "simplejpeg in bare threads"
 PILLOW = "DataLoader + Pillow"
 FFCV = "ffcv, JPEG"
 CONVERT = "500x375: convert.py, centre"
-CENTRE = "500x375: Pillow in one thread, centre"
+CENTRE = "500x375: Pillow in bare threads, centre"
 CONTENDERS: dict[str, Callable[[Task], Contender]] = {
     OURS: feed,
     "DataLoader + simplejpeg": partial(data_loader, read=by_simplejpeg),
     PILLOW: partial(data_loader, read=by_pillow),
-    BARE: bare,
+    BARE: partial(in_threads, decode=by_simplejpeg),
     CONVERT: convert,
-    CENTRE: pillow_alone,
+    CENTRE: partial(in_threads, decode=centre_by_pillow),
     FFCV: ffcv,
     "dali, JPEG": dali,
     "spdl, JPEG": spdl,

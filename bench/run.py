@@ -66,7 +66,7 @@ SUITES = {
     ),
     "encoded": Suite(
         list(jpegs.CONTENDERS),
-        (DataSpec("500x375", 2_000, (3, 375, 500), 256), DataSpec("341x256", 2_000, (3, 256, 341), 256)),
+        (DataSpec("500x375", 2_000, (3, 375, 500), 256), DataSpec("256x256", 4_000, (3, 256, 256), 256)),
         data.make_jpegs,
         paced=(jpegs.OURS, jpegs.PILLOW),
         cold=(jpegs.OURS, jpegs.PILLOW),

@@ -53,7 +53,7 @@ def test_contenders_of_jpeg_files_deliver_whole_batches(tmp_path: Path, monkeypa
     monkeypatch.setattr(data, "FOLDER", tmp_path)
     spec = DataSpec("jpeg", 20, (3, 48, 64), 8)
     data.make_jpegs(spec)
-    for name in (jpegs.OURS, jpegs.PILLOW, jpegs.BARE, "DataLoader + simplejpeg"):
+    for name in (jpegs.OURS, jpegs.PILLOW, "DataLoader + simplejpeg"):
         contender = worker.find(name)(Task(spec.h5, spec.folder, spec.batch_size, n_workers=1))
         batches = [images for (images,) in contender.epoch(0)]
         assert [len(images) for images in batches] == [8, 8], name
