@@ -101,8 +101,7 @@ def make_foreign() -> None:
     """As other programs write it: without checksums of rows or of what describes them, and with texts of any length."""
     write_rows(Path("x.h5"), N_ROWS, (1, 8, 8), 50, compression="gzip")
     with h5py.File("x.h5", "r+") as file:
-        file.attrs["class_names"] = ["cat", "dog", "owl", "fox"]
-        file.attrs["mean"] = [0.5]
+        file.attrs.update({"class_names": ["cat", "dog", "owl", "fox"], "mean": [0.5]})
 
 
 def make_config() -> None:
@@ -232,8 +231,7 @@ def attempt(folder: Path, work: Callable[[], object]) -> str:
     pid = os.fork()
     if not pid:
         try:
-            limit(folder)
-            report.write_text(outcome_of(work))
+            report.write_text(outcome_of(folder, work))
         finally:
             os._exit(0)
     _, status = os.waitpid(pid, 0)
@@ -247,8 +245,8 @@ def attempt(folder: Path, work: Callable[[], object]) -> str:
     return f"{outcome}\nleft behind: {left}" if left else outcome
 
 
-def limit(folder: Path) -> None:
-    """Go to the folder, write output to `said`, and end this process once it has used too much."""
+def outcome_of(folder: Path, work: Callable[[], object]) -> str:
+    """Call a function in a folder. The output goes to `said`, and too much time or memory ends this process."""
     os.chdir(folder)
     with Path("said").open("w") as said:
         os.dup2(said.fileno(), 1)
@@ -256,9 +254,6 @@ def limit(folder: Path) -> None:
     used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used_bytes + MEMORY_BYTES,) * 2)
     signal.alarm(WALL_S)
-
-
-def outcome_of(work: Callable[[], object]) -> str:
     try:
         with exit_with_message():
             value = work()

@@ -27,6 +27,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, chdir, closing, contextmanager, redirect_stderr, redirect_stdout
@@ -64,10 +65,8 @@ WORLDS = (1, 2, 4, 8)
 N_ROWS = 700
 BATCH_SIZE = 32
 POOL_BATCHES = 3
-RESUMED_AT = 2
-"""Number of the pool of epoch 0 with which the resumed run begins."""
+RESUMED_AT = 2  # the pool of epoch 0 with which the resumed run begins
 SCRATCH = Path(tempfile.mkdtemp(prefix="goldens-"))
-"""A folder that is deleted at the end."""
 atexit.register(shutil.rmtree, SCRATCH, ignore_errors=True)
 
 
@@ -154,13 +153,8 @@ def write_all(folder: Path) -> None:
     (folder / "golden_dataset.py").write_text(OWN_DATASET)
 
 
-DATA = {
-    "train": "rows.h5",
-    "val": "val.h5",
-    "fields": {"images": "images", "labels": "labels"},
-    "batch_size": BATCH_SIZE,
-    "pool_batches": POOL_BATCHES,
-}
+DATA = {"train": "rows.h5", "val": "val.h5", "fields": {"images": "images", "labels": "labels"}}
+DATA |= {"batch_size": BATCH_SIZE, "pool_batches": POOL_BATCHES}
 PARTS = ["part-0.h5", "part-1.h5", "part-2.h5"]
 RAGGED = {"train": "ragged.h5", "val": "ragged-val.h5", "fields": {"items": "items", "number": "number"}}
 JPEGS = {"train": "jpegs.h5", "val": "jpegs-val.h5", "fields": {"images": "images", "number": "number"}}
@@ -184,11 +178,9 @@ def sha256(*parts: Any) -> str:
     """Of arrays with their types and shapes, and of whatever json can write."""
     digest = hashlib.sha256()
     for part in parts:
-        if isinstance(part, np.ndarray):
-            digest.update(f"{part.dtype.str}{part.shape}".encode())
-            digest.update(np.ascontiguousarray(part).tobytes())
-        else:
-            digest.update(json.dumps(part).encode())
+        is_array = isinstance(part, np.ndarray)
+        digest.update((f"{part.dtype.str}{part.shape}" if is_array else json.dumps(part)).encode())
+        digest.update(part.tobytes() if is_array else b"")
     return digest.hexdigest()[:32]
 
 
@@ -306,11 +298,9 @@ def base_project() -> Path:
     """The project of the last commit before the cuts, which docs/given-up.md names."""
     found = re.search(r"at commit `([0-9a-f]+)`", (ROOT / "docs" / "given-up.md").read_text())
     assert found, "docs/given-up.md names no commit"
-    target = SCRATCH / "base"
-    target.mkdir()
-    archive = subprocess.run(["git", "archive", found[1]], cwd=ROOT, stdout=subprocess.PIPE, check=True)
-    subprocess.run(["tar", "-x", "-C", target], input=archive.stdout, check=True)
-    return target / FOLDER
+    with tarfile.open(fileobj=io.BytesIO(subprocess.check_output(["git", "archive", found[1]], cwd=ROOT))) as archive:
+        archive.extractall(SCRATCH / "base", filter="data")
+    return SCRATCH / "base" / FOLDER
 
 
 def write_short(folder: Path, name: str, echo: float) -> None:

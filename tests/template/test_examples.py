@@ -173,8 +173,7 @@ def test_segmentation_moves_an_image_and_its_mask_alike():
 
 def test_segmentation_does_not_count_ignored_pixels():
     batch = masked(6)
-    workload = open_workload("segmentation", batch)
-    masks = batch["masks"]
+    workload, masks = open_workload("segmentation", batch), batch["masks"]
     valid = masks != IGNORED_CLASS
     logits = torch.randn(6, 3, 16, 16, generator=GENERATOR.manual_seed(0))
     likelihood = logits.log_softmax(1).gather(1, masks.long().clamp(max=2)[:, None])[:, 0]
