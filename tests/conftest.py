@@ -45,8 +45,7 @@ def bake(template: Path, tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def baked(template: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """baked(workload, **answers) is the folder of a project that all tests share: they read it, or run tools that leave
-    it as it is. The project is baked at the first call, with all tools and files of launch/ if nothing else is said."""
+    """baked(workload, **answers) is a project that all tests share and leave as it is; it has ALL_FILES by default."""
 
     @functools.cache
     def project(workload: str, **answers: str) -> Path:
@@ -67,13 +66,11 @@ def own_copy(baked: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
 
 
 HANDLERS = {number: signal.getsignal(number) for number in STOP}
-"""Those that Python starts with."""
 
 
 @pytest.fixture(autouse=True)
 def signal_handlers() -> Iterator[None]:
-    """Each test begins with the handlers of signals that Python starts with. A run that is over leaves its own, and so
-    may a fixture of a whole module; a forked child would inherit them and outlive `terminate`."""
+    """Undo the signal handlers of a run in a test or a fixture: forked children would outlive `terminate`."""
     for number, handler in HANDLERS.items():
         signal.signal(number, handler)
     yield
@@ -95,8 +92,7 @@ def _write_ragged(tmp_path: Path) -> Callable[..., str]:
 
 @pytest.fixture
 def compare_messages(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., None]:
-    """compare_messages({mistake: call}): each call raises a UserError that says what messages.yaml beside the test has.
-    `make fix` writes that file anew, for a person to read the difference."""
+    """compare_messages({mistake: call}): each call raises a UserError, with the message in messages.yaml."""
     path = request.path.with_name("messages.yaml")
 
     def compare(mistakes: dict[str, Callable[[], object]]) -> None:
@@ -114,10 +110,7 @@ def compare_messages(request: pytest.FixtureRequest, tmp_path: Path) -> Callable
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder in which `python train.py` works: config.yaml and rows.h5 for the workload `minimal`.
-
-    It is the current folder, so that the test itself can train there, too.
-    """
+    """The current folder, with config.yaml and rows.h5 for the workload `minimal`."""
     write_minimal(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path

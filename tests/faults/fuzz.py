@@ -5,9 +5,9 @@
     python tests/faults/fuzz.py flips --files 500      of one kind: bits of a checkpoint are flipped
     python tests/faults/fuzz.py --only hdf5-gzip:17    one file again, with all that it said; it stays for a look
 
-A file follows from its kind and its number. Each is read by a process of its own, which is forked from one that has
-imported torch. Faults are: another exception than UserError, a message that does not end, wrong rows where checksums
-cover them, a checkpoint with a flipped bit that is accepted, a crash, a hang, much memory, and files left behind.
+A file follows from its kind and its number, and is read by a forked process. Faults are: another exception than
+UserError, a message that does not end, wrong rows where checksums cover them, a checkpoint with a flipped bit that is
+accepted, a crash, a hang, much memory, and files left behind.
 """
 
 import argparse
@@ -27,7 +27,6 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from importlib import import_module
-from itertools import pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -70,18 +69,17 @@ TEXTS = (".json", ".yaml", ".txt", ".csv")
 
 
 class Kind(NamedTuple):
-    """A kind of file, and who reads it. Both functions work in the current folder."""
+    """A kind of file. `make` writes whole files to the current folder, and `use` reads them and returns their digest.
+
+    files: those of which one is damaged. is_covered: whether checksums cover what is read. only_flips: whether nothing
+    but bits is flipped, and each such file must be refused.
+    """
 
     make: Callable[[], object]
-    """Writes whole files."""
     use: Callable[[], object]
-    """Reads them. Returns a digest of what was read, where `is_covered`."""
     files: str
-    """Those of which one is damaged, with spaces between them."""
     is_covered: bool = False
-    """Whether checksums cover what is read."""
     only_flips: bool = False
-    """Whether nothing but bits is flipped, and each such file must be refused."""
 
 
 # ---------------------------------------------------------------------------------------------- whole files
@@ -103,8 +101,7 @@ def make_foreign() -> None:
     """As other programs write it: without checksums of rows or of what describes them, and with texts of any length."""
     write_rows(Path("x.h5"), N_ROWS, (1, 8, 8), 50, compression="gzip")
     with h5py.File("x.h5", "r+") as file:
-        file.attrs["class_names"] = ["cat", "dog", "owl", "fox"]
-        file.attrs["mean"] = [0.5]
+        file.attrs.update({"class_names": ["cat", "dog", "owl", "fox"], "mean": [0.5]})
 
 
 def make_config() -> None:
@@ -160,11 +157,9 @@ def digest(source: Dataset) -> str:
     with open_pools(source, 16, ALONE.device) as pools:
         for pool in pools:
             columns: Mapping[str, Any] = pool.rows.slice(0, pool.plan.n_real_rows).numpy()
-            for name, column in columns.items():
-                rows = column
-                if isinstance(column, RaggedArray):
-                    rows = [column.values[start:stop] for start, stop in pairwise(column.offsets)]
-                digests.update(str((name, [row.tolist() for row in rows])).encode())
+            for name, rows in columns.items():
+                arrays = (rows.offsets, rows.values[: rows.offsets[-1]]) if isinstance(rows, RaggedArray) else (rows,)
+                digests.update(str((name, [array.tolist() for array in arrays])).encode())
     return digests.hexdigest()
 
 
@@ -236,8 +231,7 @@ def attempt(folder: Path, work: Callable[[], object]) -> str:
     pid = os.fork()
     if not pid:
         try:
-            limit(folder)
-            report.write_text(outcome_of(work))
+            report.write_text(outcome_of(folder, work))
         finally:
             os._exit(0)
     _, status = os.waitpid(pid, 0)
@@ -251,8 +245,8 @@ def attempt(folder: Path, work: Callable[[], object]) -> str:
     return f"{outcome}\nleft behind: {left}" if left else outcome
 
 
-def limit(folder: Path) -> None:
-    """Go to the folder, write output to `said`, and end this process once it has used too much."""
+def outcome_of(folder: Path, work: Callable[[], object]) -> str:
+    """Call a function in a folder. The output goes to `said`, and too much time or memory ends this process."""
     os.chdir(folder)
     with Path("said").open("w") as said:
         os.dup2(said.fileno(), 1)
@@ -260,9 +254,6 @@ def limit(folder: Path) -> None:
     used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used_bytes + MEMORY_BYTES,) * 2)
     signal.alarm(WALL_S)
-
-
-def outcome_of(work: Callable[[], object]) -> str:
     try:
         with exit_with_message():
             value = work()
@@ -287,8 +278,8 @@ def damage(kind: str, number: int, folder: Path) -> None:
     path.write_bytes(damaged)
 
 
-def try_file(base: Path, expected: Mapping[str, str], case: tuple[str, int]) -> tuple[str, int, str]:
-    """Damage a copy of a whole file, and let it be read. Returns kind, number, outcome."""
+def try_file(base: Path, expected: Mapping[str, str], case: tuple[str, int]) -> str:
+    """Damage a copy of a whole file, and let it be read. Returns the outcome: one word if it is right."""
     name, number = case
     kind = KINDS[name]
     folder = base / f"{name}-{number}"
@@ -296,11 +287,11 @@ def try_file(base: Path, expected: Mapping[str, str], case: tuple[str, int]) -> 
     damage(name, number, folder)
     outcome = attempt(folder, kind.use)
     shutil.rmtree(folder)
-    if outcome.startswith("accepted") and kind.is_covered and outcome != expected[name]:
-        return name, number, "wrong rows"
-    if outcome.startswith("accepted") and kind.only_flips:
-        return name, number, "a flipped bit is not noticed"
-    return name, number, outcome
+    if not outcome.startswith("accepted") or "\n" in outcome:
+        return outcome
+    if kind.only_flips:
+        return "a flipped bit is not noticed"
+    return "wrong rows" if kind.is_covered and outcome != expected[name] else "accepted"
 
 
 def make_whole(base: Path, names: Collection[str]) -> dict[str, str]:
@@ -327,9 +318,10 @@ def try_all(base: Path, names: list[str], n_files: int) -> int:
     cases = [(name, number) for number in range(-(-n_files // len(names))) for name in names]
     counts: Counter[tuple[str, str]] = Counter()
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("fork")) as pool:
-        for name, number, outcome in pool.map(partial(try_file, base, expected), cases, chunksize=4):
-            is_good = outcome == "refused" or (outcome.startswith("accepted") and "\n" not in outcome)
-            counts[name, outcome.split()[0] if is_good else "fault"] += 1
+        outcomes = pool.map(partial(try_file, base, expected), cases, chunksize=4)
+        for (name, number), outcome in zip(cases, outcomes, strict=True):
+            is_good = outcome in ("refused", "accepted")
+            counts[name, outcome if is_good else "fault"] += 1
             if not is_good:
                 print(f"fault: --only {name}:{number}: {outcome.splitlines()[-1][:200]}", flush=True)
     for (name, outcome), n_of_them in sorted(counts.items()):

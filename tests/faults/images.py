@@ -12,7 +12,7 @@ import io
 import sys
 import tempfile
 from contextlib import closing
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -30,13 +30,10 @@ from fastgpu.process.machine import available_cpus
 from fastgpu.rows.order import BlockSampler
 from fastgpu.storage.store import open_store
 
-N_DISTINCT = 2000
-"""Images that differ."""
-SIDES = (24, 160)
-"""Of an image, in pixels."""
-MARKS = (0.1, 0.5, 1.0)
-MAX_GROWTH = 1.25
-"""Of the memory, from the first of these marks to the last."""
+N_DISTINCT = 2000  # images
+SIDES = (24, 160)  # pixels
+MARKS = (0.1, 0.5, 1.0)  # shares of the images
+MAX_GROWTH = 1.25  # of the memory, from the first of these marks to the last
 
 
 def make_image(number: int) -> bytes:
@@ -46,9 +43,8 @@ def make_image(number: int) -> bytes:
     pixels = Image.fromarray(rng.integers(0, 256, (4, 4, 3), np.uint8)).resize((width, height))
     on_its_side = Image.Exif()
     on_its_side[0x0112] = 6
-    ways = [("RGB", "PNG", {}), ("L", "JPEG", {}), ("RGB", "JPEG", {"progressive": True})]
-    ways += [("RGB", "JPEG", {"exif": on_its_side}), ("RGB", "WEBP", {}), ("CMYK", "JPEG", {})]
-    ways += 4 * [("RGB", "JPEG", {})]
+    ways = [("L", "JPEG", {}), ("RGB", "JPEG", {"progressive": True}), ("RGB", "JPEG", {"exif": on_its_side})]
+    ways += [("CMYK", "JPEG", {}), ("RGB", "PNG", {}), ("RGB", "WEBP", {}), *4 * [("RGB", "JPEG", {})]]
     mode, form, options = ways[number % len(ways)]
     file = io.BytesIO()
     pixels.convert(mode).save(file, form, **options)
@@ -72,11 +68,10 @@ def main() -> int:
         feed = PrefetchLoader(source, order, torch.device("cpu"), available_cpus())
         n_done = 0
         with closing(feed):
-            for epoch in count():
-                for pool in feed.pools(epoch):
-                    n_done += len(pool.rows)
-                    while len(memory) < len(MARKS) and n_done >= MARKS[len(memory)] * n_images:
-                        memory.append(psutil.Process().memory_info().rss / 2**20)
+            for pool in chain.from_iterable(map(feed.pools, count())):
+                n_done += len(pool.rows)
+                while len(memory) < len(MARKS) and n_done >= MARKS[len(memory)] * n_images:
+                    memory.append(psutil.Process().memory_info().rss / 2**20)
                 if len(memory) == len(MARKS):
                     break
     print(f"memory in MiB after {MARKS} of the images: {memory}")

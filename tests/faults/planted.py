@@ -1,7 +1,4 @@
-"""The workload `minimal`, and a Dataset, for runs that meet faults: they say which phase they are in.
-
-It is copied to the workloads of a copy of the project.
-"""
+"""The workload `minimal` and a Dataset for runs that meet faults: they say which phase they are in."""
 
 import time
 from pathlib import Path

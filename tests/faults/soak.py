@@ -25,7 +25,6 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -39,12 +38,9 @@ sys.path[:0] = [str(PROJECT), str(HERE.parent / "engine")]
 
 from harness import copy_project, step_of, write_minimal
 
-MAX_STARTS = 8
-"""A run that is not done after so many starts has failed."""
-END_S = 120
-"""A process that has been told to end, and does not, has failed."""
-ORPHAN_S = 5
-"""How long a process may live after its launcher has ended."""
+MAX_STARTS = 8  # after which a run must be done
+END_S = 120  # in which a process must end that has been told to
+ORPHAN_S = 5  # in which all processes must end after their launcher
 PHASES = ("starting", "training", "validating", "saving")
 SETTINGS = [
     *("workload=planted", "run.resume=auto", "train.epochs=6", "data.echo=2.5"),
@@ -61,13 +57,11 @@ TORCHRUN += ["--max-restarts=1", "--signals-to-handle=SIGTERM,SIGINT,SIGUSR2"]
 
 
 class Untouched(NamedTuple):
-    """A run without faults."""
+    """A run without faults: its result, seconds to its first step, and from there to its last checkpoint."""
 
     result: str
     start_s: float
-    """Seconds to its first step."""
     train_s: float
-    """Seconds from there to its last checkpoint."""
 
 
 class Run:
@@ -80,8 +74,7 @@ class Run:
         self.words = [f"run.name={folder.name}", *settings, *KINDS[kind]]
         self.n_starts = 0
         self.faults: list[str] = []
-        self.n_saved = 0
-        """How many signals have left a checkpoint of their step."""
+        self.n_saved = 0  # signals that have left a checkpoint of their step
         self.problems: list[str] = []
         folder.mkdir()
         write_minimal(folder, n_val_rows=2000)
@@ -104,16 +97,16 @@ class Run:
 
     @property
     def phase(self) -> str:
-        is_saving = any(self.folder.glob("runs/*/checkpoints/.*partial*"))
-        return "saving" if is_saving else (self.folder / "phase").read_text()
+        if any(self.folder.glob("runs/*/checkpoints/.*partial*")):
+            return "saving"
+        return (self.folder / "phase").read_text()
 
     @property
     def ranks(self) -> list[psutil.Process]:
-        try:
+        with suppress(psutil.NoSuchProcess):
             launcher = psutil.Process(self.launcher.pid)
             return [launcher] if self.kind == "process" else launcher.children()
-        except psutil.NoSuchProcess:
-            return []
+        return []
 
     @property
     def checkpoints(self) -> list[Path]:
@@ -121,12 +114,8 @@ class Run:
 
     def processes(self) -> list[psutil.Process]:
         """All processes with the name of the run on their command line: torchrun, its ranks, and their workers."""
-        found = []
-        for process in psutil.process_iter(["cmdline", "status"]):
-            is_alive = process.info["status"] != psutil.STATUS_ZOMBIE
-            if is_alive and self.words[0] in (process.info["cmdline"] or []):
-                found.append(process)
-        return found
+        living = [each for each in psutil.process_iter(["cmdline", "status"]) if each.info["status"] != "zombie"]
+        return [each for each in living if self.words[0] in (each.info["cmdline"] or [])]
 
     def wait_for(self, phase: str, seconds: float) -> None:
         """Wait for this phase, but not after the end of the run."""
@@ -143,38 +132,30 @@ class Run:
 # ---------------------------------------------------------------------------------------------- faults
 
 
-def send(processes: list[psutil.Process], number: signal.Signals) -> None:
-    for process in processes:
-        with suppress(psutil.NoSuchProcess):
-            process.send_signal(number)
-
-
-def to_launcher(number: signal.Signals) -> Callable[[Run], None]:
-    return lambda run: run.launcher.send_signal(number)
-
-
-def to_a_rank(number: signal.Signals) -> Callable[[Run], None]:
-    return lambda run: send(run.rng.sample(run.ranks, min(1, len(run.ranks))), number)
-
-
-def kill_all(run: Run) -> None:
-    send(run.processes(), signal.SIGKILL)
-
-
-FAULTS: dict[str, tuple[int, Callable[[Run], None]]] = {
-    "SIGKILL to a rank": (5, to_a_rank(signal.SIGKILL)),
-    "SIGKILL to torchrun": (4, to_launcher(signal.SIGKILL)),
-    "SIGKILL to all": (4, kill_all),
-    "SIGTERM to torchrun": (2, to_launcher(signal.SIGTERM)),
-    "SIGINT to torchrun": (2, to_launcher(signal.SIGINT)),
-    "SIGUSR2 to torchrun": (1, to_launcher(signal.SIGUSR2)),
-    "SIGTERM to a rank": (2, to_a_rank(signal.SIGTERM)),
-    "SIGUSR2 to a rank": (1, to_a_rank(signal.SIGUSR2)),
-    "SIGSTOP to a rank": (1, to_a_rank(signal.SIGSTOP)),
+FAULTS = {
+    "SIGKILL to a rank": 5,
+    "SIGKILL to torchrun": 4,
+    "SIGKILL to all": 4,
+    "SIGTERM to torchrun": 2,
+    "SIGINT to torchrun": 2,
+    "SIGUSR2 to torchrun": 1,
+    "SIGTERM to a rank": 2,
+    "SIGUSR2 to a rank": 1,
+    "SIGSTOP to a rank": 1,
 }
-"""{fault: (weight, what does it)}"""
+"""{fault: weight}"""
 STOPS = ("SIGTERM", "SIGINT", "SIGUSR2")
 ONLY = {"kills": ("SIGKILL",), "signals": STOPS}
+
+
+def inflict(run: Run, name: str) -> None:
+    number = signal.Signals[name.split()[0]]
+    if name.endswith("torchrun"):
+        run.launcher.send_signal(number)
+        return
+    for process in run.processes() if name.endswith("all") else run.rng.sample(run.ranks, min(1, len(run.ranks))):
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
 
 
 def meet(run: Run, name: str, usual: Untouched) -> None:
@@ -191,7 +172,7 @@ def meet(run: Run, name: str, usual: Untouched) -> None:
     if run.launcher.poll() is None:
         met_at = run.phase
         run.faults.append(f"{name} while {met_at}")
-        FAULTS[name][1](run)
+        inflict(run, name)
         if name.startswith(STOPS):
             run.launcher.wait(END_S)
             if problem := wrong_answer(run, name, met_at):
@@ -217,7 +198,7 @@ def soak(run: Run, usual: Untouched, names: list[str]) -> None:
     """A run with one or two of these faults, drawn by its name. Notes what is wrong with it."""
     if run.kind == "process":  # it has no torchrun, and may be stopped, as by Ctrl-Z
         names = [name for name in names if "torchrun" not in name and name != "SIGSTOP to a rank"]
-    faults = run.rng.choices(names, [FAULTS[name][0] for name in names], k=run.rng.choice((1, 1, 2)))
+    faults = run.rng.choices(names, [FAULTS[name] for name in names], k=run.rng.choice((1, 1, 2)))
     with ThreadPoolExecutor() as watchers:  # beside the next start, which orphans must not disturb
         watched = []
         try:
@@ -229,11 +210,11 @@ def soak(run: Run, usual: Untouched, names: list[str]) -> None:
                 watched.append(watchers.submit(psutil.wait_procs, run.processes(), ORPHAN_S))
         except subprocess.TimeoutExpired:
             run.problems.append("did not end")
-            kill_all(run)
+            inflict(run, "SIGKILL to all")
             run.launcher.wait()
     if orphans := [process for watch in watched for process in watch.result()[1]]:
         run.problems.append(f"{len(orphans)} processes were left after {ORPHAN_S} s")
-    kill_all(run)
+    inflict(run, "SIGKILL to all")
     if leftovers := [path.name for path in run.folder.glob("runs/**/*partial*")]:
         run.problems.append(f"files are left: {leftovers}")
     if not run.is_done or run.result() != usual.result:
@@ -286,11 +267,10 @@ def main() -> int:
     n_kills, n_signals = (sum(met[each] for each in met if each.startswith(ONLY[kind])) for kind in ONLY)
     n_saved = sum(run.n_saved for run in runs)
     n_good = sum(not run.problems for run in runs)
-    print(f"{n_kills} kills of ranks, launcher and tree")
-    print(f"{n_signals} signals, {n_saved} saved, the others before the first step or after the last")
     print(
-        f"{n_good} of {len(runs)} runs as they should be: bitwise equal to one without faults, nothing left after 5 s"
+        f"{n_kills} kills of ranks, launcher and tree; {n_signals} signals, of which {n_saved} saved a step in training"
     )
+    print(f"{n_good} of {len(runs)} runs end bitwise equal to one without faults, with nothing left after {ORPHAN_S} s")
     return int(n_good < len(runs))
 
 

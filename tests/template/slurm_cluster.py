@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from harness import free_port
+from harness import ROOT, free_port, run_to_end
 
 NODES = ("c1", "c2")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol")
@@ -59,12 +59,11 @@ class Cluster:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.port = free_port()
         self.daemons: dict[str, subprocess.Popen[bytes]] = {}
-        ports = {f"port_{number}": free_port() for number in (1, 2)}
-        names = {"host": socket.gethostname().split(".")[0], "folder": folder, "gpus": GPUS}
+        values = {name: free_port() for name in ("port", "port_1", "port_2")}
+        values |= {"host": socket.gethostname().split(".")[0], "folder": folder, "gpus": GPUS}
         (folder / "state").mkdir(parents=True)
-        (folder / "slurm.conf").write_text(CONFIG.format(port=self.port, **ports, **names))
+        (folder / "slurm.conf").write_text(CONFIG.format(**values))
         gpus = [f"NodeName={node} Name=gpu File={folder}/gpu[0-{GPUS - 1}]\n" for node in NODES]
         (folder / "gres.conf").write_text("".join(gpus))
         for number in range(GPUS):
@@ -77,33 +76,28 @@ class Cluster:
         return os.environ | here | {"SLURM_CONF": str(self.folder / "slurm.conf"), "OMP_NUM_THREADS": "1"}
 
     def start(self) -> None:
-        self.daemons["slurmctld"] = self._run_daemon("slurmctld", "-D")
+        self.start_daemon("slurmctld", "slurmctld", "-D")
         for node in NODES:
-            self.start_node(node)
+            self.start_daemon(node, "slurmd", "-D", "-N", node)
         self.wait_until(lambda: self.call("sinfo", "-h", "-o", "%t %D", "-p", "low").split() == ["idle", "2"])
 
-    def start_node(self, node: str) -> None:
-        self.daemons[node] = self._run_daemon("slurmd", "-D", "-N", node)
-
-    def _run_daemon(self, *command: str) -> subprocess.Popen[bytes]:
+    def start_daemon(self, name: str, *command: str) -> None:
         with (self.folder / "daemons.log").open("ab") as log:
-            return subprocess.Popen(command, env=self.environment, stdout=log, stderr=log)
+            self.daemons[name] = subprocess.Popen(command, env=self.environment, stdout=log, stderr=log)
 
     def close(self) -> None:
         """Cancel what runs, and end the daemons."""
         for job in self.call("squeue", "-h", "-o", "%i").split():
-            subprocess.run(["scancel", "--signal=KILL", "--full", job], env=self.environment, check=False)
-            subprocess.run(["scancel", job], env=self.environment, check=False)
+            for words in (["--signal=KILL", "--full"], []):
+                subprocess.run(["scancel", *words, job], env=self.environment, check=False)
         for daemon in self.daemons.values():
             daemon.terminate()
         for daemon in self.daemons.values():
             daemon.wait(TIMEOUT_S)
 
-    def call(self, *command: str, cwd: Path | None = None, **variables: str) -> str:
+    def call(self, *command: str, cwd: Path = ROOT, **variables: str) -> str:
         """What one of Slurm's programs prints."""
-        done = subprocess.run(
-            command, cwd=cwd, env=self.environment | variables, capture_output=True, text=True, check=False
-        )
+        done = run_to_end([*command], cwd, **(self.environment | variables))
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
 
@@ -123,8 +117,7 @@ class Cluster:
     def wait_until(self, condition: Callable[[], bool], say: Callable[[], str] = str) -> None:
         until = time.monotonic() + TIMEOUT_S
         while not condition():
-            log = (self.folder / "slurmctld.log").read_text() if (self.folder / "slurmctld.log").exists() else ""
-            assert time.monotonic() < until, f"{say()}\n{log[-3000:]}"
+            assert time.monotonic() < until, f"{say()}\n{(self.folder / 'slurmctld.log').read_text()[-3000:]}"
             time.sleep(0.1)
 
 

@@ -2,39 +2,36 @@
 
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
 from harness import run_to_end
-from template import ROOT, WORKLOAD_ANSWERS, WORKLOADS
+from template import ROOT, WORKLOAD_ANSWERS
+from test_readme import convert_commands
 from test_template import expected, files, parses
 
-OTHER = {"images": "recsys", "recsys": "images"}
-WORDS_OF = {
-    "images": r"cifar|celeba|\bdigits\b|\bPIL\b|pillow|image_files|mixup|cutout",
-    "recsys": r"recsys|recommender|movielens|mult-?(vae|dae)|autoencoder|\bndcg|interactions",
+WORDS_OF_THE_OTHER = {
+    "recsys": r"cifar|celeba|\bdigits\b|\bPIL\b|pillow|image_files|mixup|cutout",
+    "images": r"recsys|recommender|movielens|mult-?(vae|dae)|autoencoder|\bndcg|interactions",
 }
-"""What only the files of one workload speak of."""
-SPEAK_OF_BOTH = {
-    "constraints.txt",
-    "convert.py",  # one command line, of which it shows the commands whose rooms are there
-}
+"""{workload: what only the files of the other one speak of}"""
+SPEAK_OF_BOTH = {"constraints.txt", "convert.py"}
+"""convert.py is one command line, of which it shows the commands whose rooms are there."""
 
 
-def run_in(project: Path, command: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run `python -m ...` or a script of the project; its output is shown if it fails."""
+def run_in(project: Path, *command: str) -> str:
+    """What `python -m ...` or a script of the project prints; it must succeed."""
     caches = {"MYPY_CACHE_DIR": str(ROOT / ".cache/mypy-baked"), "RUFF_NO_CACHE": "true"}
     done = run_to_end([sys.executable, *command], project, **caches, PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1")
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
-    return done
+    return done.stdout
 
 
-def run_pytest(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_pytest(project: Path, *arguments: str) -> None:
     """Run the fast tests of a project."""
-    return run_in(project, ["-m", "pytest", "-x", "-p", "no:cacheprovider", "-m", "not slow", *arguments])
+    run_in(project, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-m", "not slow", *arguments)
 
 
 BAKES = [
@@ -45,7 +42,6 @@ BAKES = [
     {"workload": "own", "tools": "all", "launch": "kubernetes"},
     {"workload": "own", "tools": "none", "launch": "none"},
 ]
-each_bake = pytest.mark.parametrize("answers", BAKES, ids=lambda answers: "-".join(answers.values()))
 LICENSES = {
     "MIT": "MIT License",
     "BSD-3-Clause": "BSD 3-Clause License",
@@ -54,11 +50,8 @@ LICENSES = {
 }
 
 
-# ---------------------------------------------------------------------------------------------- files
-
-
-@each_bake
-def test_a_project_has_what_was_asked_for_and_its_pages_name_nothing_else(baked, answers):
+@pytest.mark.parametrize("answers", BAKES, ids=lambda answers: "-".join(answers.values()))
+def test_a_project_has_what_was_asked_for_and_names_nothing_else(baked, answers):
     project = baked(**answers)
     workload = answers["workload"]
     license = answers.get("license", "MIT")
@@ -86,51 +79,10 @@ def test_a_project_has_what_was_asked_for_and_its_pages_name_nothing_else(baked,
         assert [link for link in links if not (page.parent / link).exists()] == [], page
         if answers.get("tools") == "none":
             assert not re.search(r"\b(convert|diagnose|predict)\.py|python report\.py", text), page
-
-
-@pytest.mark.parametrize("workload", WORKLOADS)
-def test_a_project_does_not_speak_of_the_other_workload(baked, workload):
-    project = baked(workload)
-    pattern = re.compile(WORDS_OF[OTHER[workload]], re.IGNORECASE)
-    texts = [name for name in files(project) - SPEAK_OF_BOTH if Path(name).suffix not in (".h5", ".png")]
-    assert {name: found for name in texts if (found := pattern.findall((project / name).read_text()))} == {}
-
-
-# ---------------------------------------------------------------------------------------------- as it is
-
-CONVERT_COMMANDS = {"images": {"images", "pixels"}, "recsys": {"events"}}
-SHARED_COMMANDS = {"arrays", "repack", "dataset", "info", "check"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workload", WORKLOADS)
-def test_convert_has_the_commands_of_the_workload_and_needs_no_library_of_another(baked, workload):
-    project = baked(workload)
-    shown = run_in(project, ["convert.py", "--help"]).stdout
-    listed = set(re.findall(r"(?m)^    (\w+)(?: |$)", shown.split("COMMAND\n")[-1]))
-    assert listed == SHARED_COMMANDS | CONVERT_COMMANDS[workload]
-    paths = [path.relative_to(project).with_suffix("") for path in (project / "fastgpu/convert").rglob("[a-z]*.py")]
-    code = f"import sys, {', '.join('.'.join(path.parts) for path in paths)}; print('PIL' in sys.modules)"
-    assert run_in(project, ["-c", code]).stdout == f"{workload == 'images'}\n"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "answers",
-    [
-        pytest.param(answers, marks=pytest.mark.nightly if n > len(WORKLOAD_ANSWERS) else ())
-        for n, answers in enumerate(BAKES)
-    ],
-    ids=lambda answers: "-".join(answers.values()),
-)
-def test_a_project_installs_is_clean_trains_and_passes_its_tests(own_copy, answers):
-    """As its README says, but for the download: what is installed here already satisfies it."""
-    project = own_copy(**answers)
-    for command in (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"]):
-        run_in(project, ["-m", *command])
-    run_in(project, ["-m", "pip", "install", "-q", "--dry-run", "-c", "constraints.txt", "-e", ".[dev,convert]"])
-    assert "epoch 1/1" in run_in(project, ["train.py", "train.epochs=1"]).stdout
-    run_pytest(project)
+    if workload in WORDS_OF_THE_OTHER:
+        pattern = re.compile(WORDS_OF_THE_OTHER[workload], re.IGNORECASE)
+        texts = [name for name in files(project) - SPEAK_OF_BOTH if Path(name).suffix not in (".h5", ".png")]
+        assert {name: found for name in texts if (found := pattern.findall((project / name).read_text()))} == {}
 
 
 # ---------------------------------------------------------------------------------------------- changed by its owner
@@ -165,13 +117,39 @@ def change(project: Path, workload: str) -> None:
     (project / "workloads/mine.py").write_text(f'import os\n\n{minimal}\nDEBUG = os.environ.get("DEBUG")\n')
 
 
+# ---------------------------------------------------------------------------------------------- at work
+
+COMMANDS_OF = {"images": {"images", "pixels"}, "recsys": {"events"}}
+COMMANDS_OF |= {"both": COMMANDS_OF["images"] | COMMANDS_OF["recsys"], "own": set()}
+SHARED_COMMANDS = {"arrays", "repack", "dataset", "info", "check"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("workload", WORKLOADS)
-def test_the_tests_of_a_project_pass_whatever_its_owner_changes(own_copy, workload):
-    """The whole fast suite, in a project of one workload."""
-    project = own_copy(workload)
-    change(project, workload)
+@pytest.mark.parametrize(
+    "answers",
+    [
+        pytest.param(answers, marks=pytest.mark.nightly if n > len(WORKLOAD_ANSWERS) else ())
+        for n, answers in enumerate(BAKES)
+    ],
+    ids=lambda answers: "-".join(answers.values()),
+)
+def test_a_project_installs_is_clean_trains_and_passes_its_tests_whatever_its_owner_changes(own_copy, answers):
+    """As its README says, but for the download: what is installed here already satisfies it."""
+    project = own_copy(**answers)
+    workload = answers["workload"]
+    for command in (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"]):
+        run_in(project, "-m", *command)
+    run_in(project, "-m", "pip", "install", "-q", "--dry-run", "-c", "constraints.txt", "-e", ".[dev,convert]")
+    if (project / "convert.py").exists():  # it needs no library of another workload
+        assert convert_commands(project) == SHARED_COMMANDS | COMMANDS_OF[workload]
+        paths = [path.relative_to(project).with_suffix("") for path in (project / "fastgpu/convert").rglob("[a-z]*.py")]
+        code = f"import sys, {', '.join('.'.join(path.parts) for path in paths)}; print('PIL' in sys.modules)"
+        assert run_in(project, "-c", code) == f"{workload in ('images', 'both')}\n"
+    assert "epoch 1/1" in run_in(project, "train.py", "train.epochs=1")
     run_pytest(project)
+    if workload in WORDS_OF_THE_OTHER:
+        change(project, workload)
+        run_pytest(project)
 
 
 @pytest.mark.slow
@@ -185,7 +163,7 @@ def test_each_tool_goes_with_one_folder_and_one_script(own_copy):
             shutil.rmtree(project / "fastgpu" / tool)
             (project / f"{tool}.py").unlink()
         run_pytest(project, "--collect-only", "-q")
-    run_in(project, ["-m", "mypy"])  # finds what is imported late, too
-    assert "epoch 1/1" in run_in(project, ["train.py", "train.epochs=1", "model.width=4", "run.name=first"]).stdout
+    run_in(project, "-m", "mypy")  # finds what is imported late, too
+    assert "epoch 1/1" in run_in(project, "train.py", "train.epochs=1", "model.width=4", "run.name=first")
     assert (project / "runs/first/metrics.jsonl").exists()
     run_pytest(project)

@@ -2,12 +2,12 @@
 
 import itertools
 import json
-import subprocess
 import sys
 import time
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import contenders
 import data
@@ -21,6 +21,7 @@ import tables
 import worker
 from contenders import H5PY, MEMCPY, OURS
 from data import DataSpec
+from harness import run_to_end
 from peers import FIXED, Task, fixed_batch
 
 TINY = DataSpec("tiny", 1800, (3, 8, 9), 32)
@@ -28,7 +29,7 @@ TABLE = publish.Table("targets", ["what", "measured", "required / goal"], [["a|b
 
 
 @pytest.fixture
-def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DataSpec:
+def tiny(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "FOLDER", tmp_path)
     data.make(TINY)
     return TINY
@@ -39,7 +40,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DataSpec:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", contenders.CONTENDERS)
-def test_a_contender_delivers_every_row_at_most_once_an_epoch(name: str, tiny: DataSpec) -> None:
+def test_a_contender_delivers_every_row_at_most_once_an_epoch(name, tiny):
     contender = worker.find(name)(Task(tiny.h5, tiny.folder, tiny.batch_size, n_workers=1))
     stream = worker.endless(contender)
     checked = worker.check(stream, (tiny.n_rows, *tiny.shape), 60)
@@ -49,7 +50,7 @@ def test_a_contender_delivers_every_row_at_most_once_an_epoch(name: str, tiny: D
 
 
 @pytest.mark.slow
-def test_contenders_of_jpeg_files_deliver_whole_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contenders_of_jpeg_files_deliver_whole_batches(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "FOLDER", tmp_path)
     spec = DataSpec("jpeg", 20, (3, 48, 64), 8)
     data.make_jpegs(spec)
@@ -60,28 +61,30 @@ def test_contenders_of_jpeg_files_deliver_whole_batches(tmp_path: Path, monkeypa
         assert {image.shape for images in batches for image in images} == {(3, 224, 224)}, name
 
 
-def test_the_check_finds_each_kind_of_error() -> None:
-    images = np.zeros((4, 1, 2, 2), np.uint8)
-    images[:, 0, 0, 0] = range(4)
-    labels = np.arange(4)
-    wrong: dict[str, list[Any]] = {
-        "the label of another image": [(images, labels[::-1])],
-        "twice": [(images, labels), (images, labels)],
-        "float": [(images.astype(float), labels)],
-        "no rows": [],
-    }
-    for message, batches in wrong.items():
-        with pytest.raises(ValueError, match=message):
-            worker.check(iter([*batches, None]), (4, 1, 2, 2), 60)
+IMAGES = np.pad(np.arange(4, dtype=np.uint8).reshape(4, 1, 1, 1), ((0, 0), (0, 0), (0, 1), (0, 1)))
 
 
-def test_a_span_ends_with_an_epoch_or_at_its_cap() -> None:
+@pytest.mark.parametrize(
+    ("message", "batches"),
+    [
+        ("the label of another image", [(IMAGES, [3, 2, 1, 0])]),
+        ("twice", [(IMAGES, range(4)), (IMAGES, range(4))]),
+        ("float", [(IMAGES.astype(float), range(4))]),
+        ("no rows", []),
+    ],
+)
+def test_the_check_finds_each_kind_of_error(message, batches):
+    with pytest.raises(ValueError, match=message):
+        worker.check(iter([*batches, None]), IMAGES.shape, 60)
+
+
+def test_a_span_ends_with_an_epoch_or_at_its_cap():
     batch = np.zeros((5, 1)), np.arange(5)
     stream = itertools.cycle([batch, batch, None])
     assert [worker.advance(stream, *span) for span in ((0, 60), (0, 0), (60, 0))] == [10, 5, 5]
 
 
-def test_a_paced_stream_takes_no_less_than_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_paced_stream_takes_no_less_than_the_device(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
@@ -90,7 +93,7 @@ def test_a_paced_stream_takes_no_less_than_the_device(monkeypatch: pytest.Monkey
     assert now[0] == pytest.approx(9 * 0.5)  # the last step has begun
 
 
-def test_a_process_answers_and_says_what_went_wrong(tiny: DataSpec) -> None:
+def test_a_process_answers_and_says_what_went_wrong(tiny):
     with processes.Process(OURS, tiny, n_workers=1, is_peer=False) as process:
         assert process.ask("files")["files"] == [str(tiny.h5)]
         with pytest.raises(publish.FailedError, match="failed: TypeError"):
@@ -99,7 +102,7 @@ def test_a_process_answers_and_says_what_went_wrong(tiny: DataSpec) -> None:
         process.ask("files")
 
 
-def test_evicted_files_are_not_in_the_page_cache(tiny: DataSpec) -> None:
+def test_evicted_files_are_not_in_the_page_cache(tiny):
     assert processes.make_cold([tiny.h5]) <= 1
     with processes.kept_warm([tiny.h5]):
         assert processes.cached_bytes([tiny.h5]) >= tiny.h5.stat().st_size
@@ -108,19 +111,14 @@ def test_evicted_files_are_not_in_the_page_cache(tiny: DataSpec) -> None:
 # ---------------------------------------------------------------------------------------------- numbers
 
 
-def test_turns_are_taken_and_a_failure_ends_those_of_one_way() -> None:
-    seen = []
-
-    def fail() -> None:
-        seen.append("bad")
-        raise publish.FailedError("why")
-
-    ways = {"a": lambda: seen.append("a"), "bad": fail, "b": lambda: seen.append("b")}
-    assert publish.take_turns("title", ways, 2) == {"a": [None, None], "bad": "why", "b": [None, None]}
-    assert seen == ["a", "bad", "b", "b", "a"]
+def test_turns_are_taken_and_a_failure_ends_those_of_one_way():
+    way = Mock(side_effect=["a1", publish.FailedError("why"), "b1", "b2", "a2"])
+    ways = {name: partial(way, name) for name in ("a", "bad", "b")}
+    assert publish.take_turns("title", ways, 2) == {"a": ["a1", "a2"], "bad": "why", "b": ["b1", "b2"]}
+    assert [each.args[0] for each in way.mock_calls] == ["a", "bad", "b", "b", "a"]
 
 
-def test_ratios_are_taken_within_a_round() -> None:
+def test_ratios_are_taken_within_a_round():
     def rounds(*speeds: float) -> list[dict[str, float]]:
         return [{"rows": speed, "seconds": 1, "cpu_s": 1} for speed in speeds]
 
@@ -135,17 +133,15 @@ def test_ratios_are_taken_within_a_round() -> None:
     assert page[1].rows[3][:2] == ["spdl", "not installable: no"]
 
 
-def test_chi2_is_that_of_its_formula() -> None:
+def test_chi2_is_that_of_its_formula():
     labels = np.random.default_rng(0).integers(0, 5, 103)
-    slow = []
-    for start in range(0, 100, 20):
-        counts = [int((labels[start : start + 20] == k).sum()) for k in range(5)]
-        slow.append(sum((n - 4) ** 2 / 4 for n in counts) / 4)
+    batches = [labels[start : start + 20] for start in range(0, 100, 20)]
+    slow = [sum(((batch == k).sum() - 4) ** 2 / 4 for k in range(5)) / 4 for batch in batches]
     assert order.chi2_per_df(labels, 20, 5) == pytest.approx(np.mean(slow))
 
 
 @pytest.mark.slow
-def test_pools_of_many_blocks_or_a_file_in_random_order_look_shuffled() -> None:
+def test_pools_of_many_blocks_or_a_file_in_random_order_look_shuffled():
     *pools, full = order.qualities(order.QUICK[0], 16)
     near_1 = [*(each["chi2_random"] for each in (*pools, full)), full["chi2_sorted"]]
     assert near_1 == pytest.approx([1.0] * len(near_1), abs=0.08)
@@ -156,7 +152,7 @@ def test_pools_of_many_blocks_or_a_file_in_random_order_look_shuffled() -> None:
 # ---------------------------------------------------------------------------------------------- pages
 
 
-def test_a_result_is_a_page_and_json_of_one_line_of_which_the_readme_shows_the_newest(tmp_path: Path) -> None:
+def test_a_result_is_a_page_and_json_of_one_line_of_which_the_readme_shows_the_newest(tmp_path):
     page = publish.write_result("loader", [TABLE], {"rates": [1.5, 2]}, Namespace(out=tmp_path, quick=False))
     (line,) = page.with_suffix(".json").read_text().splitlines()
     content = json.loads(line)
@@ -172,7 +168,7 @@ def test_a_result_is_a_page_and_json_of_one_line_of_which_the_readme_shows_the_n
     ]
 
 
-def test_the_readme_is_up_to_date() -> None:
+def test_the_readme_is_up_to_date():
     assert publish.MARKERS.findall(publish.README.read_text()) == [publish.targets()], "run python bench/publish.py"
 
 
@@ -187,10 +183,9 @@ COMMANDS = [
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_benchmark_runs_on_small_data(command: str, tmp_path: Path, template: Path) -> None:
-    words = [*command.split(), "--quick", "--rounds", "1", "--out", str(tmp_path)]
-    words[0] = f"bench/{words[0]}"
-    done = subprocess.run([sys.executable, *words], cwd=template, capture_output=True, text=True, check=False)
+def test_a_benchmark_runs_on_small_data(command, tmp_path, template):
+    words = [*f"bench/{command}".split(), "--quick", "--rounds", "1", "--out", str(tmp_path)]
+    done = run_to_end([sys.executable, *words], template)
     assert done.returncode == 0, done.stderr
     (page,) = tmp_path.glob("*.json")
     for table in json.loads(page.read_text())["tables"]:

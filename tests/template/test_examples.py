@@ -1,24 +1,22 @@
 """The examples in docs/examples train in a project that has taken them over, on made-up data."""
 
 import re
+import runpy
 import shutil
 import subprocess
 import sys
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import h5py
 import numpy as np
-import psutil
 import pytest
 import torch
 from contract import check_workload
-from harness import run_to_end, run_train, same_weights, train_command, wait_until
+from harness import kill_tree, run_to_end, run_train, same_weights, train_command, wait_until
 from PIL import Image
 from template import PROJECT, ROOT
-from test_recipes import commands_in
+from test_recipes import commands_in, draw
 
 from fastgpu.images.files import IGNORED_CLASS
 from fastgpu.rows.rows import Field, Rows
@@ -49,20 +47,6 @@ def take(project: Path, name: str) -> None:
     shutil.copyfile(EXAMPLES / f"{name}.yaml", project / f"configs/{name}.yaml")
 
 
-def load(path: str) -> ModuleType:
-    """A module of an example."""
-    loader = SourceFileLoader("example", str(EXAMPLES / path))
-    module = module_from_spec(spec_from_loader("example", loader))
-    loader.exec_module(module)
-    return module
-
-
-def described(batch: Rows, **attributes: object) -> SimpleNamespace:
-    """A source of which a workload sees the fields and attributes alone. batch: some of its rows."""
-    fields = {name: Field(batch[name].numpy().dtype, tuple(batch[name].shape[1:])) for name in batch.columns}
-    return SimpleNamespace(name="rows.h5", fields=fields, attributes=attributes, column=lambda name: None)
-
-
 # ---------------------------------------------------------------------------------------------- commands of a config
 
 
@@ -84,11 +68,10 @@ def write_book(folder: Path) -> None:
 
 def draw_faces(folder: Path) -> None:
     """Images of one color, and a number for each."""
-    lines = ["path,age"]
     for number in range(40):
-        Image.new("RGB", (80, 70), (6 * number, 100, 50)).save(folder / f"{number}.png")
-        lines.append(f"{number}.png,{number / 40 + 0.001}")
-    (folder / "faces.csv").write_text("\n".join(lines))
+        draw(folder / f"{number}.png", (80, 70), 6 * number)
+    lines = [f"{number}.png,{number / 40 + 0.001}" for number in range(40)]
+    (folder / "faces.csv").write_text("\n".join(["path,age", *lines]))
 
 
 DISKS = "images: uint8 (N, 3, 128, 128), masks: uint8 (N, 128, 128)"
@@ -143,9 +126,14 @@ def numbered(*shape: int) -> Rows:
 
 def open_workload(name: str, batch: Rows, other: Rows | None = None, /, n_classes: int = 3, **options: object):
     """The workload of an example. other: validation rows, if they are of another kind."""
-    module = load(f"{name}.py")
-    sources = [described(each, n_classes=n_classes, target_names=["height", "age"]) for each in (batch, other or batch)]
-    return module.Workload(module.Workload.Options(**options), *sources)
+    attributes = {"n_classes": n_classes, "target_names": ["height", "age"]}
+    sources = []
+    for rows in (batch, other or batch):
+        fields = {field: Field(rows[field].numpy().dtype, tuple(rows[field].shape[1:])) for field in rows.columns}
+        source = SimpleNamespace(name="rows.h5", fields=fields, attributes=attributes, column=lambda name: None)
+        sources.append(source)
+    kind = runpy.run_path(str(EXAMPLES / f"{name}.py"))["Workload"]
+    return kind(kind.Options(**options), *sources)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +164,7 @@ def test_messages(compare_messages):
 def test_segmentation_moves_an_image_and_its_mask_alike():
     batch = masked(32)
     workload = open_workload("segmentation", batch, crop_padding=5)
-    moved = workload.transform(batch, torch.Generator().manual_seed(0))
+    moved = workload.transform(batch, GENERATOR.manual_seed(0))
     counts = moved["masks"] != IGNORED_CLASS
     assert torch.equal(moved["images"][:, 0][counts], moved["masks"][counts])
     assert not torch.equal(moved["masks"], batch["masks"])
@@ -185,10 +173,9 @@ def test_segmentation_moves_an_image_and_its_mask_alike():
 
 def test_segmentation_does_not_count_ignored_pixels():
     batch = masked(6)
-    workload = open_workload("segmentation", batch)
-    masks = batch["masks"]
+    workload, masks = open_workload("segmentation", batch), batch["masks"]
     valid = masks != IGNORED_CLASS
-    logits = torch.randn(6, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(6, 3, 16, 16, generator=GENERATOR.manual_seed(0))
     likelihood = logits.log_softmax(1).gather(1, masks.long().clamp(max=2)[:, None])[:, 0]
     torch.testing.assert_close(workload.loss(lambda _: logits, batch), -likelihood[valid].mean())
     ours, truth = logits.argmax(1)[valid], masks[valid]
@@ -207,7 +194,7 @@ def test_segmentation_does_not_count_ignored_pixels():
 def test_loss_and_scores_of_numbers_against_the_formula(shape):
     batch = numbered(*shape)
     workload = open_workload("image_numbers", batch)
-    outputs_BK = torch.randn(40, *shape, generator=torch.Generator().manual_seed(0)).view(40, -1)
+    outputs_BK = torch.randn(40, *shape, generator=GENERATOR.manual_seed(0)).view(40, -1)
     error_BK = outputs_BK - batch["labels"].view(40, -1)
     torch.testing.assert_close(workload.loss(lambda _: outputs_BK, batch), error_BK.square().mean())
     scores = workload.score(lambda _: outputs_BK, batch)
@@ -218,7 +205,7 @@ def test_loss_and_scores_of_numbers_against_the_formula(shape):
 def test_numbers_are_mixed_like_their_images_and_predicted_by_their_names():
     batch = numbered(2)
     workload = open_workload("image_numbers", batch, width=4, mixup_alpha=0.4, crop_padding=0)
-    mixed = workload.transform(batch, torch.Generator().manual_seed(0))
+    mixed = workload.transform(batch, GENERATOR.manual_seed(0))
     torch.testing.assert_close(mixed["labels"][:, 0], mixed["images"][:, 0, 0, 0].float(), atol=0.51, rtol=0)
     assert not torch.equal(mixed["labels"], batch["labels"])
     assert list(workload.predict(workload.model().eval(), batch)) == ["height", "age"]
@@ -228,6 +215,7 @@ def test_numbers_are_mixed_like_their_images_and_predicted_by_their_names():
 
 
 def write_images(project: Path) -> None:
+    """Rows for every example."""
     rng = np.random.default_rng(0)
     arrays = {
         "images": rng.integers(0, 256, (240, 3, 16, 16), dtype=np.uint8),
@@ -241,14 +229,17 @@ def write_images(project: Path) -> None:
         file.attrs["n_classes"] = 3
 
 
-OWN = {"gan": ["model.width=4"], "contrastive": ["model.width=4", "model.queue=96"], "segmentation": ["model.width=4"]}
-RESUMED = ("gan", "contrastive", "segmentation", "letters", "image_numbers")
+OWN = {
+    "gan": ["model.width=4"],
+    "contrastive": ["model.width=4", "model.queue=96"],
+    "segmentation": ["model.width=4"],
+    "letters": [],
+    "image_numbers": [],
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.nightly if n > 1 else ()) for n, name in enumerate(RESUMED)]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in TRAINED)) for name in OWN])
 def test_an_example_is_killed_on_two_ranks_and_resumed_to_the_same_weights(project, name):
     take(project, name)
     write_images(project)
@@ -257,16 +248,14 @@ def test_an_example_is_killed_on_two_ranks_and_resumed_to_the_same_weights(proje
     words = [
         *("--config", f"configs/{name}.yaml", "data.train=data/images.h5", "data.val=20%", "data.batch_size=16"),
         *("train.epochs=4", "run.checkpoint_every_steps=3", "data.pool_batches=2", "data.tier=disk", "dist.device=cpu"),
-        *OWN.get(name, []),
+        *OWN[name],
     ]
     whole = run_train(*words, "run.name=whole", ranks=2, cwd=project, root=project)
     assert whole.returncode == 0, whole.stderr
-    with subprocess.Popen(
-        train_command(*words, "run.name=killed", ranks=2, root=project), cwd=project, stdout=subprocess.DEVNULL
-    ) as process:
+    command = train_command(*words, "run.name=killed", ranks=2, root=project)
+    with subprocess.Popen(command, cwd=project, stdout=subprocess.DEVNULL) as process:
         wait_until(lambda: any((project / "runs/killed").glob("checkpoints/last-00000[5-9]")), process)
-        for each in (*psutil.Process(process.pid).children(recursive=True), process):
-            each.kill()
+        kill_tree(process)
     resumed = run_train("run.resume=runs/killed", ranks=2, cwd=project, root=project)
     assert resumed.returncode == 0, resumed.stderr
     assert same_weights(project / "runs/whole", project / "runs/killed")

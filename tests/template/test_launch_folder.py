@@ -16,15 +16,15 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from harness import TIMEOUT_S, copy_project, free_port, metrics_of, run_to_end, wait_for_port, wait_until, write_minimal
+from harness import TIMEOUT_S, copy_project, free_port, metrics_of, run_to_end, wait_for_port, wait_until
 from template import PROJECT
 
 LAUNCH = PROJECT / "launch"
 
 
-def write_programs(folder: Path, programs: dict[str, str]) -> None:
-    """Shell scripts: {name: their lines}."""
-    for name, text in programs.items():
+def write_programs(folder: Path, **lines: str) -> None:
+    """Shell scripts in a folder."""
+    for name, text in lines.items():
         (folder / name).write_text(f"#!/usr/bin/env bash\n{text}")
         (folder / name).chmod(0o755)
 
@@ -32,61 +32,40 @@ def write_programs(folder: Path, programs: dict[str, str]) -> None:
 # ---------------------------------------------------------------------------------------------- slurm.sh
 
 
-@pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with programs that come first on PATH, and runs/slurm-7.
-
-    srun writes down what it was asked for, and ends with $CHECK_CODE for the check and with $CODE for the training.
-    """
-    programs = {
-        "srun": 'echo "$LAUNCH_STEP" >> steps\n[ "$LAUNCH_STEP" = train ] && exit "$CODE"\nexit "${CHECK_CODE:-0}"\n',
-        "scontrol": 'if [ "$1" = requeue ]; then echo "requeue $2"; else echo node-a; fi\n',
-    }
-    write_programs(tmp_path, programs)
-    (tmp_path / ".venv/bin").mkdir(parents=True)
-    (tmp_path / ".venv/bin/activate").touch()
-    (tmp_path / "runs/slurm-7").mkdir(parents=True)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    return tmp_path
-
-
-def run_slurm(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    job = {"SLURM_NNODES": "1", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node-a", "SLURM_GPUS_ON_NODE": "8"}
-    return run_to_end([str(LAUNCH / "slurm.sh")], folder, **(job | variables))
+SRUN = 'echo "$LAUNCH_STEP" >> steps\n[ "$LAUNCH_STEP" = train ] && exit "$CODE"\nexit "${CHECK_CODE:-0}"\n'
+"""It writes down what it was asked for, and ends with $CHECK_CODE for the check and with $CODE for the training."""
+SCONTROL = 'if [ "$1" = requeue ]; then echo "requeue $2"; else echo node-a; fi\n'
+JOB = {"SLURM_NNODES": "1", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node-a", "SLURM_GPUS_ON_NODE": "8"}
 
 
 @pytest.mark.parametrize(
-    ("code", "is_stopped", "restarts", "is_requeued"),
+    ("given", "is_stopped", "code", "is_requeued", "said"),
     [
-        (0, False, 0, False),
-        (0, True, 0, True),
-        (1, False, 0, False),
-        (1, True, 0, False),
-        (137, False, 0, True),
-        (143, True, 0, True),
-        (137, False, 50, False),
+        ("CODE=0", False, 0, False, ""),
+        ("CODE=0", True, 0, True, ""),
+        ("CODE=1", False, 1, False, ""),
+        ("CODE=1", True, 1, False, ""),
+        ("CODE=137", False, 137, True, ""),
+        ("CODE=143", True, 143, True, ""),
+        ("CODE=137 SLURM_RESTART_COUNT=50", False, 1, False, "queued again 50 times"),
+        ("CHECK_CODE=2", False, 2, False, ""),
+        ("SLURM_GPUS_ON_NODE=", False, 1, False, "PROCS=4 sbatch"),
     ],
 )
-def test_slurm_queues_what_a_new_start_can_cure_and_not_for_ever(slurm, code, is_stopped, restarts, is_requeued):
+def test_slurm_queues_what_a_new_start_can_cure_and_not_for_ever(tmp_path, given, is_stopped, code, is_requeued, said):
+    write_programs(tmp_path, srun=SRUN, scontrol=SCONTROL)
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    (tmp_path / ".venv/bin/activate").write_text(f"PATH={tmp_path}:$PATH\n")
+    (tmp_path / "runs/slurm-7").mkdir(parents=True)
     if is_stopped:
-        (slurm / "runs/slurm-7/stopped.json").touch()
-    done = run_slurm(slurm, CODE=str(code), SLURM_RESTART_COUNT=str(restarts))
-    assert done.returncode == (1 if restarts else code), done.stderr
+        (tmp_path / "runs/slurm-7/stopped.json").touch()
+    variables = JOB | dict(word.split("=") for word in given.split())
+    done = run_to_end([str(LAUNCH / "slurm.sh")], tmp_path, **variables)
+    assert done.returncode == code, done.stderr
     assert ("requeue 7" in done.stdout) == is_requeued
-    assert ("queued again 50 times" in done.stderr) == (restarts == 50)
-
-
-def test_a_mistake_ends_the_job_before_the_training(slurm):
-    done = run_slurm(slurm, CHECK_CODE="2")
-    assert done.returncode == 2
-    assert "requeue" not in done.stdout
-    assert (slurm / "steps").read_text() == "check\n"
-
-
-def test_a_job_without_gpus_says_how_to_set_the_number_of_processes(slurm):
-    done = run_slurm(slurm, SLURM_GPUS_ON_NODE="")
-    assert done.returncode != 0
-    assert "PROCS=4 sbatch" in done.stderr
+    assert said in done.stderr
+    steps = tmp_path / "steps"
+    assert not steps.exists() or steps.read_text().split() == ["check", "train"][: 1 + ("CODE" in variables)]
 
 
 # ---------------------------------------------------------------------------------------------- node.sh
@@ -108,18 +87,12 @@ TORCHRUN = "if [ $1 = --help ]; then echo '{help}'; else echo \"$@\"; fi\n"
 )
 def test_ranks_are_bound_to_numa_nodes_where_that_is_possible(tmp_path, programs, chosen, expected):
     shown = "--standalone" if "old torchrun" in programs else "--numa-binding {node}"
-    write_programs(tmp_path, dict.fromkeys(("python", *programs), "") | {"torchrun": TORCHRUN.format(help=shown)})
+    write_programs(tmp_path, **dict.fromkeys(("python", *programs), ""), torchrun=TORCHRUN.format(help=shown))
     for name in ("bash", "env"):
         (tmp_path / name).symlink_to(shutil.which(name))
     environment = {**NODE, **chosen, "PATH": str(tmp_path), "HOME": os.environ.get("HOME", "/")}
-    done = subprocess.run(
-        [tmp_path / "bash", LAUNCH / "node.sh"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [tmp_path / "bash", LAUNCH / "node.sh"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"{expected} run.folder=runs run.name=a run.resume=auto")
 
@@ -128,31 +101,27 @@ def test_ranks_are_bound_to_numa_nodes_where_that_is_possible(tmp_path, programs
 
 KUBERNETES = "1.31"
 """The oldest version in which podFailurePolicy is stable."""
-
-
 DOCUMENTS: list[dict[str, Any]] = list(yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text()))
-JOB = DOCUMENTS[1]
-CONTAINER = JOB["spec"]["template"]["spec"]["containers"][0]
+SERVICE, KUBERNETES_JOB = DOCUMENTS[:2]
+POD = KUBERNETES_JOB["spec"]["template"]["spec"]
+CONTAINER = POD["containers"][0]
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document["kind"])
-def test_kubernetes_takes_the_job(document):
-    kubernetes_validate.validate(document, KUBERNETES, strict=True)
-
-
-def test_the_job_fails_at_once_for_a_mistake_and_ignores_evictions():
-    spec = JOB["spec"]
+def test_kubernetes_takes_the_job_which_fails_at_once_for_a_mistake_and_ignores_evictions():
+    for document in DOCUMENTS:
+        kubernetes_validate.validate(document, KUBERNETES, strict=True)
+    spec = KUBERNETES_JOB["spec"]
     rules = {rule["action"]: rule for rule in spec["podFailurePolicy"]["rules"]}
     assert rules["FailJob"]["onExitCodes"]["values"] == [2]
     assert rules["FailJob"]["onExitCodes"]["containerName"] == CONTAINER["name"]
     assert rules["Ignore"]["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
-    assert spec["template"]["spec"]["restartPolicy"] == "Never"  # a podFailurePolicy allows no other
+    assert POD["restartPolicy"] == "Never"  # a podFailurePolicy allows no other
     env = {each["name"]: each["value"] for each in CONTAINER["env"]}
     assert spec["completions"] == spec["parallelism"] == int(env["PET_NNODES"])
     assert CONTAINER["resources"]["limits"]["nvidia.com/gpu"] == int(env["PET_NPROC_PER_NODE"])
-    name = f"{JOB['metadata']['name']}-0.{spec['template']['spec']['subdomain']}"
-    assert env["PET_RDZV_ENDPOINT"].startswith(f"{name}:")
-    assert DOCUMENTS[0]["metadata"]["name"] == spec["template"]["spec"]["subdomain"]
+    first_pod = f"{KUBERNETES_JOB['metadata']['name']}-0.{POD['subdomain']}"
+    assert env["PET_RDZV_ENDPOINT"].startswith(f"{first_pod}:")
+    assert SERVICE["metadata"]["name"] == POD["subdomain"]
 
 
 def test_the_image_is_pinned_and_runs_without_root():
@@ -164,45 +133,30 @@ def test_the_image_is_pinned_and_runs_without_root():
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Path:
-    """A project with the workload `minimal`."""
-    write_minimal(tmp_path)
-    copy_project(tmp_path)
-    shutil.copytree(LAUNCH, tmp_path / "launch")
-    config = yaml.safe_load((tmp_path / "config.yaml").read_text())
-    config["run"] = {"checkpoint_every_steps": 1}
-    config["train"]["epochs"] = 30
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
-    return tmp_path
+def start_node(folder: Path) -> Iterator[Callable[..., subprocess.Popen]]:
+    """start_node(port, *words) is a node of the job as a process of this machine: one rank, another port and folder.
 
-
-@pytest.fixture
-def start_node(project: Path) -> Iterator[Callable[..., subprocess.Popen]]:
-    """start_node(port, *words) is a node of the job as a process of this machine: one rank, another port and folder."""
+    It trains the workload `minimal` in a project in the current folder.
+    """
+    copy_project(folder)
+    shutil.copytree(LAUNCH, folder / "launch")
+    here = {"train-0.train": "127.0.0.1", "/runs": str(folder / "runs")}
+    here |= {f"/data/{split}-*.h5": f"rows.h5::/{split}" for split in ("train", "val")}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    own = {"PET_NPROC_PER_NODE": "1", "PATH": path, "PET_LOCAL_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
     processes = []
 
     def start(port: int, *words: str) -> subprocess.Popen:
-        here = {"train-0.train": "127.0.0.1", "29500": str(port), "/runs": str(project / "runs")}
-        here |= {f"/data/{split}-*.h5": f"rows.h5::/{split}" for split in ("train", "val")}
-
         def moved(text: str) -> str:
-            for old, new in here.items():
+            for old, new in (here | {"29500": str(port)}).items():
                 text = text.replace(old, new)
             return text
 
-        variables = {each["name"]: moved(each["value"]) for each in CONTAINER["env"]}
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-        own = {"PET_NPROC_PER_NODE": "1", "PATH": path, "PET_LOCAL_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(
-            [*map(moved, CONTAINER["command"] + CONTAINER["args"]), *words],
-            cwd=project,
-            env=os.environ | variables | own,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        processes.append(process)
-        return process
+        command = [*map(moved, CONTAINER["command"] + CONTAINER["args"]), *words]
+        environment = os.environ | {each["name"]: moved(each["value"]) for each in CONTAINER["env"]} | own
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        processes.append(subprocess.Popen(command, env=environment, **pipes))
+        return processes[-1]
 
     yield start
     for process in processes:
@@ -216,18 +170,19 @@ def output_of(process: subprocess.Popen) -> str:
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_a_node_that_is_evicted_saves_and_the_other_one_goes_on_with_the_next(project, start_node):
-    run = project / "runs/train"
+def test_a_node_that_is_evicted_saves_and_the_other_one_goes_on_with_the_next(folder, start_node):
+    run = folder / "runs/train"
     port = free_port()
-    stays = start_node(port)
+    words = ("run.checkpoint_every_steps=1", "train.epochs=30")
+    stays = start_node(port, *words)
     wait_for_port(port, stays)  # it hosts the rendezvous
-    evicted = start_node(port)
+    evicted = start_node(port, *words)
     wait_until(lambda: any(run.glob("checkpoints/last-*")), stays)
     evicted.send_signal(signal.SIGTERM)
     printed = output_of(evicted)
     assert evicted.returncode == 143, printed
     assert (run / "stopped.json").exists()
-    joins = start_node(port)
+    joins = start_node(port, *words)
     printed = output_of(stays) + output_of(joins)
     assert [stays.returncode, joins.returncode] == [0, 0], printed
     assert metrics_of(run)[-1]["step"] == 30 * 21
@@ -236,10 +191,10 @@ def test_a_node_that_is_evicted_saves_and_the_other_one_goes_on_with_the_next(pr
 
 
 @pytest.mark.slow
-def test_a_mistake_ends_the_node_before_torchrun_starts(project, start_node):
+def test_a_mistake_ends_the_node_before_torchrun_starts(folder, start_node):
     node = start_node(free_port(), "data.dataset=missing:Rows")
     last_line = output_of(node).splitlines()[-1]
     assert node.returncode == 2
     assert last_line.startswith("error: ")
     assert "missing" in last_line
-    assert not (project / "runs/train").exists()
+    assert not (folder / "runs/train").exists()

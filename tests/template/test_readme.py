@@ -1,15 +1,16 @@
 """What the documents show exists: the trees of files, the commands and the links."""
 
+import functools
 import itertools
 import re
-import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from harness import run_to_end
 from template import FOLDER, PROJECT, ROOT, WORKLOAD_ANSWERS, project_files, tracked
 
 DOCUMENTS = [name for name in tracked() if name.endswith(".md") and not name.startswith("bench/results/")]
-OF_A_PROJECT = [name for name in DOCUMENTS if name.startswith(PROJECT.name)]
 
 
 @pytest.mark.parametrize("answer", WORKLOAD_ANSWERS)
@@ -31,21 +32,12 @@ def test_no_word_of_this_project_alone_comes_before_the_first_number(name):
 
 
 def test_torchvision_is_said_to_come_from_the_index_of_torch():
+    said = "torchvision.*same index as torch|torchvision.*index that torch came"
     for name in ("README.md", f"{FOLDER}/README.md", f"{FOLDER}/constraints.txt"):
-        assert re.search(
-            r"torchvision.*same index as torch|torchvision.*index that torch came", (ROOT / name).read_text()
-        )
+        assert re.search(said, (ROOT / name).read_text())
 
 
 # ---------------------------------------------------------------------------------------------- commands and links
-
-
-def commands_in(name: str) -> list[str]:
-    """The shell commands that a page shows, one for each line, without comments."""
-    page = re.sub(r"{%.*?%}", "", (ROOT / name).read_text())
-    blocks = re.findall(r"(?ms)^```(?:bash|sh)\n(.*?)^```$", page)
-    joined = "\n".join(blocks).replace("\\\n", " ")
-    return [line.split(" #")[0].strip() for line in joined.splitlines() if line.strip()]
 
 
 def test_make_targets_exist():
@@ -56,30 +48,26 @@ def test_make_targets_exist():
     assert set(re.findall(r"(?m)^# make ([a-z-]+)", makefile)) == exist - {"clean"}
 
 
+@functools.cache
+def convert_commands(project: Path) -> set[str]:
+    """The sub-commands of convert.py."""
+    shown = run_to_end([sys.executable, "convert.py", "--help"], project).stdout
+    return set(re.findall(r"(?m)^    (\w+)(?: |$)", shown.split("COMMAND\n")[-1]))
+
+
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_links_lead_somewhere(name):
-    for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", (ROOT / name).read_text()):
+def test_links_lead_somewhere_and_commands_for_users_name_what_exists(name):
+    text = (ROOT / name).read_text()
+    for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text):
         target = (ROOT / name).parent / link if link else ROOT / name
         assert target.exists(), link
         headings = re.findall(r"(?m)^#+ (.+)$", target.read_text()) if anchor else [""]
         anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
         assert anchor in anchors, f"{link}#{anchor}"
-
-
-@pytest.fixture(scope="session")
-def convert_commands() -> set[str]:
-    """The sub-commands of convert.py."""
-    command = [sys.executable, "convert.py", "--help"]
-    shown = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=True).stdout
-    return set(re.findall(r"(?m)^    (\w+)(?: |$)", shown.split("COMMAND\n")[-1]))
-
-
-@pytest.mark.parametrize("name", OF_A_PROJECT)
-def test_commands_for_users_name_scripts_recipes_and_sub_commands_that_exist(name, convert_commands):
-    made_on_the_page = set(re.findall(r"(?m)^```\w+\n# ([\w./-]+)$", (ROOT / name).read_text()))
-    for command in commands_in(name):
-        words = command.split()
-        named = [word for word in words if re.fullmatch(r"\w+\.py|configs/\S+", word)]
-        assert set(named) <= {*project_files(), *made_on_the_page}, command
+    blocks = re.findall(r"(?ms)^```(?:bash|sh)\n(.*?)^```$", re.sub(r"{%.*?%}", "", text))
+    exist = {*project_files(), *re.findall(r"(?m)^```\w+\n# ([\w./-]+)$", text)}  # or are made on the page
+    for command in "\n".join(blocks).replace("\\\n", " ").splitlines() if name.startswith(FOLDER) else []:
+        words = command.split(" #")[0].split()
+        assert {word for word in words if re.fullmatch(r"\w+\.py|configs/\S+", word)} <= exist, command
         for word, after in itertools.pairwise(words):
-            assert word != "convert.py" or after in convert_commands, command
+            assert word != "convert.py" or after in convert_commands(PROJECT), command

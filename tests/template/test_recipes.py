@@ -13,11 +13,7 @@ from template import PROJECT, ROOT
 
 RECIPES = sorted((PROJECT / "configs").glob("*.yaml"))
 SMALL = ["data.batch_size=8", "train.epochs=1", "log.every_steps=2", "dist.device=cpu"]
-SMALL_MODEL = {
-    "images": ["model.width=4", "model.blocks=1"],
-    "recsys": ["model.hidden_dim=4", "model.latent_dim=4"],
-}
-
+SMALL_MODEL = {"images": "model.width=4 model.blocks=1", "recsys": "model.hidden_dim=4 model.latent_dim=4"}
 
 TORCHVISION = """
 import torch
@@ -28,8 +24,7 @@ class CIFAR10(list):
     classes = [f"class {number}" for number in range(10)]
 
     def __init__(self, root, **options):
-        for row in range(40):
-            self.append((Image.new("RGB", (32, 32), (row, 0, 0)), row % 10))
+        self.extend((Image.new("RGB", (32, 32), (row, 0, 0)), row % 10) for row in range(40))
 
 
 class CelebA(list):
@@ -37,10 +32,16 @@ class CelebA(list):
 
     def __init__(self, root, split, target_type):
         assert split in ("train", "valid", "test") and target_type == "attr"
-        for row in range(40):
-            self.append((Image.new("RGB", (178, 218), (row, 0, 0)), torch.arange(40) // (row + 1) % 2))
+        attributes = torch.arange(40)
+        self.extend((Image.new("RGB", (178, 218), (row, 0, 0)), attributes // (row + 1) % 2) for row in range(40))
 """
 """A stand-in with few rows."""
+
+
+def draw(path: Path, size: tuple[int, int], red: int) -> None:
+    """An image of one color."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", size, (red, 100, 50)).save(path)
 
 
 def write_published(folder: Path) -> None:
@@ -54,19 +55,15 @@ def write_published(folder: Path) -> None:
 def draw_imagenet(folder: Path) -> None:
     """Folders of ImageNet, with few rows."""
     for number in range(49):
-        path = folder / f"imagenet/{'train' if number < 40 else 'val'}/n0{number % 3}/{number}.JPEG"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (20, 16), (number, 0, 0)).save(path)
+        draw(folder / f"imagenet/{'train' if number < 40 else 'val'}/n0{number % 3}/{number}.JPEG", (20, 16), number)
 
 
 def draw_photos(folder: Path) -> None:
     """A CSV and images of several sizes."""
-    lines = ["path,label"]
-    (folder / "shots").mkdir()
     for number in range(60):
-        Image.new("RGB", (130 + number, 190 - number), (4 * number, 0, 0)).save(folder / f"shots/{number}.jpg")
-        lines.append(f"shots/{number}.jpg,{['cat', 'dog'][number % 2]}")
-    (folder / "photos.csv").write_text("\n".join(lines))
+        draw(folder / f"shots/{number}.jpg", (130 + number, 190 - number), 4 * number)
+    lines = [f"shots/{number}.jpg,{['cat', 'dog'][number % 2]}" for number in range(60)]
+    (folder / "photos.csv").write_text("\n".join(["path,label", *lines]))
 
 
 MAKE_DATA = {
@@ -107,7 +104,7 @@ def test_a_recipe_trains_on_data_in_the_published_format(path, tmp_path):
     workload = re.search(r"(?m)^workload: (\w+)$", text)[1]
     (tmp_path / "timm.py").write_text('raise ImportError("No module named timm")')  # it may be installed here
     arguments = commands_in(text, r"train\.py")[0]
-    done = run_train(*arguments, *SMALL, *SMALL_MODEL[workload], cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    done = run_train(*arguments, *SMALL, *SMALL_MODEL[workload].split(), cwd=tmp_path, PYTHONPATH=str(tmp_path))
     if path.stem == "imagenet":
         assert done.returncode == 2
         assert done.stderr.splitlines() == [

@@ -5,17 +5,17 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
-import yaml
 from harness import copy_project, same_weights, write_minimal
 from slurm_cluster import Cluster, is_installed
 from template import PROJECT
 
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(not is_installed(), reason="needs root, slurmctld and slurmd")]
-EPOCHS = 20
+WORDS = ("workload=slow", "train.epochs=20")
 SLOW_WORKLOAD = """\
 import os
 import time
@@ -48,16 +48,11 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy_project(folder)
     shutil.copytree(PROJECT / "launch", folder / "launch")
     (folder / "workloads/slow.py").write_text(SLOW_WORKLOAD)
-    config = yaml.safe_load((folder / "config.yaml").read_text())
-    config["run"] = {}
-    config["workload"] = "slow"
-    config["train"]["epochs"] = EPOCHS
-    (folder / "config.yaml").write_text(yaml.safe_dump(config))
     (folder / ".venv/bin").mkdir(parents=True)
     (folder / ".venv/bin/activate").write_text(f"PATH={Path(sys.executable).parent}:$PATH\n")
     (folder / "other.sh").write_text("#!/usr/bin/env bash\nsleep 1\n")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"]
-    subprocess.run([*torchrun, "train.py", "run.name=untouched"], cwd=folder, check=True)
+    subprocess.run([*torchrun, "train.py", *WORDS, "run.name=untouched"], cwd=folder, check=True)
     return folder
 
 
@@ -67,7 +62,7 @@ class Job:
     def __init__(self, cluster: Cluster, project: Path, *words: str, options: tuple[str, ...] = (), procs: int = 2):
         self.cluster = cluster
         self.project = project
-        given = ("--gpus-per-node=0", "--cpus-per-task=2", *options, "launch/slurm.sh", *words)
+        given = ("--gpus-per-node=0", "--cpus-per-task=2", *options, "launch/slurm.sh", *WORDS, *words)
         self.id = cluster.submit(project, *given, PROCS=str(procs))
         self.run = project / "runs" / f"slurm-{self.id}"
 
@@ -119,11 +114,7 @@ class Job:
 @pytest.fixture
 def submit(cluster, project):
     """submit(*words, options=...) is a Job."""
-
-    def submit(*words: str, **options) -> Job:
-        return Job(cluster, project, *words, **options)
-
-    return submit
+    return partial(Job, cluster, project)
 
 
 def assert_equal_end(job: Job) -> None:
@@ -181,7 +172,7 @@ def test_a_job_that_loses_a_node_is_queued_again(submit, cluster, monkeypatch):
     cluster.daemons["c2"].kill()
     cluster.daemons["c2"].wait()
     cluster.wait_until(lambda: job.restarts == 1, lambda: job.log)
-    cluster.start_node("c2")
+    cluster.start_daemon("c2", "slurmd", "-D", "-N", "c2")
     assert job.wait_for_end() == "COMPLETED", job.log
     assert same_weights(job.run, job.project / "runs/untouched")
     assert not job.processes("train.py")

@@ -25,25 +25,17 @@ def room_of(module: str) -> str:
     return re.sub(r"^fastgpu\.", "", module).split(".")[0]
 
 
-def rooms() -> dict[str, set[str]]:
-    """{room: other rooms that it imports from}."""
+def test_rooms_import_from_lower_rooms_only_and_leaves_are_imported_by_their_scripts():
     modules = {name: name.removesuffix(".py").replace("/", ".") for name in SOURCES}
     graph: dict[str, set[str]] = {room_of(module): set() for module in modules.values()}
     for name, module in modules.items():
         for node in ast.walk(ast.parse((PROJECT / name).read_text())):
-            if isinstance(node, ast.ImportFrom):
-                imported = [f"{node.module}.{alias.name}" for alias in node.names]
-            else:
-                imported = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            graph[room_of(module)] |= {room_of(each) for each in imported}
-    return {room: (others & set(graph)) - {room} for room, others in graph.items()}
-
-
-def test_rooms_import_from_lower_rooms_only_and_leaves_are_imported_by_their_scripts():
-    graph = rooms()
+            imported = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            origin = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            rooms = {room_of(origin + each) for each in imported}
+            graph[room_of(module)] |= (rooms & graph.keys()) - {room_of(module)}
     list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
-    for leaf in LEAF_ROOMS:
-        assert not [room for room, imported in graph.items() if leaf in imported]
+    assert not [room for room, imported in graph.items() if imported & set(LEAF_ROOMS)]
 
 
 def test_the_config_is_read_without_torch():
@@ -67,39 +59,34 @@ BANNED = {
 """{name: modules that may use it}"""
 
 
-def ruff(*words: str) -> str:
-    """What Ruff finds in the project's code."""
+def assert_clean(*words: str) -> None:
+    """Ruff finds nothing in the project's code."""
     command = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--output-format=concise", *words]
-    return subprocess.run([*command, *SOURCES], cwd=PROJECT, capture_output=True, text=True, check=False).stdout
+    found = subprocess.run([*command, *SOURCES], cwd=PROJECT, capture_output=True, text=True, check=False).stdout
+    assert "All checks passed" in found, found
 
 
 @pytest.mark.parametrize("name", BANNED)
 def test_a_module_does_what_it_may(name):
     config = f"lint.flake8-tidy-imports.banned-api.'{name}'.msg = 'not here'"
-    found = ruff("--select=TID251", "--config", config, "--force-exclude", f"--exclude={BANNED[name]}")
-    assert "All checks passed" in found, found
+    assert_clean("--select=TID251", "--config", config, "--force-exclude", f"--exclude={BANNED[name]}")
 
 
-def test_public_names_have_docstrings_and_nothing_is_unpickled():
+def test_public_names_have_docstrings_nothing_is_unpickled_and_everything_is_formatted():
     """But the story of the program: comments tell it, section by section."""
-    found = ruff("--select=D100,D101,D103,S506,TID252", "--per-file-ignores=train.py:D103")
-    assert "All checks passed" in found, found
+    assert_clean("--select=D100,D101,D103,S506,TID252", "--per-file-ignores=train.py:D103")
     for name in SOURCES:
         text = (PROJECT / name).read_text()
         assert all("weights_only=True" in call for call in re.findall(r"torch\.load\(.*", text)), name
         assert "allow_pickle=True" not in text, name
-
-
-def test_formatting_is_never_switched_off():
     for name in tracked():
         assert not name.endswith(".py") or not re.search("# fmt: (skip|off)", (ROOT / name).read_text()), name
 
 
 # ---------------------------------------------------------------------------------------------- keys named in text
 
-KNOWN_KEYS = {"workload", *keys()}
 OPTIONS = [workloads.load(path.stem).Options for path in sorted(PROJECT.glob("workloads/[a-z]*.py"))]
-KNOWN_KEYS |= {key for options in OPTIONS for key in keys(options, "model.")}
+KNOWN_KEYS = {"workload", *keys()} | {key for options in OPTIONS for key in keys(options, "model.")}
 FILE_SUFFIX = re.compile("py|h5|hdf5|yaml|yml|json|jsonl|html|npy|npz|txt|md|pt|pt2|onnx|safetensors|png|csv")
 HISTORY = ("docs/given-up.md", "CHANGELOG.md", "bench/results/", "tests/goldens/", "tests/faults/")
 """These name keys of before, and wrong ones."""
@@ -116,15 +103,12 @@ def text_of(path: Path) -> str:
     return "\n".join([*strings, *re.findall(r"(?m)#.*$", path.read_text())])
 
 
-def keys_named_in(text: str) -> set[str]:
-    """Words like `data.tier`. Tags (`data/tier`), file names, attributes (`cfg.data.tier`) and calls are none."""
-    words = re.findall(rf"(?<![\w./-])((?:{'|'.join(Config.model_fields)})\.[a-z][a-z0-9_]*)(?![\w(/-]|\.\w)", text)
-    return {word for word in words if not FILE_SUFFIX.fullmatch(word.partition(".")[2])}
-
-
 def test_keys_named_in_text_exist():
-    assert keys_named_in("`data.tier`, data.bach_rows=3; optim.lr.") == {"data.tier", "data.bach_rows", "optim.lr"}
-    assert keys_named_in("data/h5.train, log.py, data.h5, cfg.data.x, log.close()") == set()
+    """Keys are words like `data.tier`, but no tags (`data/tier`), file names, attributes (`cfg.data.tier`) or calls."""
+    key = re.compile(rf"(?<![\w./-])((?:{'|'.join(Config.model_fields)})\.[a-z][a-z0-9_]*)(?![\w(/-]|\.\w)")
     for name in tracked():
         if not name.startswith(HISTORY) and not re.search("/test_|/messages.yaml", name):  # wrong keys on purpose
-            assert keys_named_in(text_of(ROOT / name)) - KNOWN_KEYS - NOT_KEYS == set(), name
+            words = {
+                word for word in key.findall(text_of(ROOT / name)) if not FILE_SUFFIX.fullmatch(word.split(".")[1])
+            }
+            assert words - KNOWN_KEYS - NOT_KEYS == set(), name
