@@ -5,9 +5,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from copy import copy
+from itertools import chain, count, islice
 
 import pytest
 import torch
@@ -27,7 +28,9 @@ FIELDS = {"images": "images", "labels": "labels"}
 
 
 @pytest.fixture
-def store(write) -> HDF5Dataset:
+def store(write, monkeypatch) -> HDF5Dataset:
+    """120 rows in blocks of 5. Each reader is given one block at a time."""
+    monkeypatch.setattr(prefetch, "JOB_BYTES", 1)
     return open_store("data.train", write(120, chunk=5), FIELDS)
 
 
@@ -64,8 +67,8 @@ def wait_until(is_true: Callable[[], bool]) -> None:
     assert is_true()
 
 
-def prefetch_threads() -> set[str]:
-    return {t.name for t in threading.enumerate() if t.name.startswith(("prefetch", "reader"))}
+def feed_threads() -> set[str]:
+    return {t.name for t in threading.enumerate() if t.name.startswith(("feeder", "reader"))}
 
 
 def test_a_signal_between_the_starts_of_two_threads_is_not_hidden(store, monkeypatch):
@@ -81,7 +84,7 @@ def test_a_signal_between_the_starts_of_two_threads_is_not_hidden(store, monkeyp
     with pytest.raises(SystemExit):
         next(prefetcher.pools(0))
     prefetcher.close()
-    assert not prefetch_threads()
+    assert not feed_threads()
 
 
 @pytest.mark.parametrize("n_slots", [2, 5])
@@ -92,17 +95,21 @@ def test_the_memory_of_the_pools_is_allocated_once(store, n_slots):
     addresses = {rows["images"].data_ptr() for epoch in range(3) for _, rows in prefetcher.pools(epoch)}
     assert len(addresses) == n_slots
     assert not list(prefetcher.pools(3))  # an epoch without pools
-    assert not prefetch_threads()
+    assert not feed_threads()
 
 
-def test_readers_have_a_lower_priority_than_the_loop(store):
+def test_all_readers_read_parts_of_one_pool_at_the_same_time_at_a_lower_priority_than_the_loop(store):
+    all_readers = threading.Barrier(3)
+    parts = count()
     priorities = set()
 
     def read(plan, reads, out):
         priorities.add(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        if plan.number == 0 and next(parts) < all_readers.parties:
+            all_readers.wait(TIMEOUT_S)
 
     before = os.getpriority(os.PRIO_PROCESS, 0)
-    with closing(make_prefetcher(store, read)) as prefetcher:
+    with closing(make_prefetcher(store, read, n_readers=all_readers.parties)) as prefetcher:
         list(prefetcher.pools(0))
     assert priorities == {min(19, before + READERS_NICE)}
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
@@ -114,7 +121,7 @@ def test_rows_stay_whole_while_the_loop_is_slow_and_the_readers_are_ahead(store)
 
     def read(plan, reads, out):
         store.read(plan, reads, out)
-        n_rows_read.append(sum(len(places) for _, places in reads.ranges()))
+        n_rows_read.append(len(reads.places))
 
     prefetcher = make_prefetcher(store, read, n_slots=2)
     for plan, rows in prefetcher.pools(0):
@@ -125,15 +132,9 @@ def test_rows_stay_whole_while_the_loop_is_slow_and_the_readers_are_ahead(store)
 
 
 def test_no_more_pools_are_ahead_than_there_are_slots(store):
-    planned: list[int] = []
+    planned: list[PoolPlan] = []
     order = order_of(store)
-
-    def plans(*_: int) -> Iterator[PoolPlan]:
-        for plan in order.pools(0):
-            planned.append(plan.number)
-            yield plan
-
-    order.plans = plans
+    order.plans = lambda *_: (planned.append(plan) or plan for plan in order.pools(0))
     prefetcher = make_prefetcher(store, order=order, n_slots=3)
     pools = prefetcher.pools(0)
     for n_taken in range(1, 6):
@@ -143,30 +144,19 @@ def test_no_more_pools_are_ahead_than_there_are_slots(store):
     prefetcher.close()
 
 
-def test_an_error_in_a_reader_reaches_the_loop_with_its_traceback(store):
-    def read(plan, reads, out):
-        if 15 in reads.starts:
-            raise EOFError("cut while in use")
-        store.read(plan, reads, out)
+@pytest.mark.parametrize("where", ["reader", "plan"])
+def test_an_error_in_a_thread_reaches_the_loop_with_its_traceback(store, where):
+    def fail(*_: object) -> None:
+        raise EOFError("cut while in use")
 
-    prefetcher = make_prefetcher(store, read)
+    order = order_of(store)
+    if where == "plan":
+        order.plans = lambda *_: chain(islice(order.pools(0), 1), map(fail, [order]))
+    prefetcher = make_prefetcher(store, fail if where == "reader" else None, order=order)
     with pytest.raises(EOFError, match="cut while in use") as error:
         list(prefetcher.pools(0))
-    assert any(entry.name == "read" for entry in error.traceback)
-    assert not prefetch_threads()
-
-
-def test_an_error_in_the_plan_reaches_the_loop(store):
-    order = order_of(store)
-
-    def plans(*_: int) -> Iterator[PoolPlan]:
-        yield next(order.pools(0))
-        raise RuntimeError("no more")
-
-    order.plans = plans
-    prefetcher = make_prefetcher(store, order=order)
-    with pytest.raises(RuntimeError, match="no more"):
-        list(prefetcher.pools(0))
+    assert any(entry.name == "fail" for entry in error.traceback)
+    assert not feed_threads()
 
 
 @pytest.mark.parametrize("call", ["read", "check_unchanged"])
@@ -193,7 +183,7 @@ def test_a_read_that_hangs_is_left_behind_and_its_stack_is_printed(store, monkey
     finally:
         is_back.set()
     prefetcher.close()
-    assert not prefetch_threads()
+    assert not feed_threads()
 
 
 def test_closing_does_not_wait_for_a_read_that_hangs(store, monkeypatch):
@@ -211,25 +201,25 @@ def test_closing_does_not_wait_for_a_read_that_hangs(store, monkeypatch):
     assert is_reading.wait(TIMEOUT_S)
     prefetcher.close()
     prefetcher.close()
-    assert prefetch_threads()
+    assert feed_threads()
     is_back.set()
     next(prefetcher.pools(0))  # waits for the end of the threads
     prefetcher.close()
-    wait_until(lambda: not prefetch_threads())
+    wait_until(lambda: not feed_threads())
 
 
 def test_closing_at_any_moment_ends_every_thread_and_the_next_start_reads_the_right_rows(store):
     rng = random.Random(0)
     prefetcher = make_prefetcher(store, order=order_of(store), n_slots=3)
     for epoch in range(50):  # drops the pools that were prepared
-        for _, (plan, rows) in zip(range(rng.randrange(8)), prefetcher.pools(epoch), strict=False):
+        for plan, rows in islice(prefetcher.pools(epoch), rng.randrange(8)):
             assert numbers_of(rows["images"]) == plan.row_ids.tolist()
         if rng.random() < 0.5:
             prefetcher.close()
             prefetcher.close()
-            assert not prefetch_threads()
+            assert not feed_threads()
     prefetcher.close()
-    assert not prefetch_threads()
+    assert not feed_threads()
 
 
 LEAVE = """
