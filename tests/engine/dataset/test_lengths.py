@@ -155,8 +155,8 @@ def test_rows_of_any_length_train_resume_to_equal_weights_and_are_predicted_from
     monkeypatch.setattr(workloads, "load", lambda _: Workload)
     words = (
         "data.dataset=test_lengths:Areas",
-        "data.train=400",
-        "data.val=80",
+        "data.train='400'",
+        "data.val='80'",
         "loader.num_workers=1",
         "optim.lr=0.01",
     )
