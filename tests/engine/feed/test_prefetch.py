@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from copy import copy
 from itertools import chain, count, islice
@@ -71,6 +71,13 @@ def feed_threads() -> set[str]:
     return {t.name for t in threading.enumerate() if t.name.startswith(("feeder", "reader"))}
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """Fails if a thread stays after the test. Feeds that raise, or are read to their end, end them without `close`."""
+    yield
+    assert not feed_threads()
+
+
 def test_a_signal_between_the_starts_of_two_threads_is_not_hidden(store, monkeypatch):
     start = threading.Thread.start
 
@@ -84,7 +91,6 @@ def test_a_signal_between_the_starts_of_two_threads_is_not_hidden(store, monkeyp
     with pytest.raises(SystemExit):
         next(prefetcher.pools(0))
     prefetcher.close()
-    assert not feed_threads()
 
 
 @pytest.mark.parametrize("n_slots", [2, 5])
@@ -95,7 +101,6 @@ def test_the_memory_of_the_pools_is_allocated_once(store, n_slots):
     addresses = {rows["images"].data_ptr() for epoch in range(3) for _, rows in prefetcher.pools(epoch)}
     assert len(addresses) == n_slots
     assert not list(prefetcher.pools(3))  # an epoch without pools
-    assert not feed_threads()
 
 
 def test_all_readers_read_parts_of_one_pool_at_the_same_time_at_a_lower_priority_than_the_loop(store):
@@ -156,7 +161,6 @@ def test_an_error_in_a_thread_reaches_the_loop_with_its_traceback(store, where):
     with pytest.raises(EOFError, match="cut while in use") as error:
         list(prefetcher.pools(0))
     assert any(entry.name == "fail" for entry in error.traceback)
-    assert not feed_threads()
 
 
 @pytest.mark.parametrize("call", ["read", "check_unchanged"])
@@ -183,7 +187,6 @@ def test_a_read_that_hangs_is_left_behind_and_its_stack_is_printed(store, monkey
     finally:
         is_back.set()
     prefetcher.close()
-    assert not feed_threads()
 
 
 def test_closing_does_not_wait_for_a_read_that_hangs(store, monkeypatch):
@@ -219,7 +222,6 @@ def test_closing_at_any_moment_ends_every_thread_and_the_next_start_reads_the_ri
             prefetcher.close()
             assert not feed_threads()
     prefetcher.close()
-    assert not feed_threads()
 
 
 LEAVE = """

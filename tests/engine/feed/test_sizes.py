@@ -119,16 +119,9 @@ def test_numbers_that_do_not_fit_are_refused(options, n_rows, message):
 def test_all_sizes_together():
     world = World(1, 4, 2, torch.device("cuda", 0))
     source, val_source = Shape(2000, row_bytes=1 << 20), Shape(48, row_bytes=1 << 20)
-    assert sizes_of(source, world, val_source, sections=ACCUMULATION) == Sizes(
-        batch_size=16,
-        canonical_ranks=8,
-        pool_batches=4,
-        tier="device",
-        n_readers=8,
-        uses_workers=False,
-        need=2 * GIB,
-        free={"device": 10 * GIB, "host": 32 * GIB},
-    )
+    free = {"device": 10 * GIB, "host": 32 * GIB}
+    chosen = Sizes(16, 8, 4, "device", 8, uses_workers=False, need=2 * GIB, free=free)
+    assert sizes_of(source, world, val_source, sections=ACCUMULATION) == chosen
 
 
 def test_a_dataset_is_read_by_worker_processes_and_stays_on_the_disk_tier():

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset as TorchDataset
 from fastgpu.feed.sources import open_splits
 from fastgpu.process.config import Data
 from fastgpu.rows.contract import Dataset
-from fastgpu.rows.selection import Groups, Mixture, Share
+from fastgpu.rows.selection import Share
 
 FIELDS = {"images": "images", "labels": "labels"}
 
@@ -47,23 +47,16 @@ def test_a_share_is_the_same_for_every_seed_of_a_run(write):
     assert sorted([*numbers, *train.selection.rows().tolist()]) == list(range(100))
 
 
-def groups_of(source: Dataset) -> Groups:
-    """The groups of a mixture."""
-    assert isinstance(source.selection, Mixture)
-    return source.selection.groups
-
-
 def test_weights_make_a_group_of_each_source(write):
     for name, rows in (("p-0.h5", 20), ("p-1.h5", 30), ("q.h5", 10)):
         write(rows, name=name)
     train, val = open_both({"p-*.h5": 1, "q.h5": 2.5}, "q.h5")
-    names, weights, groups, _ = groups_of(train)
-    assert names == ("p-*.h5", "q.h5")
-    assert weights == (1, 2.5)
+    names, weights, groups, _ = train.selection.groups
+    assert (names, weights) == (("p-*.h5", "q.h5"), (1, 2.5))
     assert groups.tolist() == [0] * 50 + [1] * 10
     assert val.selection is None
     train, val = open_both({"p-*.h5": 1, "q.h5": 2.5}, "50%")  # both sources give rows for validation
-    groups = groups_of(train).groups
+    groups = train.selection.groups.groups
     assert np.bincount(groups[groups >= 0]).tolist() == pytest.approx([25, 5], abs=8)
     assert (len(train), len(groups), isinstance(val.selection, Share)) == (30, 60, True)
     assert set(groups[val.selection.rows()]) == {-1}
@@ -72,7 +65,7 @@ def test_weights_make_a_group_of_each_source(write):
 def test_classes_are_groups_of_equal_weight(write):
     write(90, name="a.h5", classes=3)
     train, val = open_both(balance="classes")
-    names, weights, groups, _ = groups_of(train)
+    names, weights, groups, _ = train.selection.groups
     assert (names, set(weights)) == (("class 0", "class 1", "class 2"), {1})
     assert groups.tolist() == [n % 3 for n in range(90)]
     assert val.selection is None

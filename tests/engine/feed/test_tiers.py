@@ -1,7 +1,6 @@
 import threading
 from contextlib import closing
 
-import numpy as np
 import pytest
 import torch
 from harness import TIMEOUT_S, is_ragged, needs_gpu, no_host_sync, open_feed
@@ -13,7 +12,6 @@ from fastgpu.rows import rows as rows_module
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import RaggedArray
-from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.storage.store import HDF5Dataset, open_store
 
 TIERS = ("device", "host", "disk")
@@ -57,20 +55,6 @@ def test_an_epoch_of_the_device_tier_touches_no_file(store, monkeypatch):
     feed = feed_of(store, "device")
     monkeypatch.setattr(HDF5Dataset, "read", lambda *_: pytest.fail("read"))
     assert sum(len(pool.rows) for pool in feed.pools(0)) == 144
-
-
-@pytest.mark.parametrize("tier", TIERS)
-def test_the_memory_for_values_grows_with_the_pools(tier):
-    offsets = np.cumsum(np.arange(101))  # row n has n values
-    values = np.arange(offsets[-1], dtype=np.int32)
-    source = ArrayDataset("x.npy", {"items": RaggedArray(values, offsets), "number": np.arange(100)})
-    order = BlockSampler(source.block_rows, 10, seed=None)
-    with closing(open_feed(source, order, tier)) as feed:
-        for epoch in range(2):
-            for pool in feed.pools(epoch):
-                start, stop = offsets[pool.rows["number"][0]], offsets[pool.rows["number"][-1] + 1]
-                items = pool.rows["items"]
-                assert items.values[: items.host_offsets[-1]].tolist() == values[start:stop].tolist()
 
 
 def test_a_pool_with_more_values_than_32_bit_offsets_can_count_is_refused(sparse, monkeypatch):
