@@ -11,8 +11,7 @@ from copy import copy
 from itertools import chain, count, islice
 
 import pytest
-import torch
-from harness import CPU, ROOT, TIMEOUT_S, needs_gpu, numbers_of
+from harness import CPU, ROOT, TIMEOUT_S, numbers_of
 
 from fastgpu.dataset.source import READERS_NICE
 from fastgpu.feed import prefetch
@@ -34,8 +33,10 @@ def store(write, monkeypatch) -> HDF5Dataset:
     return open_store("data.train", write(120, chunk=5), FIELDS)
 
 
-def order_of(store: HDF5Dataset, pool_batches: int = 2) -> BlockSampler:
-    return BlockSampler(store.block_rows, 8, pool_batches=pool_batches)
+def order_of(store: HDF5Dataset, n_epochs: int = sys.maxsize) -> BlockSampler:
+    order = BlockSampler(store.block_rows, 8, pool_batches=2)
+    order.n_epochs = n_epochs
+    return order
 
 
 def make_prefetcher(
@@ -52,11 +53,8 @@ def make_prefetcher(
     if read:
         source.read = read
         source.gathers = lambda *_: []
-    if not order:
-        order = order_of(store)
-        order.n_epochs = 1
     loader = Loader.model_construct(prefetch_pools=n_slots - 1, timeout_s=timeout_s)
-    return PrefetchLoader(source, order, CPU, n_readers, loader=loader)
+    return PrefetchLoader(source, order or order_of(store, n_epochs=1), CPU, n_readers, loader=loader)
 
 
 def wait_until(is_true: Callable[[], bool]) -> None:
@@ -95,9 +93,7 @@ def test_a_signal_between_the_starts_of_two_threads_is_not_hidden(store, monkeyp
 
 @pytest.mark.parametrize("n_slots", [2, 5])
 def test_the_memory_of_the_pools_is_allocated_once(store, n_slots):
-    order = order_of(store)
-    order.n_epochs = 3
-    prefetcher = make_prefetcher(store, order=order, n_slots=n_slots)
+    prefetcher = make_prefetcher(store, order=order_of(store, n_epochs=3), n_slots=n_slots)
     addresses = {rows["images"].data_ptr() for epoch in range(3) for _, rows in prefetcher.pools(epoch)}
     assert len(addresses) == n_slots
     assert not list(prefetcher.pools(3))  # an epoch without pools
@@ -250,19 +246,3 @@ def test_no_thread_outlives_a_process_that_leaves_without_closing(write, how, co
     command = [sys.executable, "-c", LEAVE, write(120), how]
     done = subprocess.run(command, cwd=ROOT, timeout=TIMEOUT_S, capture_output=True, check=False)
     assert done.returncode == code, done.stderr
-
-
-@pytest.mark.gpu
-@needs_gpu
-def test_on_a_gpu_rows_stay_whole_under_a_slow_kernel(store):
-    device = torch.device("cuda", 0)
-    kept = []
-    busy = torch.randn(2048, 2048, device=device)
-    with closing(PrefetchLoader(store, order_of(store), device, 2, loader=Loader(prefetch_pools=1))) as prefetcher:
-        for epoch in range(5):
-            for plan, rows in prefetcher.pools(epoch):
-                for _ in range(20):
-                    busy = busy @ busy / 2048  # the copy below runs on the device long after the host has moved on
-                kept.append((plan.row_ids.tolist(), rows["images"].clone()))
-    for numbers, images in kept:
-        assert numbers_of(images.cpu()) == numbers

@@ -3,7 +3,7 @@ from contextlib import closing
 
 import pytest
 import torch
-from harness import TIMEOUT_S, is_ragged, needs_gpu, no_host_sync, open_feed
+from harness import CPU, TIMEOUT_S, is_ragged, needs_gpu, no_host_sync, open_feed
 
 from fastgpu.feed import Feed
 from fastgpu.process.config import Tier
@@ -27,13 +27,9 @@ def sparse(write_ragged) -> HDF5Dataset:
     return open_store("data.train", write_ragged(700, chunks=(16,)), {"items": "items", "number": "number"})
 
 
-def order_of(source: Dataset, pool_batches: int = 3) -> BlockSampler:
-    return BlockSampler(source.block_rows, 8, pool_batches=pool_batches)
-
-
-def feed_of(source: Dataset, tier: Tier = "disk", **sizes: int) -> Feed:
-    """Feeds have pools of 24 rows, unless the sizes say otherwise."""
-    return open_feed(source, order_of(source, **sizes), tier, prefetch_pools=1)
+def feed_of(source: Dataset, tier: Tier = "disk", pool_batches: int = 3, device: torch.device = CPU) -> Feed:
+    order = BlockSampler(source.block_rows, 8, pool_batches=pool_batches)
+    return open_feed(source, order, tier, device=device, prefetch_pools=1)
 
 
 def test_the_next_epoch_is_read_while_this_one_ends(store, monkeypatch):
@@ -69,9 +65,9 @@ def test_a_pool_with_more_values_than_32_bit_offsets_can_count_is_refused(sparse
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("tier", TIERS)
-def test_on_a_gpu_ragged_rows_stay_whole_and_the_host_never_asks_for_a_size(sparse, tier):
+def test_on_a_gpu_rows_stay_whole_under_a_slow_kernel_and_the_host_never_asks_for_a_size(sparse, tier):
     device = torch.device("cuda", 0)
-    feed = open_feed(sparse, order_of(sparse), tier, device=device)
+    feed = feed_of(sparse, tier, device=device)
     busy = torch.randn(2048, 2048, device=device)
     kept = []
     list(feed.pools(0))
