@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from itertools import islice
 
@@ -60,6 +60,21 @@ class Numbered(Dataset):
             case "slow":  # items take a time of their own each, so that workers overtake each other
                 time.sleep(row * 7919 % 11 / 5000)
         return self.images[row], row % 4
+
+
+class Made(Dataset):
+    """Items that a function makes of their numbers."""
+
+    def __init__(self, item: Callable[[int], object], n_rows: int = N_ROWS, **attributes: object):
+        self.item = item
+        self.n_rows = n_rows
+        vars(self).update(attributes)
+
+    def __len__(self) -> int:
+        return self.n_rows
+
+    def __getitem__(self, row: int) -> object:
+        return self.item(row)
 
 
 def source_of(kind: str = "", fields: dict[str, str] = FIELDS) -> ItemDataset:
@@ -154,18 +169,12 @@ def test_random_numbers_of_a_dataset_do_not_depend_on_the_workers():
 # ---------------------------------------------------------------------------------------------- columns, types
 
 
-class Single(Numbered):
-    """Items that are one tensor alone, (1, 8, 8)."""
-
-    class_names = None
-    n_classes = 7
-
-    def __getitem__(self, row: int):
-        return torch.from_numpy(self.images[row])
+SINGLE = Made(lambda _: torch.zeros(1, 8, 8), n_classes=7)
+"""Items that are one tensor alone."""
 
 
 def test_columns_and_classes():
-    single = ItemDataset("x", Single(), {"images": "images"})
+    single = ItemDataset("x", SINGLE, {"images": "images"})
     assert (single.fields["images"].shape, single.attributes) == ((1, 8, 8), {"n_classes": 7})
     source = source_of()
     assert source.attributes == {"class_names": ["a", "b", "c", "d"]}
@@ -192,32 +201,14 @@ CLASSES = np.arange(N_ROWS) % 4
     ],
 )
 def test_an_attribute_is_a_field_only_if_it_has_the_values_of_the_items(item, attributes, column):
-    class WithAttributes(Numbered):
-        def __getitem__(self, row: int):
-            return self.images[row], item(row)
-
-    rows = WithAttributes()
-    vars(rows).update(attributes)
-    source = ItemDataset("Numbered", rows, FIELDS)
+    source = ItemDataset("mine", Made(item, **attributes), {"labels": "labels"})
     np.testing.assert_array_equal(source.column("labels"), column)
 
 
-class Odd(Dataset):
-    """Rows of which one, which is not among those that are compared at first, is of another kind."""
-
-    def __init__(self, usual: object, odd: object):
-        self.usual = usual
-        self.odd = odd
-
-    def __len__(self) -> int:
-        return 60
-
-    def __getitem__(self, row: int) -> dict[str, object]:
-        return {"x": self.odd if row == 7 else self.usual}
-
-
 def read_odd(usual: object, odd: object) -> np.ndarray:
-    return ItemDataset("mine", Odd(usual, odd), {"x": "x"}).read_rows(np.array([7, 3]), seed=0, epoch=0)["x"]
+    """Rows 7 and 3. Row 7, which is not among those that are compared at first, is of another kind."""
+    source = ItemDataset("mine", Made(lambda row: odd if row == 7 else usual), {"x": "x"})
+    return source.read_rows(np.array([7, 3]), seed=0, epoch=0)["x"]
 
 
 def test_a_batch_with_rows_of_several_types_keeps_their_values():
@@ -259,9 +250,9 @@ def test_messages(compare_messages):
         {
             "fewer fields": lambda: open_items(Numbered(), "images"),
             "more fields": lambda: open_items(Numbered(), "images", "labels", "x"),
-            "a tensor is one value": lambda: open_items(Single(), "images", "labels"),  # its first axis are no fields
-            "other names": lambda: open_items(Odd(1, 2), "x", "y"),
-            "text": lambda: open_items(Odd("a", "b"), "x"),
+            "a tensor is one value": lambda: open_items(SINGLE, "images", "labels"),  # its first axis are no fields
+            "other names": lambda: open_items(Made(lambda _: {"x": 1}), "x", "y"),
+            "text": lambda: open_items(Made(lambda _: "a"), "x"),
             "a row of a wider type": lambda: read_odd(np.uint8(0), np.int64(256)),
             "a row of another shape": lambda: read_odd(np.uint8(0), np.zeros(2, np.uint8)),
             "a row of text": lambda: read_odd(np.uint8(0), "a"),

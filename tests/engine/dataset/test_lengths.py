@@ -11,6 +11,7 @@ import pytest
 import torch
 import train as script
 from harness import ALONE, at_call, open_feed, same_weights, signalled, train, val_points
+from test_dataset import Made
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -42,20 +43,6 @@ class Boxes(Dataset):
         return {"images": np.full((1, 4, 4), row, np.uint8), "boxes": boxes, "words": torch.arange(row % 7 + 1)}
 
 
-class Growing(Boxes):
-    """Rows that are far longer than the first ones."""
-
-    ragged = ("boxes",)
-
-    def __getitem__(self, row: int):
-        return {"boxes": np.full((1000 if row % 9 == 5 else 1, 4), row, np.float32)}
-
-
-class Drawing(Boxes):
-    def __getitem__(self, row: int):
-        return {"images": torch.rand(2)}
-
-
 def source_of(dataset: Dataset, *names: str) -> ItemDataset:
     return ItemDataset("mine", dataset, {name: name for name in names})
 
@@ -76,7 +63,8 @@ def test_items_of_any_length_are_ragged_rows_also_with_a_trailing_shape():
 
 
 def test_the_memory_of_a_pool_grows_with_rows_that_are_longer_than_expected():
-    source = source_of(Growing(), "boxes")
+    growing = Made(lambda row: np.full((1000 if row % 9 == 5 else 1, 4), row, np.float32), N_ROWS, ragged=("boxes",))
+    source = source_of(growing, "boxes")
     assert source.fields["boxes"].is_ragged  # although the items that were compared have one length
     with closing(feed_of(source)) as feed:
         for pool in feed.pools(0):
@@ -92,8 +80,11 @@ def test_rows_of_unknown_length_stay_on_the_disk_tier(tier):
         choose_tier(source_of(Boxes(), "boxes"), tier)
 
 
+DRAWING = Made(lambda _: torch.rand(2), N_ROWS)
+
+
 @pytest.mark.parametrize(
-    ("dataset", "tier", "is_told"), [(Drawing(), "host", True), (Drawing(), "disk", False), (Boxes(), "host", False)]
+    ("dataset", "tier", "is_told"), [(DRAWING, "host", True), (DRAWING, "disk", False), (Boxes(), "host", False)]
 )
 def test_a_tier_that_would_freeze_what_a_dataset_draws_is_told(dataset, tier, is_told, capsys):
     choose_tier(source_of(dataset, "images"), tier)

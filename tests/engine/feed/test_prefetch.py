@@ -135,7 +135,13 @@ def test_rows_stay_whole_while_the_loop_is_slow_and_the_readers_are_ahead(store)
 def test_no_more_pools_are_ahead_than_there_are_slots(store):
     planned: list[PoolPlan] = []
     order = order_of(store)
-    order.plans = lambda *_: (planned.append(plan) or plan for plan in order.pools(0))
+
+    def plans(*_: int) -> Iterator[PoolPlan]:
+        for plan in order.pools(0):
+            planned.append(plan)
+            yield plan
+
+    order.plans = plans
     prefetcher = make_prefetcher(store, order=order, n_slots=3)
     pools = prefetcher.pools(0)
     for n_taken in range(1, 6):
@@ -152,7 +158,7 @@ def test_an_error_in_a_thread_reaches_the_loop_with_its_traceback(store, where):
 
     order = order_of(store)
     if where == "plan":
-        order.plans = lambda *_: chain(islice(order.pools(0), 1), map(fail, [order]))
+        order.plans = lambda *_: chain(islice(order.pools(0), 1), map(fail, [order]))  # one pool, then the error
     prefetcher = make_prefetcher(store, fail if where == "reader" else None, order=order)
     with pytest.raises(EOFError, match="cut while in use") as error:
         list(prefetcher.pools(0))
