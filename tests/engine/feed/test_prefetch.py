@@ -1,7 +1,6 @@
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -11,7 +10,7 @@ from copy import copy
 from itertools import chain, count, islice
 
 import pytest
-from harness import CPU, ROOT, TIMEOUT_S, numbers_of
+from harness import CPU, ROOT, TIMEOUT_S, numbers_of, run_to_end
 
 from fastgpu.dataset.source import READERS_NICE
 from fastgpu.feed import prefetch
@@ -249,6 +248,5 @@ elif sys.argv[2] == "raise":
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "code"), [("end", 0), ("raise", 1), ("interrupt", -signal.SIGINT)])
 def test_no_thread_outlives_a_process_that_leaves_without_closing(write, how, code):
-    command = [sys.executable, "-c", LEAVE, write(120), how]
-    done = subprocess.run(command, cwd=ROOT, timeout=TIMEOUT_S, capture_output=True, check=False)
+    done = run_to_end([sys.executable, "-c", LEAVE, write(120), how], ROOT)
     assert done.returncode == code, done.stderr
