@@ -1,35 +1,28 @@
 """Datasets whose items have different lengths: the boxes of an image, the words of a text."""
 
-import shutil
-import subprocess
+import signal
 import sys
 from contextlib import closing
 
 import h5py
 import numpy as np
+import predict
 import pytest
 import torch
-from harness import (
-    ALONE,
-    ROOT,
-    copy_project,
-    kill_tree,
-    metrics_of,
-    open_feed,
-    run_to_end,
-    run_train,
-    same_weights,
-    train_command,
-    wait_for_step,
-)
+import train as script
+from harness import ALONE, at_call, open_feed, same_weights, signalled, train, val_points
+from test_dataset import Made
+from torch import nn
 from torch.utils.data import Dataset
 
+import workloads
 from fastgpu.dataset.source import ItemDataset, rows_per_ask
 from fastgpu.feed import Feed
 from fastgpu.feed.sizes import choose_sizes
 from fastgpu.process.config import Config, Data, Tier
 from fastgpu.process.launch import UserError
 from fastgpu.rows.order import BlockSampler
+from workloads import minimal
 
 N_ROWS = 60
 
@@ -37,10 +30,15 @@ N_ROWS = 60
 class Boxes(Dataset):
     """Detection-like items: an image, any number of boxes, and any number of words."""
 
+    def __init__(self):
+        self.read: list[int] = []
+        """The rows that were read."""
+
     def __len__(self) -> int:
         return N_ROWS
 
     def __getitem__(self, row: int):
+        self.read.append(row)
         boxes = np.full((row % 5, 4), row, np.float32)
         return {"images": np.full((1, 4, 4), row, np.uint8), "boxes": boxes, "words": torch.arange(row % 7 + 1)}
 
@@ -53,8 +51,9 @@ def feed_of(source: ItemDataset, tier: Tier = "disk") -> Feed:
     return open_feed(source, BlockSampler(source.block_rows, 4, pool_batches=3, seed=1), tier, 0)
 
 
-def config_of(tier: Tier) -> Config:
-    return Config(workload="minimal", data=Data(train="x", val="y", fields={"x": "x"}, batch_size=4, tier=tier))
+def choose_tier(source: ItemDataset, tier: Tier) -> None:
+    data = Data(train="x", val="y", fields={"x": "x"}, batch_size=4, tier=tier)
+    choose_sizes(Config(workload="minimal", data=data), source, source, ALONE)
 
 
 def test_items_of_any_length_are_ragged_rows_also_with_a_trailing_shape():
@@ -63,17 +62,9 @@ def test_items_of_any_length_are_ragged_rows_also_with_a_trailing_shape():
     assert [*map(str, fields.values())] == described
 
 
-class Growing(Boxes):
-    """Rows that are far longer than the first ones."""
-
-    ragged = ("boxes",)
-
-    def __getitem__(self, row: int):
-        return {"boxes": np.full((1000 if row % 9 == 5 else 1, 4), row, np.float32)}
-
-
 def test_the_memory_of_a_pool_grows_with_rows_that_are_longer_than_expected():
-    source = source_of(Growing(), "boxes")
+    growing = Made(lambda row: np.full((1000 if row % 9 == 5 else 1, 4), row, np.float32), N_ROWS, ragged=("boxes",))
+    source = source_of(growing, "boxes")
     assert source.fields["boxes"].is_ragged  # although the items that were compared have one length
     with closing(feed_of(source)) as feed:
         for pool in feed.pools(0):
@@ -85,28 +76,25 @@ def test_the_memory_of_a_pool_grows_with_rows_that_are_longer_than_expected():
 
 @pytest.mark.parametrize("tier", ["host", "device"])
 def test_rows_of_unknown_length_stay_on_the_disk_tier(tier):
-    source = source_of(Boxes(), "boxes")
     with pytest.raises(UserError, match=rf"data.tier is {tier}, but nobody knows how many values boxes of mine have"):
-        choose_sizes(config_of(tier), source, source, ALONE)
+        choose_tier(source_of(Boxes(), "boxes"), tier)
 
 
-# ---------------------------------------------------------------------------------------------- what workers are asked
+DRAWING = Made(lambda _: torch.rand(2), N_ROWS)
 
 
-class Counting(Boxes):
-    """Notes which rows were read."""
-
-    def __init__(self):
-        self.read: list[int] = []
-
-    def __getitem__(self, row: int):
-        self.read.append(row)
-        return super().__getitem__(row)
+@pytest.mark.parametrize(
+    ("dataset", "tier", "is_told"), [(DRAWING, "host", True), (DRAWING, "disk", False), (Boxes(), "host", False)]
+)
+def test_a_tier_that_would_freeze_what_a_dataset_draws_is_told(dataset, tier, is_told, capsys):
+    choose_tier(source_of(dataset, "images"), tier)
+    told = "data.tier is host: the items of mine are read once, so what they draw at random is the same in each epoch"
+    assert (told in capsys.readouterr().out) == is_told
 
 
 @pytest.mark.parametrize(("tier", "n_times"), [("disk", 2), ("host", 1), ("device", 1)])
 def test_no_row_is_read_that_no_epoch_needs_and_rows_that_are_kept_are_read_once(tier, n_times):
-    dataset = Counting()
+    dataset = Boxes()
     source = source_of(dataset, "images")
     dataset.read.clear()
     with closing(feed_of(source, tier)) as feed:
@@ -125,108 +113,56 @@ def test_a_worker_is_asked_for_four_mib_but_all_workers_have_to_do():
     assert rows_per_ask(small, order) == 4
 
 
-# ---------------------------------------------------------------------------------------------- what is told
-
-
-class Drawing(Boxes):
-    def __getitem__(self, row: int):
-        return {"images": torch.rand(2)}
-
-
-@pytest.mark.parametrize(
-    ("dataset", "tier", "is_told"), [(Drawing(), "host", True), (Drawing(), "disk", False), (Boxes(), "host", False)]
-)
-def test_a_tier_that_would_freeze_what_a_dataset_draws_is_told(dataset, tier, is_told, capsys):
-    source = source_of(dataset, "images")
-    choose_sizes(config_of(tier), source, source, ALONE)
-    told = "data.tier is host: the items of mine are read once, so what they draw at random is the same in each epoch"
-    assert (told in capsys.readouterr().out) == is_told
-
-
 # ---------------------------------------------------------------------------------------------- training
 
-WORKLOAD = """
-import torch
-from torch import nn
 
-from workloads import minimal
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.parts = nn.Linear(4, 8)
-        self.head = nn.Linear(8, 1)
-
-    def forward(self, values, rows, n_rows):
-        hidden = torch.zeros(n_rows, 8).index_add(0, rows, torch.tanh(self.parts(values)))
-        return self.head(hidden)[:, 0]
-
-
-class Workload(minimal.Workload):
-    def model(self):
-        return Net()
-
-    def predict(self, model, batch):
-        parts = batch["x"]
-        return {"prediction": model(parts.values, parts.rows, len(batch)).float()}
-"""
-DATASET = '''
-import numpy as np
-import torch
-from torch.utils.data import Dataset
-
-
-class Boxes(Dataset):
+class Areas(Dataset):
     """Boxes (k, 4) with jitter; y is their area."""
 
-    def __init__(self, path):
+    def __init__(self, path: str):
         self.n_rows = int(path)
 
-    def __len__(self):
+    def __len__(self) -> int:
         return self.n_rows
 
-    def __getitem__(self, row):
+    def __getitem__(self, row: int):
         rng = np.random.default_rng(row)
         boxes = rng.random((rng.integers(0, 6), 4), np.float32)
         return {"x": boxes + 0.01 * torch.rand(4).numpy(), "y": boxes[:, :2].prod(1).sum()}
-'''
-CONFIG = """
-workload: lengths
-data:
-  {dataset: mine:Boxes, train: "400", val: "80", fields: {x: x, y: y}, batch_size: 16, pool_batches: 5}
-loader: {num_workers: 1}
-optim: {lr: 0.01}
-train: {epochs: 4}
-run: {checkpoint_every_steps: 5}
-dist: {device: cpu}
-"""
 
 
-@pytest.mark.slow
-def test_rows_of_any_length_train_resume_to_equal_weights_on_two_ranks_and_are_predicted_from(tmp_path):
-    project = copy_project(tmp_path)
-    shutil.copyfile(ROOT / "predict.py", project / "predict.py")
-    (project / "workloads/lengths.py").write_text(WORKLOAD)
-    (project / "mine.py").write_text(DATASET)
-    (project / "config.yaml").write_text(CONFIG)
-    where = {"ranks": 2, "cwd": project, "root": project}
-    whole = run_train("run.name=whole", **where)
-    assert whole.returncode == 0, whole.stderr
-    run = project / "runs/killed"
-    command = train_command("run.name=killed", ranks=2, root=project)
-    with subprocess.Popen(command, cwd=project, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        wait_for_step(run, 20, process)
-        kill_tree(process)
-    resumed = run_train("run.name=killed", "run.resume=auto", **where)
-    assert resumed.returncode == 0, resumed.stderr
-    assert same_weights(project / "runs/whole", run)
+class Workload(minimal.Workload):
+    """Regression of the sum over a row's boxes."""
 
-    errors = [point["val/mse"] for point in metrics_of(run) if "val/mse" in point]
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def predict(self, model, batch):
+        boxes = batch["x"]
+        return {"prediction": torch.zeros(len(batch)).index_add(0, boxes.rows, model(boxes.values)[:, 0].float())}
+
+
+def test_rows_of_any_length_train_resume_to_equal_weights_and_are_predicted_from(folder, monkeypatch):
+    monkeypatch.setattr(workloads, "load", lambda _: Workload)
+    words = (
+        "data.dataset=test_lengths:Areas",
+        "data.train='400'",
+        "data.val='80'",
+        "loader.num_workers=1",
+        "optim.lr=0.01",
+    )
+    train("run.name=whole", *words)
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "train_step", at_call(20, script.train_step, signalled(signal.SIGTERM)))
+        assert train(*words) == 128 + signal.SIGTERM
+    assert train("run.resume=auto", *words) == 0
+    run = folder / "runs/a"
+    assert same_weights(folder / "runs/whole", run)
+    errors = [point["val/mse"] for point in val_points(run)]
     assert errors[-1] < errors[0]
-    with h5py.File(project / "new.h5", "w") as file:
+    with h5py.File("new.h5", "w") as file:
         file["x/indptr"] = [0, 1, 4, 6]
         file["x/values"] = np.ones((6, 4), np.float32)
-    done = run_to_end([sys.executable, "predict.py", str(run), "new.h5", "-o", "new.csv"], project)
-    assert done.returncode == 0, done.stderr
-    assert len((project / "new.csv").read_text().splitlines()) == 4
+    predict.main(predict.parse([str(run), "new.h5", "-o", "new.csv"]), ALONE, sys.stdout)
+    one, three, two = (float(line.split(",")[1]) for line in (folder / "new.csv").read_text().splitlines()[1:])
+    assert (three, two) == pytest.approx((3 * one, 2 * one))

@@ -1,8 +1,7 @@
 import re
-import subprocess
 import sys
 
-from harness import ROOT, TIMEOUT_S
+from harness import ROOT, run_to_end
 
 
 def test_the_loader_works_in_a_loop_of_somebody_else(tmp_path):
@@ -12,11 +11,7 @@ def test_the_loader_works_in_a_loop_of_somebody_else(tmp_path):
     assert program
     (tmp_path / "loop.py").write_text(program[1])
     (tmp_path / "data").symlink_to(ROOT / "data")
-    command = [sys.executable, "loop.py"]
-    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": ""}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
+    done = run_to_end([sys.executable, "loop.py"], tmp_path, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     losses = [float(line.rpartition(" ")[2]) for line in done.stdout.splitlines()]
     assert len(losses) == 3

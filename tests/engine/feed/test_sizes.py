@@ -20,32 +20,19 @@ from fastgpu.rows.rows import Field
 class Shape(Dataset):
     """A source of which only the sizes are asked."""
 
-    def __init__(self, n_rows: int, row_bytes: int = 1, n_blocks: int = 50):
+    def __init__(self, n_rows: int, row_bytes: int = 1, n_blocks: int = 50, decoding: str = ""):
         self.name = "x.h5"
         self.fields = {"images": Field(np.dtype(np.uint8), (row_bytes,))}
-        self.attributes: dict[str, Any] = {}
         self.block_rows = np.diff(np.linspace(0, n_rows, n_blocks + 1).astype(np.int32)).astype(np.int32)
-
-    def __len__(self) -> int:
-        return int(self.block_rows.sum())
+        self.decoding = decoding
 
 
-def with_labels(labels: np.ndarray) -> Shape:
-    """A source with labels that are in memory."""
-    source = Shape(len(labels))
-    source.fields["labels"] = Field(np.dtype(np.int64), ())
-    source.column = lambda name: labels
-    return source
-
-
-@pytest.fixture
-def memory(monkeypatch) -> dict[str, int]:
-    """Free memory of the machine; the GPU has 10 GiB."""
-    free = {"host": 64 * GIB}
-    monkeypatch.setattr(sizes, "free_host_bytes", lambda: free["host"])
+@pytest.fixture(autouse=True)
+def machine(monkeypatch) -> None:
+    """32 CPUs, 64 GiB of free memory, and GPUs with 10 GiB of free memory."""
     monkeypatch.setattr(sizes, "available_cpus", lambda: 32)
+    monkeypatch.setattr(sizes, "free_host_bytes", lambda: 64 * GIB)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10 * GIB, 80 * GIB))
-    return free
 
 
 def data(**values: Any) -> Data:
@@ -53,10 +40,11 @@ def data(**values: Any) -> Data:
 
 
 def sizes_of(
-    data: Data, loader: Loader, sources: tuple[Dataset, Dataset], world: World, *, accumulation: int = 1
+    source: Dataset, world: World = ALONE, val_source: Dataset | None = None, *, sections: Any = None, **values: Any
 ) -> Sizes:
-    config = Config(workload="images", data=data, loader=loader, optim=Optim(accumulation_steps=accumulation))
-    return choose_sizes(config, *sources, world)
+    """values: of section `data`. sections: other ones."""
+    config = Config(workload="images", data=data(**values), **(sections or {}))
+    return choose_sizes(config, source, val_source or Shape(0), world)
 
 
 # ---------------------------------------------------------------------------------------------- one number each
@@ -69,7 +57,7 @@ def sizes_of(
 def test_canonical_ranks_are_a_multiple_of_8_where_that_is_possible(batch_size, world_size, n_blocks, canonical_ranks):
     source = Shape(1000, n_blocks=n_blocks)
     world = World(0, world_size, 1, CPU)
-    assert sizes_of(data(batch_size=batch_size), Loader(), (source, source), world).canonical_ranks == canonical_ranks
+    assert sizes_of(source, world, batch_size=batch_size).canonical_ranks == canonical_ranks
 
 
 @pytest.mark.parametrize(
@@ -83,21 +71,17 @@ def test_canonical_ranks_are_a_multiple_of_8_where_that_is_possible(batch_size, 
     ],
 )
 def test_a_pool_has_256_mib_8_million_rows_all_rows_or_one_batch(pool_batches, batch_size, source, chosen):
-    asked = data(pool_batches=pool_batches, batch_size=batch_size)
-    assert sizes_of(asked, Loader(), (source, source), ALONE).pool_batches == chosen
+    assert sizes_of(source, pool_batches=pool_batches, batch_size=batch_size).pool_batches == chosen
 
 
 @pytest.mark.parametrize(
     ("asked", "local_world_size", "decoding", "chosen"),
     [("auto", 1, "", 8), ("auto", 8, "", 4), ("auto", 64, "", 1), (3, 8, "", 3), ("auto", 1, "decoded", 32)],
 )
-def test_readers_are_the_cpus_of_a_rank_and_at_most_8_unless_they_decode(
-    memory, asked, local_world_size, decoding, chosen
-):
-    source = Shape(1000)
-    source.decoding = decoding
+def test_readers_are_the_cpus_of_a_rank_and_at_most_8_unless_they_decode(asked, local_world_size, decoding, chosen):
     world = World(0, 1, local_world_size, CPU)
-    assert sizes_of(data(), Loader(num_readers=asked), (source, source), world).n_readers == chosen
+    found = sizes_of(Shape(1000, decoding=decoding), world, sections={"loader": Loader(num_readers=asked)})
+    assert found.n_readers == chosen
 
 
 FREE = {"device": 10 * GIB, "host": 32 * GIB}
@@ -111,6 +95,9 @@ def test_the_tier_is_the_nearest_of_which_the_rows_fill_half(tier, need_gib, cho
     assert choose_tier(data(tier=tier), (Shape(9), Shape(9)), need_gib * GIB, FREE) == chosen
 
 
+ACCUMULATION = {"optim": Optim(accumulation_steps=2)}
+
+
 @pytest.mark.parametrize(
     ("options", "n_rows", "message"),
     [
@@ -120,49 +107,39 @@ def test_the_tier_is_the_nearest_of_which_the_rows_fill_half(tier, need_gib, cho
         ({"tier": "host"}, 33 * 1024, "data.tier is host, .* 33.0 GiB .* 32.0 GiB are free"),
     ],
 )
-def test_numbers_that_do_not_fit_are_refused(memory, options, n_rows, message):
+def test_numbers_that_do_not_fit_are_refused(options, n_rows, message):
     world = World(0, 4, 2, torch.device("cuda", 0))
-    sources = (Shape(n_rows, row_bytes=1 << 20), Shape(0))
     with pytest.raises(UserError, match=message):
-        sizes_of(data(**options), Loader(), sources, world, accumulation=2)
+        sizes_of(Shape(n_rows, row_bytes=1 << 20), world, sections=ACCUMULATION, **options)
 
 
 # ---------------------------------------------------------------------------------------------- all of them
 
 
-def test_all_sizes_together(memory):
+def test_all_sizes_together():
     world = World(1, 4, 2, torch.device("cuda", 0))
-    source = Shape(2000, row_bytes=1 << 20)
-    chosen = sizes_of(data(), Loader(), (source, Shape(48, row_bytes=1 << 20)), world, accumulation=2)
-    assert chosen == Sizes(
-        batch_size=16,
-        canonical_ranks=8,
-        pool_batches=4,
-        tier="device",
-        n_readers=8,
-        uses_workers=False,
-        need=2 * GIB,
-        free={"device": 10 * GIB, "host": 32 * GIB},
-    )
+    source, val_source = Shape(2000, row_bytes=1 << 20), Shape(48, row_bytes=1 << 20)
+    free = {"device": 10 * GIB, "host": 32 * GIB}
+    chosen = Sizes(16, 8, 4, "device", 8, uses_workers=False, need=2 * GIB, free=free)
+    assert sizes_of(source, world, val_source, sections=ACCUMULATION) == chosen
 
 
-def test_a_dataset_is_read_by_worker_processes_and_stays_on_the_disk_tier(memory):
+def test_a_dataset_is_read_by_worker_processes_and_stays_on_the_disk_tier():
     source = ItemDataset("mine", TensorDataset(torch.zeros(400)), {"images": "images"})
-    chosen = sizes_of(data(), Loader(num_workers=2), (source, source), ALONE)
+    chosen = sizes_of(source, sections={"loader": Loader(num_workers=2)})
     assert (chosen.tier, chosen.uses_workers, chosen.n_readers) == ("disk", True, 2)
     assert chosen.chosen["loader"] == {"num_workers": 2}
 
 
-def test_ragged_rows_with_more_values_than_offsets_can_count_stay_on_the_disk_tier(memory, monkeypatch):
+def test_ragged_rows_with_more_values_than_offsets_can_count_stay_on_the_disk_tier(monkeypatch):
     source = Shape(2000)
     source.fields = {"items": Field(np.dtype(np.int32), (), mean_values=3)}
     source.lengths = {"items": np.full(2000, 3, np.int32)}
-    monkeypatch.setattr(sizes, "MAX_VALUES", 6000)
-    assert sizes_of(data(), Loader(), (source, Shape(9)), ALONE).tier == "device"
-    monkeypatch.setattr(sizes, "MAX_VALUES", 5999)
-    assert sizes_of(data(), Loader(), (source, Shape(9)), ALONE).tier == "disk"
+    for max_values, tier in ((6000, "device"), (5999, "disk")):
+        monkeypatch.setattr(sizes, "MAX_VALUES", max_values)
+        assert sizes_of(source).tier == tier
     with pytest.raises(UserError, match="data.tier is host, but x.h5 has more than 5,999 values of items; use data.ti"):
-        sizes_of(data(tier="host"), Loader(), (source, Shape(9)), ALONE)
+        sizes_of(source, tier="host")
 
 
 @pytest.mark.parametrize(
@@ -175,7 +152,9 @@ def test_ragged_rows_with_more_values_than_offsets_can_count_stay_on_the_disk_ti
     ],
     ids=["sorted", "one pool", "mixed", "one class"],
 )
-def test_a_file_in_class_order_is_told(memory, capsys, labels, pool_batches, is_told):
-    sizes_of(data(pool_batches=pool_batches), Loader(), (with_labels(labels), Shape(10)), ALONE)
+def test_a_file_in_class_order_is_told(capsys, labels, pool_batches, is_told):
+    source = Shape(1000)
+    source.column = lambda name: labels
+    sizes_of(source, pool_batches=pool_batches)
     told = "warning: x.h5 is sorted by class: 99% of neighbouring rows share a label"
     assert (told in capsys.readouterr().out) == is_told

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset as TorchDataset
 from fastgpu.feed.sources import open_splits
 from fastgpu.process.config import Data
 from fastgpu.rows.contract import Dataset
-from fastgpu.rows.selection import Groups, Mixture, Share
+from fastgpu.rows.selection import Share
 
 FIELDS = {"images": "images", "labels": "labels"}
 
@@ -41,30 +41,22 @@ def write_labels(name: str, labels: np.ndarray, **attributes: Any) -> None:
 def test_a_share_is_the_same_for_every_seed_of_a_run(write):
     write(100, name="a.h5")
     train, val = open_both(val="12.5 %")
-    assert (len(train), len(val)) == (88, 12)
     assert (train.name, val.name) == ("a.h5 (88 of its rows)", "a.h5 (12 of its rows)")
     numbers = val.selection.rows().tolist()
-    assert numbers == open_both(val="12.5 %", batch_size=8)[1].selection.rows().tolist()
-    assert not set(numbers) & {*train.selection.rows()}
-
-
-def groups_of(source: Dataset) -> Groups:
-    """The groups of a mixture."""
-    assert isinstance(source.selection, Mixture)
-    return source.selection.groups
+    assert numbers == open_splits(Data(train="a.h5", val="12.5 %", fields=FIELDS), 1)[1].selection.rows().tolist()
+    assert sorted([*numbers, *train.selection.rows().tolist()]) == list(range(100))
 
 
 def test_weights_make_a_group_of_each_source(write):
     for name, rows in (("p-0.h5", 20), ("p-1.h5", 30), ("q.h5", 10)):
         write(rows, name=name)
     train, val = open_both({"p-*.h5": 1, "q.h5": 2.5}, "q.h5")
-    names, weights, groups, _ = groups_of(train)
-    assert names == ("p-*.h5", "q.h5")
-    assert weights == (1, 2.5)
+    names, weights, groups, _ = train.selection.groups
+    assert (names, weights) == (("p-*.h5", "q.h5"), (1, 2.5))
     assert groups.tolist() == [0] * 50 + [1] * 10
     assert val.selection is None
     train, val = open_both({"p-*.h5": 1, "q.h5": 2.5}, "50%")  # both sources give rows for validation
-    groups = groups_of(train).groups
+    groups = train.selection.groups.groups
     assert np.bincount(groups[groups >= 0]).tolist() == pytest.approx([25, 5], abs=8)
     assert (len(train), len(groups), isinstance(val.selection, Share)) == (30, 60, True)
     assert set(groups[val.selection.rows()]) == {-1}
@@ -73,7 +65,7 @@ def test_weights_make_a_group_of_each_source(write):
 def test_classes_are_groups_of_equal_weight(write):
     write(90, name="a.h5", classes=3)
     train, val = open_both(balance="classes")
-    names, weights, groups, _ = groups_of(train)
+    names, weights, groups, _ = train.selection.groups
     assert (names, set(weights)) == (("class 0", "class 1", "class 2"), {1})
     assert groups.tolist() == [n % 3 for n in range(90)]
     assert val.selection is None
@@ -87,6 +79,8 @@ def test_messages(compare_messages, write):
     write_labels("many.h5", np.ones((5, 2), np.int8))
     write_labels("a.h5", np.arange(5), class_names=["cat", "dog", "cow"])
     write_labels("b.h5", np.arange(5), class_names=["cow", "cat", "dog"])
+    write_labels("few.h5", np.arange(5), class_names=["cat", "dog"])
+    open_both("a.h5", "few.h5")  # a class may have no rows for validation
     Path("photos").mkdir()
     balanced = partial(open_both, val="rows.h5", balance="classes")
     compare_messages(
@@ -108,43 +102,6 @@ def test_messages(compare_messages, write):
     )
 
 
-def test_a_class_may_have_no_rows_for_validation():
-    write_labels("a.h5", np.arange(5), class_names=["cat", "dog", "cow"])
-    write_labels("few.h5", np.arange(5), class_names=["cat", "dog"])
-    open_both("a.h5", "few.h5")
-
-
-@pytest.mark.parametrize(
-    ("train", "val", "shared"),
-    [
-        ("p-*.h5", "p-val.h5", "p-val.h5"),
-        ({"p-train.h5": 2, "p-val.h5": 1}, "p-val.h5", "p-val.h5"),
-        ("p-*.h5", "p-*.h5", "p-train.h5, p-val.h5"),
-        ("groups.h5::/train", "groups.h5::/train", "groups.h5/train"),
-        (["q.h5", "./q.h5"], "10%", "q.h5"),  # what is held out of one copy is trained on in the other
-        ({"p-*.h5": 1, "q.h5": 1, "p-val.h5": 2}, "10%", "p-val.h5"),
-        (["groups.h5::train", "groups.h5::/train"], "10%", "groups.h5/train"),
-        (["q.h5", "./q.h5"], "p-val.h5", ""),
-        ("groups.h5::/train", "groups.h5::/val", ""),
-        ("p-*.h5", "10%", ""),
-    ],
-)
-def test_validation_rows_that_are_trained_on_are_warned_of(write, capsys, train, val, shared):
-    for name in ("p-train.h5", "p-val.h5", "q.h5"):
-        write(20, name=name)
-    with h5py.File("groups.h5", "w") as file:
-        file["train/images"] = file["val/images"] = np.arange(20)
-    open_both(train, val, {"images": "images"})
-    told = f"warning: data.val ({val}) has rows of {shared} that are trained on, too"
-    assert (told in capsys.readouterr().out) == bool(shared)
-
-
-def test_other_fields_of_the_same_rows_may_be_validated_on(write, capsys):
-    write(20, name="a.h5")
-    open_both("a.h5", "a.h5", val_fields={"images": "labels", "labels": "labels"})
-    assert "warning" not in capsys.readouterr().out
-
-
 class Ten(TorchDataset):
     def __init__(self, path):
         pass
@@ -153,10 +110,34 @@ class Ten(TorchDataset):
         return 10
 
     def __getitem__(self, row: int):
-        return row, row
+        return row
 
 
-@pytest.mark.parametrize(("val", "is_told"), [("a", True), ("b", False), ("20%", False)])
-def test_a_dataset_that_is_validated_on_the_rows_it_is_trained_on_is_told(val, is_told, capsys):
-    open_both("a", val, dataset="test_sources:Ten")
-    assert ("data.val (a) has rows of a that are trained on, too" in capsys.readouterr().out) == is_told
+@pytest.mark.parametrize(
+    ("train", "val", "shared", "options"),
+    [
+        ("p-*.h5", "p-val.h5", "p-val.h5", {}),
+        ({"p-train.h5": 2, "p-val.h5": 1}, "p-val.h5", "p-val.h5", {}),
+        ("p-*.h5", "p-*.h5", "p-train.h5, p-val.h5", {}),
+        ("groups.h5::/train", "groups.h5::/train", "groups.h5/train", {}),
+        (["q.h5", "./q.h5"], "10%", "q.h5", {}),  # what is held out of one copy is trained on in the other
+        ({"p-*.h5": 1, "q.h5": 1, "p-val.h5": 2}, "10%", "p-val.h5", {}),
+        (["groups.h5::train", "groups.h5::/train"], "10%", "groups.h5/train", {}),
+        ("a", "a", "a", {"dataset": "test_sources:Ten"}),
+        (["q.h5", "./q.h5"], "p-val.h5", "", {}),
+        ("groups.h5::/train", "groups.h5::/val", "", {}),
+        ("p-*.h5", "10%", "", {}),
+        ("q.h5", "q.h5", "", {"val_fields": {"images": "labels"}}),  # other fields of the same rows
+        ("a", "b", "", {"dataset": "test_sources:Ten"}),
+        ("a", "20%", "", {"dataset": "test_sources:Ten"}),
+    ],
+)
+def test_validation_rows_that_are_trained_on_are_warned_of(write, capsys, train, val, shared, options):
+    for name in ("p-train.h5", "p-val.h5", "q.h5"):
+        write(20, name=name)
+    with h5py.File("groups.h5", "w") as file:
+        file["train/images"] = file["val/images"] = np.arange(20)
+    open_both(train, val, {"images": "images"}, **options)
+    told = f"warning: data.val ({val}) has rows of {shared} that are trained on, too"
+    printed = capsys.readouterr().out
+    assert (told in printed) == ("trained on" in printed) == bool(shared)

@@ -1,10 +1,9 @@
 import threading
 from contextlib import closing
 
-import numpy as np
 import pytest
 import torch
-from harness import TIMEOUT_S, is_ragged, needs_gpu, no_host_sync, open_feed
+from harness import CPU, TIMEOUT_S, is_ragged, needs_gpu, no_host_sync, open_feed
 
 from fastgpu.feed import Feed
 from fastgpu.process.config import Tier
@@ -13,7 +12,6 @@ from fastgpu.rows import rows as rows_module
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import RaggedArray
-from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.storage.store import HDF5Dataset, open_store
 
 TIERS = ("device", "host", "disk")
@@ -29,13 +27,9 @@ def sparse(write_ragged) -> HDF5Dataset:
     return open_store("data.train", write_ragged(700, chunks=(16,)), {"items": "items", "number": "number"})
 
 
-def order_of(source: Dataset, pool_batches: int = 3) -> BlockSampler:
-    return BlockSampler(source.block_rows, 8, pool_batches=pool_batches)
-
-
-def feed_of(source: Dataset, tier: Tier = "disk", **sizes: int) -> Feed:
-    """Feeds have pools of 24 rows, unless the sizes say otherwise."""
-    return open_feed(source, order_of(source, **sizes), tier, prefetch_pools=1)
+def feed_of(source: Dataset, tier: Tier = "disk", pool_batches: int = 3, device: torch.device = CPU) -> Feed:
+    order = BlockSampler(source.block_rows, 8, pool_batches=pool_batches)
+    return open_feed(source, order, tier, device=device, prefetch_pools=1)
 
 
 def test_the_next_epoch_is_read_while_this_one_ends(store, monkeypatch):
@@ -59,20 +53,6 @@ def test_an_epoch_of_the_device_tier_touches_no_file(store, monkeypatch):
     assert sum(len(pool.rows) for pool in feed.pools(0)) == 144
 
 
-@pytest.mark.parametrize("tier", TIERS)
-def test_the_memory_for_values_grows_with_the_pools(tier):
-    offsets = np.cumsum(np.arange(101))  # row n has n values
-    values = np.arange(offsets[-1], dtype=np.int32)
-    source = ArrayDataset("x.npy", {"items": RaggedArray(values, offsets), "number": np.arange(100)})
-    order = BlockSampler(source.block_rows, 10, seed=None)
-    with closing(open_feed(source, order, tier)) as feed:
-        for epoch in range(2):
-            for pool in feed.pools(epoch):
-                start, stop = offsets[pool.rows["number"][0]], offsets[pool.rows["number"][-1] + 1]
-                items = pool.rows["items"]
-                assert items.values[: items.host_offsets[-1]].tolist() == values[start:stop].tolist()
-
-
 def test_a_pool_with_more_values_than_32_bit_offsets_can_count_is_refused(sparse, monkeypatch):
     monkeypatch.setattr(rows_module, "MAX_VALUES", 100)
     message = r"a pool has 1,\d+ values of items, too many to count; use fewer data.pool_batches"
@@ -85,9 +65,9 @@ def test_a_pool_with_more_values_than_32_bit_offsets_can_count_is_refused(sparse
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("tier", TIERS)
-def test_on_a_gpu_ragged_rows_stay_whole_and_the_host_never_asks_for_a_size(sparse, tier):
+def test_on_a_gpu_rows_stay_whole_under_a_slow_kernel_and_the_host_never_asks_for_a_size(sparse, tier):
     device = torch.device("cuda", 0)
-    feed = open_feed(sparse, order_of(sparse), tier, device=device)
+    feed = feed_of(sparse, tier, device=device)
     busy = torch.randn(2048, 2048, device=device)
     kept = []
     list(feed.pools(0))

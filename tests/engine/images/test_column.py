@@ -1,5 +1,4 @@
 import io
-from pathlib import Path
 
 import h5py
 import numpy as np
@@ -11,12 +10,10 @@ from fastgpu.feed.sizes import Sizes, choose_sizes
 from fastgpu.feed.sources import open_splits
 from fastgpu.images.column import decoded
 from fastgpu.images.decode import EncodedImage
-from fastgpu.images.parts import centre_box, draw, random_box
+from fastgpu.images.parts import centre_box
 from fastgpu.process.config import Config, Data
 from fastgpu.process.launch import RankError
 from fastgpu.process.machine import available_cpus
-from fastgpu.rows.contract import Dataset
-from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.storage.store import open_store
 
 N_ROWS = 90
@@ -37,39 +34,15 @@ def photo(number: int) -> bytes:
 FILES = [photo(number) for number in range(N_ROWS)]
 
 
-def write_encoded(path: Path, start: int = 0, stop: int = N_ROWS) -> str:
-    """Write some of the files, with their numbers as labels."""
-    files = FILES[start:stop]
-    with h5py.File(path, "w") as file:
-        file["images/indptr"] = np.cumsum([0, *map(len, files)])
-        file["images/values"] = np.frombuffer(b"".join(files), np.uint8)
-        file["images"].attrs["codec"] = "jpeg+png"
-        file["labels"] = np.arange(start, stop)
-    return str(path)
-
-
 @pytest.fixture
 def path(tmp_path) -> str:
-    return write_encoded(tmp_path / "encoded.h5")
-
-
-@pytest.fixture
-def store(path) -> Dataset:
-    return open_store("data.train", path, FIELDS)
-
-
-def test_seed_epoch_and_row_decide_the_random_part(tmp_path):
-    paths = [write_encoded(tmp_path / "a.h5", stop=40), write_encoded(tmp_path / "b.h5", start=40)]
-    source = decoded(open_store("data.train", paths, FIELDS), SIZE, min_scale=0.2)
-    for seed, epoch, shard in ((5, 0, Shard()), (5, 7, Shard(1, 2)), (6, 7, Shard())):
-        for plan in BlockSampler(source, 8, shard, pool_batches=3, seed=seed).pools(epoch):
-            out = {"images": np.zeros((plan.n_rows, 3, *SIZE), np.uint8), "labels": np.zeros(plan.n_rows, np.int64)}
-            source.read(plan, plan.reads, out)
-            assert out["labels"].tolist() == plan.row_ids.tolist()
-            for row, draws, pixels in zip(plan.row_ids, draw((seed, epoch), plan.row_ids), out["images"], strict=True):
-                image = EncodedImage(np.frombuffer(FILES[row], np.uint8))
-                box = random_box(draws.tolist(), image.height, image.width, 0.2)
-                np.testing.assert_array_equal(pixels, image.decode(box, SIZE))
+    """An HDF5 file of these files. See also `random parts` in test_sameness.py."""
+    with h5py.File(tmp_path / "encoded.h5", "w") as file:
+        file["images/indptr"] = np.cumsum([0, *map(len, FILES)])
+        file["images/values"] = np.frombuffer(b"".join(FILES), np.uint8)
+        file["images"].attrs["codec"] = "jpeg+png"
+        file["labels"] = np.arange(N_ROWS)
+    return str(tmp_path / "encoded.h5")
 
 
 @pytest.mark.parametrize(("min_scale", "share"), [(1.0, 1.0), (0.2, 224 / 256)])
@@ -90,13 +63,13 @@ def test_rows_that_are_not_shuffled_show_their_centres_whatever_the_field_is_cal
         (ValueError("two\n  lines"), "the image in row 0 cannot be decoded: two lines; restore the file"),
     ],
 )
-def test_what_the_decoder_raises_is_one_line(store, monkeypatch, error, message):
+def test_what_the_decoder_raises_is_one_line(path, monkeypatch, error, message):
     def fail(*arguments: object) -> None:
         raise error
 
     monkeypatch.setattr(EncodedImage, "decode", fail)
     with pytest.raises(RankError, match=message):
-        read_rows(decoded(store, SIZE))
+        read_rows(decoded(open_store("data.train", path, FIELDS), SIZE))
 
 
 def test_a_damaged_image_is_named_by_its_row(path):
@@ -111,8 +84,8 @@ def test_a_damaged_image_is_named_by_its_row(path):
 # ---------------------------------------------------------------------------------------------- settings
 
 
-def sizes_of(path: str, **values: object) -> Sizes:
-    data = Data(train=path, val="20%", fields=FIELDS, batch_size=8, **values)
+def sizes_of(path: str, fields: dict[str, str] = FIELDS, **values: object) -> Sizes:
+    data = Data(train=path, val="20%", fields=fields, batch_size=8, **values)
     return choose_sizes(Config(workload="images", data=data), *open_splits(data, 0), ALONE)
 
 
@@ -133,17 +106,14 @@ def test_messages(compare_messages, path):
     with h5py.File(path, "a") as file:
         file["masks"] = np.zeros((N_ROWS, 16, 16), np.uint8)
 
-    def opens_masks(min_scale: float) -> None:
-        fields = {"images": "images", "masks": "masks"}
-        data = Data(train=path, val="20%", fields=fields, batch_size=8, image_size=16, min_crop_scale=min_scale)
-        open_splits(data, 0)
-
-    opens_masks(1.0)
-    random = {"image_size": 16, "min_crop_scale": 0.3}
-    mistakes = {
-        f"{tier} tier and random parts": lambda tier=tier: sizes_of(path, tier=tier, **random)
-        for tier in ("device", "host")
-    }
-    mistakes["no size"] = lambda: sizes_of(path)
-    mistakes["random parts and whole masks"] = lambda: opens_masks(0.5)
-    compare_messages(mistakes)
+    masks = {"images": "images", "masks": "masks"}
+    sizes_of(path, masks, image_size=16)
+    random = {"image_size": 16, "min_crop_scale": 0.5}
+    compare_messages(
+        {
+            "device tier and random parts": lambda: sizes_of(path, tier="device", **random),
+            "host tier and random parts": lambda: sizes_of(path, tier="host", **random),
+            "no size": lambda: sizes_of(path),
+            "random parts and whole masks": lambda: sizes_of(path, masks, **random),
+        }
+    )

@@ -4,7 +4,7 @@ import math
 import numpy as np
 import pytest
 from PIL import Image
-from test_files import encoded, pixels
+from test_files import encoded, exif_of, pixels
 
 from fastgpu.convert.images.readers import keep
 from fastgpu.images import decode as module
@@ -37,9 +37,7 @@ def photo(kind: str, height: int = 150, width: int = 200) -> io.BytesIO:
 
 def turned(orientation: int, kind: str, **options: object) -> io.BytesIO:
     """A file of 60 x 80 pixels with this EXIF orientation."""
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    return encoded(Image.fromarray(pixels(60, 80)), kind, exif=exif, **options)
+    return encoded(Image.fromarray(pixels(60, 80)), kind, exif=exif_of(orientation), **options)
 
 
 @pytest.fixture(params=["simplejpeg", "Pillow"])
@@ -123,12 +121,8 @@ def torchvision_box(rng: np.random.Generator, height: int, width: int, min_scale
         h = round(math.sqrt(area / ratio))
         if 0 < w <= width and 0 < h <= height:
             return Box(int(rng.integers(0, height - h + 1)), int(rng.integers(0, width - w + 1)), h, w)
-    if width / height < 3 / 4:
-        w, h = width, round(width / (3 / 4))
-    elif width / height > 4 / 3:
-        w, h = round(height * (4 / 3)), height
-    else:
-        w, h = width, height
+    w = min(width, round(height * (4 / 3)))
+    h = min(height, round(width / (3 / 4)))
     return Box((height - h) // 2, (width - w) // 2, h, w)
 
 

@@ -25,6 +25,12 @@ def encoded(image: Image.Image, kind: str = "PNG", **options: object) -> io.Byte
     return file
 
 
+def exif_of(orientation: int) -> Image.Exif:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return exif
+
+
 @pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "LA", "P", "CMYK", "1", "I;16"])
 def test_whatever_is_opened_becomes_rgb_bytes(mode):
     rgb = Image.fromarray(pixels())
@@ -45,9 +51,7 @@ def test_a_picture_stands_upright(orientation, size):
     upright = Image.fromarray(pixels(60, 80))
     undo = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}  # EXIF orientation -> Image.Transpose that it asks to undo
     stored = upright.transpose(Image.Transpose(undo[orientation])) if orientation > 1 else upright
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    found = decode(encoded(stored, "JPEG", exif=exif, quality=95), Preprocessing(size, "exact"))
+    found = decode(encoded(stored, "JPEG", exif=exif_of(orientation), quality=95), Preprocessing(size, "exact"))
     expected = np.asarray(upright.resize((size or (60, 80))[::-1], Image.Resampling.BILINEAR)).transpose(2, 0, 1)
     assert found.shape == expected.shape
     assert np.abs(found.astype(int) - expected).mean() < 4
@@ -79,13 +83,16 @@ def test_preprocessing_comes_back_from_json(value):
 # ---------------------------------------------------------------------------------------------- masks
 
 
-def pair_in(folder: Path, image: Image.Image, mask: Image.Image, prepared: Preprocessing, **options: Any) -> Masks:
-    """The reader of one image and its mask."""
+def read_pair(
+    folder: Path, image: Image.Image, mask: Image.Image, prepared: Preprocessing, **options: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """What the reader of one image and its mask gives."""
     for name in ("images", "masks"):
         (folder / name).mkdir()
     image.save(folder / "images/x.jpg", quality=95, **options)
     mask.save(folder / "masks/x.png")
-    return Masks(folder / "images", folder / "masks", prepared=prepared)
+    item = Masks(folder / "images", folder / "masks", prepared=prepared)[0]
+    return item["images"], item["masks"]
 
 
 @pytest.mark.parametrize("preprocessing", [Preprocessing(), Preprocessing((10, 40)), Preprocessing((15, 15), "exact")])
@@ -97,8 +104,7 @@ def test_a_mask_stays_on_its_image(tmp_path, preprocessing, mode):
     mask = Image.fromarray(values.astype(np.uint16 if mode == "I;16" else np.uint8))
     if mode == "P":
         mask.putpalette(list(range(255, -1, -1)) * 3)
-    item = pair_in(tmp_path, Image.fromarray(image), mask, preprocessing)[0]
-    found_CHW, mask_HW = item["images"], item["masks"]
+    found_CHW, mask_HW = read_pair(tmp_path, Image.fromarray(image), mask, preprocessing)
     np.testing.assert_array_equal(found_CHW, decode((tmp_path / "images/x.jpg").open("rb"), preprocessing))
     assert mask_HW.dtype == np.uint8
     assert mask_HW.shape == found_CHW.shape[1:]
@@ -108,8 +114,6 @@ def test_a_mask_stays_on_its_image(tmp_path, preprocessing, mode):
 
 
 def test_a_mask_is_of_the_size_of_the_upright_image(tmp_path):
-    exif = Image.Exif()
-    exif[0x0112] = 6
     photo, mask = Image.fromarray(pixels(30, 40)), Image.new("L", (30, 40), 1)
-    item = pair_in(tmp_path, photo, mask, Preprocessing(), exif=exif)[0]
-    assert item["images"].shape[1:] == item["masks"].shape == (40, 30)
+    found_CHW, mask_HW = read_pair(tmp_path, photo, mask, Preprocessing(), exif=exif_of(6))
+    assert found_CHW.shape[1:] == mask_HW.shape == (40, 30)

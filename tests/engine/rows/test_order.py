@@ -18,8 +18,10 @@ many = settings(max_examples=300, deadline=None)
 
 
 @many
-@given(plain | mixed(), seeds, st.none() | st.booleans(), st.integers(0, 2))
-def test_each_place_of_a_pool_is_filled_once_and_pools_agree_on_all_ranks(case, seed, drop_last, epoch):
+@given(plain | mixed(), seeds, st.none() | st.booleans(), st.integers(0, 2), st.integers(1, 50))
+def test_each_place_of_a_pool_is_filled_once_also_in_portions_and_pools_agree_on_all_ranks(
+    case, seed, drop_last, epoch, portion_rows
+):
     stops = np.cumsum(case.block_rows)
     plans_of_ranks = []
     for sampler in case.samplers(seed=seed, drop_last=drop_last):
@@ -31,6 +33,12 @@ def test_each_place_of_a_pool_is_filled_once_and_pools_agree_on_all_ranks(case, 
                 assert start + len(places) <= stops[np.searchsorted(stops, start, "right")]  # in one block
                 row_ids[places] = start + np.arange(len(places))
             np.testing.assert_array_equal(plan.row_ids, row_ids)
+            portions = list(plan.reads.portions(portion_rows))
+            assert len(portions) <= -(-plan.n_rows // portion_rows)
+            for portion in portions:
+                assert portion.counts.sum() == len(portion.places) < portion_rows + case.block_rows.max()
+            for whole, parts in zip(plan.reads, zip(*portions, strict=True), strict=True):
+                assert np.concatenate(parts).tolist() == whole.tolist()
         assert sum(plan.n_rows for plan in plans) == len(sampler)
         assert len(plans) == sampler.pools_per_epoch
         assert max([plan.n_rows for plan in plans], default=0) == sampler.max_pool_rows
@@ -85,23 +93,15 @@ def test_every_block_is_read_once_per_epoch_except_at_the_borders_of_pools():
 
 
 @pytest.mark.parametrize("weights", [None, (3, 1)])
-def test_epochs_and_seeds_differ_and_repeat(weights):
-    def order(seed: int, epoch: int) -> list[int]:
+def test_each_seed_and_each_epoch_has_pools_of_other_rows(weights):
+    def pools(seed: int, epoch: int) -> tuple[frozenset[int], ...]:
         rows = np.full(16, 8)
         if weights:
             rows = Mixture(Groups(("a", "b"), weights, np.arange(128) // 64, True), rows, 16, seed)
-        sampler = BlockSampler(rows, 16, pool_batches=2, seed=seed)
-        sampler.set_epoch(epoch)
-        return list(sampler)
+        sampler = BlockSampler(rows, 16, pool_batches=1, seed=seed)
+        return tuple(frozenset(plan.row_ids.tolist()) for plan in sampler.pools(epoch))
 
-    assert order(0, 0) == order(0, 0)
-    assert len({tuple(order(seed, epoch)) for seed in range(3) for epoch in range(3)}) == 9
-
-
-def test_the_blocks_come_in_another_order_in_each_epoch():
-    sampler = BlockSampler(np.full(20, 8), 8, pool_batches=1)
-    blocks = {tuple(plan.row_ids.min() // 8 for plan in sampler.pools(epoch)) for epoch in range(3)}
-    assert len(blocks) == 3
+    assert len({pools(seed, epoch) for seed in (0, 0, 1, 2) for epoch in (0, 0, 1, 2)}) == 9
 
 
 def test_the_order_of_a_seed_and_its_names_in_checkpoints_never_change():
@@ -144,17 +144,13 @@ def test_is_a_distributed_sampler_for_a_plain_dataloader():
     assert sorted(rows) == list(range(32))
 
 
-@pytest.mark.parametrize(
-    ("shard", "message"),
-    [
+def test_numbers_that_do_not_fit():
+    for shard, message in (
         (Shard(0, 2, 3), "8 rows, 3 canonical ranks, 2 ranks"),
         (Shard(0, 1, 3), "4 rows, 3 canonical ranks, 1 ranks"),
-        (Shard(2, 2), "Invalid rank"),
-    ],
-)
-def test_numbers_that_do_not_fit(shard, message):
-    with pytest.raises(ValueError, match=message):
-        BlockSampler(np.full(8, 4), 4, shard=shard)
+    ):
+        with pytest.raises(ValueError, match=message):
+            BlockSampler(np.full(8, 4), 4, shard=shard)
 
 
 def test_memory_for_a_billion_rows_in_ten_million_blocks_on_a_thousand_ranks():

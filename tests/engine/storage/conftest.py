@@ -2,12 +2,18 @@
 
 import math
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import h5py
+import numpy as np
 import pytest
 
 from fastgpu.storage import store as module
 from fastgpu.storage.file import OpenFile
 from fastgpu.storage.store import HDF5Dataset, open_store
+
+FIELDS = {"images": "images", "labels": "labels"}
 
 
 @pytest.fixture
@@ -16,7 +22,17 @@ def store(write) -> Callable[..., HDF5Dataset]:
     return lambda *sizes, **options: open_store("data.train", write(*sizes, **options), FIELDS)
 
 
-FIELDS = {"images": "images", "labels": "labels"}
+@pytest.fixture
+def open_x(tmp_path: Path) -> Callable[..., HDF5Dataset]:
+    """open_x(values, ...) is a file with one dataset `x`, opened. chunk: its rows. options: those of h5py."""
+
+    def open_file(values: np.ndarray, chunk: int | None = 8, **options: Any) -> HDF5Dataset:
+        chunks = (chunk, *values.shape[1:]) if chunk else None
+        with h5py.File(tmp_path / "x.h5", "w") as file:
+            file.create_dataset("x", data=values, **{"chunks": chunks} | options)
+        return open_store("data.train", str(tmp_path / "x.h5"), {"x": "x"})
+
+    return open_file
 
 
 @pytest.fixture

@@ -10,25 +10,22 @@ from fastgpu.storage import store as store_module
 from fastgpu.storage.store import open_store
 
 FIELDS = {"items": "items", "number": "number"}
+LAYOUTS = {
+    "one piece": {},
+    "chunks": {"chunks": (7,)},
+    "gzip": {"chunks": (64,), "compression": "gzip", "shuffle": True},
+    "<u8": {"dtype": "<u8"},
+    ">i4": {"dtype": ">i4"},
+    "<i2": {"dtype": "<i2", "chunks": (7,)},
+}
 
 
 @pytest.mark.usefixtures("either_cached_or_not")
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"chunks": (7,)},
-        {"chunks": (64,), "compression": "gzip", "shuffle": True},
-        {"dtype": "<u8"},
-        {"dtype": ">i4"},
-        {"dtype": "<i2", "chunks": (7,)},
-    ],
-    ids=["one piece", "chunks", "gzip", "<u8", ">i4", "<i2"],
-)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("min_blocks", [1, 30])
-def test_ragged_rows_are_read_from_any_layout_as_int32(write_ragged, monkeypatch, options, min_blocks):
+def test_ragged_rows_are_read_from_any_layout_as_int32(write_ragged, monkeypatch, layout, min_blocks):
     monkeypatch.setattr(store_module, "MIN_BLOCKS", min_blocks)
-    store = open_store("data.train", write_ragged(101, **options), FIELDS)
+    store = open_store("data.train", write_ragged(101, **LAYOUTS[layout]), FIELDS)
     mean_values = sum(n * 7 % 5 for n in range(101)) / 101
     assert store.fields["items"] == Field(np.dtype("i4"), (), mean_values, ITEMS)
     assert len(store.block_rows) >= min_blocks
@@ -37,37 +34,43 @@ def test_ragged_rows_are_read_from_any_layout_as_int32(write_ragged, monkeypatch
     assert is_ragged(rows["items"], range(101))
 
 
+@pytest.mark.parametrize("long_row_bytes", [0, 1 << 20], ids=["row by row", "by indices"])
+def test_values_beside_the_items_values_of_other_types_and_with_a_shape(write_ragged, monkeypatch, long_row_bytes):
+    monkeypatch.setattr("fastgpu.storage.columns.LONG_ROW_BYTES", long_row_bytes)
+    monkeypatch.setattr(store_module, "MIN_BLOCKS", 1)  # several rows in a block
+    path = write_ragged(30)
+    with h5py.File(path, "a") as file:
+        items = file["items/indices"][:]
+        file["items/data"] = items / 8
+        file["words/indptr"] = file["boxes/indptr"] = file["items/indptr"][:]
+        file["words/values"] = items.astype("u2")
+        boxes = np.outer(items, np.arange(4)).astype("f4")
+        file.create_dataset("boxes/values", data=boxes, chunks=(7, 4))
+    names = {"items": "items", "weights": "items/data", "words": "words", "boxes": "boxes"}
+    store = open_store("data.train", path, names)
+    assert [*map(str, store.fields.values())] == [
+        f"int32 (N, any number) below {ITEMS}",
+        "float64 (N, any number)",
+        "uint16 (N, any number)",
+        "float32 (N, any number, 4)",
+    ]
+    rows = read_scattered(store)
+    assert is_ragged(rows["items"], range(30))
+    for name, values in (("weights", items / 8), ("words", items), ("boxes", boxes)):
+        np.testing.assert_array_equal(rows[name].offsets, rows["items"].offsets)
+        np.testing.assert_array_equal(rows[name].values, values)
+
+
 def test_values_of_a_matrix_that_are_not_read_are_told(write_ragged, capsys):
     path = write_ragged(40)
-    for value, fields, told in (
-        (1, FIELDS, ""),
-        (2, FIELDS, "items/data has values other than 1, which are not read"),
-        (2, FIELDS | {"weights": "items/data"}, ""),
-    ):
+    for value, fields, is_told in ((1, FIELDS, False), (2, FIELDS, True), (2, FIELDS | {"data": "items/data"}, False)):
         with h5py.File(path, "a") as file:
             data = file.require_dataset("items/data", file["items/indices"].shape, "f8")
             data[:] = 1
             data[-1] = value
         open_store("data.train", path, fields)
         printed = capsys.readouterr().out
-        assert told in printed
-        assert bool(printed) == bool(told)
-
-
-def test_values_that_belong_to_the_items_and_other_ragged_values(write_ragged):
-    path = write_ragged(30)
-    with h5py.File(path, "a") as file:
-        file["items/data"] = file["items/indices"][:] / 8
-        file["words/indptr"] = file["items/indptr"][:]
-        file["words/values"] = file["items/indices"][:].astype("u2")
-    store = open_store("data.train", path, {"items": "items", "weights": "items/data", "words": "words"})
-    assert [field.n_items for field in store.fields.values()] == [ITEMS, None, None]
-    assert [str(field.dtype) for field in store.fields.values()] == ["int32", "float64", "uint16"]
-    rows = read_scattered(store)
-    assert is_ragged(rows["items"], range(30))
-    np.testing.assert_array_equal(rows["weights"].offsets, rows["items"].offsets)
-    np.testing.assert_array_equal(rows["weights"].values, rows["items"].values / 8)
-    np.testing.assert_array_equal(rows["words"].values, rows["items"].values)
+        assert ("items/data has values other than 1, which are not read" in printed) == bool(printed) == is_told
 
 
 def test_rows_without_any_value_are_rows(write_ragged):
@@ -83,27 +86,11 @@ def test_rows_without_any_value_are_rows(write_ragged):
 
 @pytest.mark.usefixtures("either_cached_or_not")
 @pytest.mark.parametrize("wrong", [ITEMS, -1])
-@pytest.mark.parametrize("options", [{}, {"chunks": (16,), "compression": "gzip"}], ids=["plain", "gzip"])
-def test_an_item_number_out_of_range_stops_the_run_before_it_reaches_the_device(write_ragged, wrong, options):
-    path = write_ragged(50, **options)
+@pytest.mark.parametrize("layout", ["one piece", "gzip"])
+def test_an_item_number_out_of_range_stops_the_run_before_it_reaches_the_device(write_ragged, wrong, layout):
+    path = write_ragged(50, **LAYOUTS[layout])
     with h5py.File(path, "a") as file:
         file["items/indices"][17] = wrong
     store = open_store("data.train", path, FIELDS)
     with pytest.raises(RankError, match=f"ragged.h5: items: item numbers .*{wrong}.* are not in 0 to 999"):
         read_scattered(store)
-
-
-@pytest.mark.parametrize("long_row_bytes", [0, 1 << 20], ids=["row by row", "by indices"])
-def test_ragged_values_may_have_a_shape(tmp_path, monkeypatch, long_row_bytes):
-    monkeypatch.setattr("fastgpu.storage.columns.LONG_ROW_BYTES", long_row_bytes)
-    monkeypatch.setattr(store_module, "MIN_BLOCKS", 1)  # several rows in a block
-    boxes = np.arange(200 * 4, dtype=np.float32).reshape(-1, 4)
-    lengths = np.arange(40) % 11
-    with h5py.File(tmp_path / "x.h5", "w") as file:
-        file["boxes/indptr"] = np.cumsum([0, *lengths])
-        file.create_dataset("boxes/values", data=boxes[: lengths.sum()], chunks=(7, 4))
-    store = open_store("data.train", str(tmp_path / "x.h5"), {"boxes": "boxes"})
-    assert str(store.fields["boxes"]) == "float32 (N, any number, 4)"
-    rows = read_scattered(store)["boxes"]
-    np.testing.assert_array_equal(rows.values, boxes[: lengths.sum()])
-    np.testing.assert_array_equal(np.diff(rows.offsets), lengths)

@@ -14,22 +14,22 @@ from scattered import jobs_of, read_by_jobs, read_scattered
 from fastgpu.process.launch import RankError
 from fastgpu.storage import store as store_module
 from fastgpu.storage.file import OpenFile
+from fastgpu.storage.store import HDF5Dataset
 
 BIG = (1, 96, 96)  # 9 KiB: rows that the kernel scatters
+NO_CACHE_TOLD = [
+    0,  # the file ends here
+    BlockingIOError(errno.EAGAIN, "would wait for the disk"),
+    OSError(errno.EOPNOTSUPP, "not supported"),  # as file systems on a network
+]
 
 
-@pytest.mark.parametrize(
-    ("answer", "is_cached"),
-    [
-        (1, True),
-        (0, False),  # the file ends here
-        (BlockingIOError(errno.EAGAIN, "would wait for the disk"), False),
-        (OSError(errno.EOPNOTSUPP, "not supported"), False),  # as file systems on a network
-    ],
-)
-def test_rows_are_copied_out_of_the_mapping_where_the_kernel_says_that_they_are_cached(
-    store, monkeypatch, answer, is_cached
-):
+def rows_are_right(store: HDF5Dataset) -> bool:
+    return numbers_of(read_scattered(store)["images"]) == list(range(len(store)))
+
+
+@pytest.mark.parametrize("answer", [1, *NO_CACHE_TOLD], ids=str)
+def test_rows_are_copied_out_of_the_mapping_where_the_kernel_says_that_they_are_cached(store, monkeypatch, answer):
     real = os.preadv
     asked_offsets, read_offsets = [], []
 
@@ -46,8 +46,8 @@ def test_rows_are_copied_out_of_the_mapping_where_the_kernel_says_that_they_are_
     monkeypatch.setattr(os, "RWF_NOWAIT", 8, raising=False)
     monkeypatch.setattr(os, "preadv", preadv)
     for _ in range(20):
-        assert numbers_of(read_scattered(opened)["images"]) == list(range(40))
-    assert bool(read_offsets) != is_cached
+        assert rows_are_right(opened)
+    assert bool(read_offsets) == (answer in NO_CACHE_TOLD)
     assert len(set(asked_offsets)) > 60  # another byte each time, because the answer keeps its page in memory
 
 
@@ -79,7 +79,7 @@ def test_a_file_that_the_memory_cannot_hold_is_read_around_the_page_cache(store,
     monkeypatch.setattr(os, "preadv", preadv)
     monkeypatch.setattr(os, "posix_fadvise", lambda *_: pytest.fail("asked for bytes in the page cache"))
     monkeypatch.setattr(OpenFile, "mapped", property(lambda _: pytest.fail("mapped the file")))
-    assert numbers_of(read_scattered(opened)["images"]) == list(range(100))
+    assert rows_are_right(opened)
 
 
 def test_a_file_system_without_direct_reads_is_read_as_usual(store, monkeypatch):
@@ -94,7 +94,7 @@ def test_a_file_system_without_direct_reads_is_read_as_usual(store, monkeypatch)
     monkeypatch.setattr(store_module, "AROUND_PAGE_CACHE", 0.0)
     opened = store(40, BIG)
     assert not opened.file.is_direct
-    assert numbers_of(read_scattered(opened)["images"]) == list(range(40))
+    assert rows_are_right(opened)
 
 
 # ---------------------------------------------------------------------------------------------- system calls
@@ -130,16 +130,10 @@ def test_short_reads_are_continued(store, monkeypatch, options):
         return real(descriptor, [buffers[0][: max(1, len(buffers[0]) // 3)]], offset)
 
     monkeypatch.setattr(os, "preadv", read_a_third)
-    assert numbers_of(read_scattered(opened)["images"]) == list(range(40))
+    assert rows_are_right(opened)
 
 
 # ---------------------------------------------------------------------------------------------- changed files
-
-
-def test_bytes_behind_the_end_of_a_file_are_an_error(tmp_path):
-    (tmp_path / "x.bin").write_bytes(bytes(100))
-    with pytest.raises(RankError, match="x.bin ends at byte 100: it was cut while in use; restore the file"):
-        OpenFile(f"{tmp_path}/x.bin").read(90, 20)
 
 
 def cut(path: str) -> None:
@@ -166,27 +160,30 @@ def test_a_file_changed_while_in_use_is_an_error(store, options, change):
         read_scattered(opened)
 
 
-@pytest.mark.usefixtures("all_cached")
-@pytest.mark.parametrize("change", [cut, grow])
-def test_a_file_changed_after_its_rows_were_found_in_memory_is_an_error(store, change):
-    opened = store(40, BIG)
-    (job,), _ = jobs_of(opened, np.arange(8), 8)
-    change(opened.file.path)
-    with pytest.raises(RankError, match="was changed while in use"):
-        job()
-
-
 @pytest.mark.parametrize("cached", ["all_cached", "nothing_cached"])
-def test_a_file_changed_while_a_part_of_it_is_read_is_an_error(store, request, monkeypatch, cached):
+@pytest.mark.parametrize("change", [cut, grow])
+@pytest.mark.parametrize("n_checks_before", [0, 1])
+def test_a_file_changed_before_or_during_a_job_is_an_error(
+    store, request, monkeypatch, cached, change, n_checks_before
+):
     opened = store(40, BIG)
     request.getfixturevalue(cached)
-    real = OpenFile.check_unchanged
-
-    def check_and_grow(file: OpenFile) -> None:
-        real(file)
-        grow(file.path)
-
     (job,), _ = jobs_of(opened, np.arange(8), 8)
-    monkeypatch.setattr(OpenFile, "check_unchanged", check_and_grow)
+    real = OpenFile.check_unchanged
+    checks = []
+
+    def check(file: OpenFile) -> None:
+        if len(checks) == n_checks_before:
+            change(file.path)
+        checks.append(file)
+        real(file)
+
+    monkeypatch.setattr(OpenFile, "check_unchanged", check)
     with pytest.raises(RankError, match="was changed while in use"):
         job()
+
+
+def test_bytes_behind_the_end_of_a_file_are_an_error(tmp_path):
+    (tmp_path / "x.bin").write_bytes(bytes(100))
+    with pytest.raises(RankError, match="x.bin ends at byte 100: it was cut while in use; restore the file"):
+        OpenFile(f"{tmp_path}/x.bin").read(90, 20)

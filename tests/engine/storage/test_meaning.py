@@ -1,10 +1,17 @@
 import re
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
 
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.storage.meaning import check_meaning
+
+
+def described(name: str, attributes: Mapping[str, Sequence[object]]) -> ArrayDataset:
+    """Rows with these attributes."""
+    return ArrayDataset(name, {"x": np.zeros((2, 3), np.uint8)}, attributes)
+
 
 IDS = np.array([7, 3, 9])
 SHORTER, EXACT = ({"preprocessing": f'{{"size": [8, 8], "resize": "{resize}"}}'} for resize in ("shorter", "exact"))
@@ -27,11 +34,7 @@ SHORTER, EXACT = ({"preprocessing": f'{{"size": [8, 8], "resize": "{resize}"}}'}
     ],
 )
 def test_rows_that_may_mean_something_else_are_told(ours, theirs, told, capsys):
-    sources = [
-        ArrayDataset(name, {"x": np.zeros((2, 3), np.uint8)}, attributes)
-        for name, attributes in (("a", ours), ("b", theirs))
-    ]
-    check_meaning("data.val", *sources)
+    check_meaning("data.val", described("a", ours), described("b", theirs))
     printed = capsys.readouterr().out
     assert re.search(told, printed)
     assert bool(printed) == bool(told)

@@ -1,5 +1,6 @@
 import shutil
 import tracemalloc
+from typing import Any
 
 import h5py
 import numpy as np
@@ -23,9 +24,8 @@ def test_a_path_names_files_and_a_group(write, tmp_path):
 
 
 def test_several_files_are_one(write, tmp_path):
-    for number, (rows, start) in enumerate([(20, 0), (13, 20), (7, 33)]):
-        write(rows, name=f"part-{number}.h5", start=start)
-    paths = [str(tmp_path / f"part-{number}.h5") for number in range(3)]
+    parts = [(20, 0), (13, 20), (7, 33)]
+    paths = [write(rows, name=f"part-{number}.h5", start=start) for number, (rows, start) in enumerate(parts)]
     for names in (paths, str(tmp_path / "part-*.h5")):
         store = open_store("data.train", names, FIELDS)
         assert store.name == f"{paths[0]} and 2 more"
@@ -37,23 +37,21 @@ def test_several_files_are_one(write, tmp_path):
 @pytest.mark.parametrize("compression", [None, "gzip"])
 def test_the_digest_of_rows_is_that_of_their_copy_and_of_no_others(write, tmp_path, compression):
     path = write(40, compression=compression)
-    copy = str(tmp_path / "copy.h5")
 
-    def digest_of_copy(field: str, row: int) -> str:
+    def digest_of_copy(field: str, row: int, change: int = 1) -> str:
         """That of a copy with another value in this row."""
-        shutil.copyfile(path, copy)
+        copy = shutil.copyfile(path, tmp_path / "copy.h5")
         with h5py.File(copy, "r+") as file:
-            file[field][row] += 1
-        return open_store("data.train", copy, FIELDS).digest
+            file[field][row] += change
+        return open_store("data.train", str(copy), FIELDS).digest
 
     digest = open_store("data.train", path, FIELDS).digest
-    assert open_store("data.train", str(shutil.copyfile(path, copy)), FIELDS).digest == digest
+    assert digest_of_copy("labels", 3, change=0) == digest
     for field, row in (("labels", 3), ("images", 0), ("images", 13), ("images", 39)):
         assert digest_of_copy(field, row) != digest
     with h5py.File(path, "r+") as file:  # checksums tell rows apart that are not read
         file[f"{DIGESTS}/images"] = np.zeros((5, 32), np.uint8)
-    digest = open_store("data.train", path, FIELDS).digest
-    assert digest_of_copy(f"{DIGESTS}/images", 4) != digest
+    assert digest_of_copy(f"{DIGESTS}/images", 4) != digest_of_copy("labels", 3, change=0)
 
 
 def test_only_small_fields_are_in_memory_and_others_have_chunks_and_names_of_their_own(tmp_path, monkeypatch):
@@ -80,7 +78,7 @@ def test_rows_of_a_pool_are_read_by_jobs_in_any_order(write, request, cached, op
     store = open_store("data.train", paths, FIELDS)
     request.getfixturevalue(cached)
     order = np.random.default_rng(0).permutation(40 * n_files)
-    rows = read_by_jobs(store, order, 13)
+    rows = read_by_jobs(store, order)
     assert numbers_of(rows["images"]) == order.tolist()
     assert rows["labels"].tolist() == (order % 4).tolist()
 
@@ -94,18 +92,16 @@ def test_rows_in_the_page_cache_are_read_however_they_lie_and_without_all_the_ot
         file["at odd bytes"] = values
         assert file["at odd bytes"].id.get_offset() % 4
         file["big endian"] = values.astype(">f4")
-        parts = [
+        for part in ("in turns with others", "others"):
             file.create_dataset(part, values.shape, "f4", chunks=(256, 512))
-            for part in ("in turns with others", "others")
-        ]
         for start in range(0, len(values), 256):
-            for part in parts:
-                part[start : start + 256] = values[start : start + 256]
+            for part in ("in turns with others", "others"):
+                file[part][start : start + 256] = values[start : start + 256]
                 file.flush()
     store = open_store("data.train", str(tmp_path / "x.h5"), {"x": name})
     order = np.random.default_rng(0).permutation(len(values))[:100]
     tracemalloc.start()
-    rows = read_by_jobs(store, order, 13)
+    rows = read_by_jobs(store, order)
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     np.testing.assert_array_equal(rows["x"], values[order])
@@ -115,28 +111,24 @@ def test_rows_in_the_page_cache_are_read_however_they_lie_and_without_all_the_ot
 # ---------------------------------------------------------------------------------------------- statistics
 
 
-def open_with(write, *attributes):
-    """Files of 30, 60, ... numbered rows with these attributes, opened as one."""
-    paths = []
-    for number, own in enumerate(attributes):
-        paths.append(write(30 * (number + 1), name=f"{number}.h5", start=30 * number))
-        with h5py.File(paths[-1], "a") as file:
-            file.attrs.update(own)
-    return open_store("data.train", paths, FIELDS)
+def test_mean_and_std_are_those_of_the_rows_of_all_files_and_a_file_without_them_is_told(write, capsys):
+    def found(*attributes: dict[str, Any]) -> dict[str, Any]:
+        """The attributes of files of 30, 60, ... rows with these attributes."""
+        paths = []
+        for number, own in enumerate(attributes, 1):
+            paths.append(write(30 * number, name=f"{number}.h5"))
+            with h5py.File(paths[-1], "a") as file:
+                file.attrs.update(own)
+        return open_store("data.train", paths, FIELDS).attributes
 
-
-def test_mean_and_std_are_those_of_the_rows_of_all_files(write):
     rng = np.random.default_rng(0)
     parts = [rng.normal(center, spread, (3, n)) for center, spread, n in ((227, 16, 3000), (14, 5, 6000))]
-    store = open_with(write, *({"mean": part.mean(1), "std": part.std(1)} for part in parts))
     whole = np.concatenate(parts, axis=1)
-    np.testing.assert_allclose(store.attributes["mean"], whole.mean(1))
-    np.testing.assert_allclose(store.attributes["std"], whole.std(1))
-
-
-def test_shards_of_one_conversion_keep_their_mean_and_a_shard_without_one_is_told(write, capsys):
+    both = found(*({"mean": part.mean(1), "std": part.std(1)} for part in parts))
+    np.testing.assert_allclose(both["mean"], whole.mean(1))
+    np.testing.assert_allclose(both["std"], whole.std(1))
     same = {"mean": [0.1234567], "std": [0.3]}
-    assert open_with(write, same, same).attributes["mean"] == same["mean"]
+    assert found(same, same)["mean"] == same["mean"]  # exactly: shards of one conversion
     assert capsys.readouterr().out == ""
-    assert open_with(write, same, {}).attributes["mean"] == same["mean"]
+    assert found(same, {})["mean"] == same["mean"]
     assert "warning: 1 of 2 files have attributes mean and std; those of " in capsys.readouterr().out
