@@ -319,6 +319,12 @@ def convert(*arguments: str | Path, cwd: Path = ROOT) -> subprocess.CompletedPro
     return run_to_end([sys.executable, str(ROOT / "convert.py"), *map(str, arguments)], cwd)
 
 
+def start_python(code: str, *arguments: str | Path) -> subprocess.Popen[str]:
+    """Start these lines of Python in the folder of the project."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
 def train_command(*arguments: str, ranks: int = 1, root: Path = ROOT) -> list[str]:
     """`python train.py`, or torchrun with so many ranks."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []

@@ -1,11 +1,9 @@
 import os
 import signal
 import socket
-import subprocess
-import sys
 
 import pytest
-from harness import ROOT
+from harness import start_python
 
 from fastgpu.process.files import FolderLock
 from fastgpu.process.launch import UserError
@@ -22,12 +20,11 @@ time.sleep(600)
 
 
 def test_a_second_process_is_refused_and_a_child_does_not_keep_the_lock_of_a_dead_one(tmp_path):
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLD, tmp_path], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    ) as holder:
+    with start_python(HOLD, tmp_path) as holder:
         child = int(holder.stdout.readline())
+        who = f"{tmp_path} is in use by process {holder.pid} on {socket.gethostname()} since 2"
         try:
-            with pytest.raises(UserError) as error:
+            with pytest.raises(UserError, match=who):
                 FolderLock(tmp_path)
             holder.kill()
             holder.wait()
@@ -35,4 +32,3 @@ def test_a_second_process_is_refused_and_a_child_does_not_keep_the_lock_of_a_dea
         finally:
             holder.kill()
             os.kill(child, signal.SIGKILL)  # which has lived until here
-    assert f"{tmp_path} is in use by process {holder.pid} on {socket.gethostname()} since 2" in str(error.value)

@@ -1,10 +1,8 @@
-import subprocess
-import sys
 from signal import SIGINT, SIGTERM, SIGUSR2
 
 import psutil
 import pytest
-from harness import ROOT, TIMEOUT_S
+from harness import TIMEOUT_S, start_python
 
 HEAD = """
 import os, time
@@ -32,21 +30,16 @@ with exit_with_message():
 """
 
 
-def start(code: str) -> subprocess.Popen:
-    """A process with these lines of Python."""
-    return subprocess.Popen([sys.executable, "-c", HEAD + code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-
-
 @pytest.mark.parametrize("number", [int(SIGTERM), int(SIGINT), int(SIGUSR2)])
 def test_a_signal_asks_for_a_stop_and_one_that_comes_again_later_ends_the_process(number):
-    with start(AGAIN.format(number=number)) as process:
+    with start_python(HEAD + AGAIN.format(number=number)) as process:
         output, _ = process.communicate(timeout=TIMEOUT_S)
     assert (process.returncode, output) == (-number, f"True {number}\n")
 
 
 @pytest.mark.skipif(not psutil.LINUX, reason="a call of Linux")
 def test_an_orphan_ends_whatever_it_is_doing():
-    with start(ORPHAN) as launcher:
+    with start_python(HEAD + ORPHAN) as launcher:
         orphan = psutil.Process(int(launcher.stdout.readline()))
         launcher.kill()
         orphan.wait(TIMEOUT_S)
