@@ -22,7 +22,6 @@ from fastgpu.run import checkpoint
 from fastgpu.run import run as run_module
 from fastgpu.run.run import Run, lock_folder
 from fastgpu.storage.arrays import ArrayDataset
-from fastgpu.telemetry import TensorBoard
 from fastgpu.training.average import AveragedModel
 
 
@@ -87,19 +86,6 @@ def test_what_a_killed_process_left_is_removed_with_the_lock(tmp_path):
         (tmp_path / "a/checkpoints" / name).mkdir(parents=True)
     locked(tmp_path, "a")
     assert [path.name for path in (tmp_path / "a/checkpoints").iterdir()] == ["copy-of-last"]
-
-
-@pytest.mark.parametrize("content", [b"", b"- a list", b"\xff\xfe", b"a: &a [*a]", b"[" * 5000, b"5"])
-def test_files_that_only_describe_a_run_never_stop_it(tmp_path, model, content):
-    for epoch in range(2):  # a new run, and one that is resumed
-        (tmp_path / "a").mkdir(exist_ok=True)
-        for name in ("config.yaml", "run.json", "metrics.jsonl"):
-            (tmp_path / "a" / name).write_bytes(content)
-        with started_run(tmp_path, model, resume="auto") as run, TensorBoard(run, ALONE) as log:
-            assert run.progress.epoch == epoch
-            train_epoch(run)
-            log.write(1, {"val/x": 1.0})
-            assert run.finish() == 0
 
 
 FULL = Mock(side_effect=OSError(28, "No space left on device"))
