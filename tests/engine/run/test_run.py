@@ -25,11 +25,6 @@ from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.training.average import AveragedModel
 
 
-@pytest.fixture
-def model() -> nn.Module:
-    return nn.Linear(2, 2)
-
-
 def checkpoints(run: Path, kind: str = "") -> list[str]:
     return sorted(path.name for path in run.glob(f"checkpoints/{kind}*"))
 
@@ -91,12 +86,10 @@ def test_what_a_killed_process_left_is_removed_with_the_lock(tmp_path):
 FULL = Mock(side_effect=OSError(28, "No space left on device"))
 
 
-def test_a_disk_that_refuses_the_description_does_not_stop_the_run_and_leaves_no_part_of_it(
-    tmp_path, model, monkeypatch, capsys
-):
+def test_a_disk_that_refuses_the_description_stops_nothing_and_has_no_part_of_it(tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setattr(files, "flush", FULL)
-        run = Run(parts_of(tmp_path, model), ALONE)
+        run = started_run(tmp_path)
     printed = capsys.readouterr().out
     for name in ("run.json", "config.yaml"):
         assert re.search(f"warning: cannot write .*/a/{name} .*; training goes on", printed)
@@ -108,9 +101,10 @@ def test_a_disk_that_refuses_the_description_does_not_stop_the_run_and_leaves_no
 # ---------------------------------------------------------------------------------------------- checkpoints
 
 
-def test_a_run_is_saved_after_each_epoch_and_inside_it_and_continued_where_it_was(tmp_path, model, capsys):
-    with started_run(tmp_path, model, checkpoint_every_steps=3) as run:
+def test_a_run_is_saved_after_each_epoch_and_inside_it_and_continued_where_it_was(tmp_path, capsys):
+    with started_run(tmp_path, checkpoint_every_steps=3) as run:
         train_epoch(run, score=2.0)
+        # the best one first: a kill between the two repeats the epoch, and misses no best one
         assert checkpoints(tmp_path / "a") == ["best-000002", "last-000001", "last-000003"]
         assert step_of(tmp_path / "a/checkpoints/last-000001") == 3
         train_epoch(run, score=1.0)
@@ -119,12 +113,13 @@ def test_a_run_is_saved_after_each_epoch_and_inside_it_and_continued_where_it_wa
     description = json.loads((tmp_path / "a/run.json").read_text())
     assert (description["versions"]["template"], description["best"]) == (TEMPLATE_VERSION, ["score", "higher"])
     assert {"command", "started", "gpu", "git_commit"} < description.keys()
-    with started_run(tmp_path, nn.Linear(2, 2), resume="auto") as run:
+    with started_run(tmp_path, resume="auto") as run:
         assert run.progress == checkpoint.Progress(2, 0, 0, 8, 2.0, 1, run.progress.metric)
 
 
-def test_what_has_a_state_is_saved_and_comes_back_and_the_weights_are_saved_once(tmp_path, model):
+def test_what_has_a_state_is_saved_and_comes_back_and_the_weights_are_saved_once(tmp_path):
     """Such as a second optimizer and its scheduler."""
+    model = nn.Linear(2, 2)
     for epoch in range(2):
         parts = parts_of(tmp_path, model, resume="auto")
         second = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -144,9 +139,9 @@ def test_what_has_a_state_is_saved_and_comes_back_and_the_weights_are_saved_once
     ("direction", "scores", "epochs"),
     [("higher", [nan, 3, 1, nan, 4, 2, 4], [0, 2, 2, 2, 5, 5, 5]), ("lower", [inf, 1, 2, nan, 0.5], [0, 2, 2, 2, 5])],
 )
-def test_the_best_checkpoint_is_kept_by_the_value_of_the_metric(tmp_path, model, direction, scores, epochs):
+def test_the_best_checkpoint_is_kept_by_the_value_of_the_metric(tmp_path, direction, scores, epochs):
     kept = []
-    with started_run(tmp_path, model, best=("score", direction)) as run:
+    with started_run(tmp_path, best=("score", direction)) as run:
         for score in scores:
             train_epoch(run, score=score)
             kept.append(run.progress.best_epoch)
@@ -155,41 +150,32 @@ def test_the_best_checkpoint_is_kept_by_the_value_of_the_metric(tmp_path, model,
     assert kept == epochs
 
 
-def test_a_resumed_run_may_choose_another_metric_and_one_that_does_not_exist_is_told(tmp_path, model, capsys):
-    with started_run(tmp_path, model) as run:
+def test_a_resumed_run_may_choose_another_metric_and_one_that_does_not_exist_is_told(tmp_path, capsys):
+    with started_run(tmp_path) as run:
         train_epoch(run, score=1000.0, loss=0.5)
-    with started_run(tmp_path, model, best=("loss", "lower"), resume="auto") as run:
+    with started_run(tmp_path, best=("loss", "lower"), resume="auto") as run:
         train_epoch(run, score=0.0, loss=0.6)
         assert run.progress.best == 0.6
         run._card["val_rows"] = "other rows"  # to validate on
         train_epoch(run, score=0.0, loss=0.7)
         assert run.progress.best == 0.7
-    with started_run(tmp_path, model, best=("recall", "higher"), resume="auto") as run:
+    with started_run(tmp_path, best=("recall", "higher"), resume="auto") as run:
         train_epoch(run)
     assert "`best` of the workload is recall, but `metrics` gives val/score, val/loss" in capsys.readouterr().out
     assert [step_of(newest(tmp_path / "a", kind)) for kind in ("best", "last")] == [12, 16]
 
 
-def test_the_newest_run_is_not_taken_for_one_of_other_rows(tmp_path, model):
-    with started_run(tmp_path, model) as run:
+def test_the_newest_run_is_not_taken_for_one_of_other_rows(tmp_path):
+    with started_run(tmp_path) as run:
         train_epoch(run)
-    parts = parts_of(tmp_path, model, name="auto", resume="auto")
+    parts = parts_of(tmp_path, name="auto", resume="auto")
     parts.train_rows = ArrayDataset("others", {"x": np.ones((9, 100), np.uint8)})
     with pytest.raises(UserError, match="run.name: the newest run, .*/a, has other rows; name the one to resume"):
         Run(parts, ALONE)
 
 
-def test_a_kill_between_two_checkpoints_loses_no_best_one(tmp_path, model, monkeypatch):
-    save = Mock(side_effect=[True, KeyboardInterrupt])  # of the best one, and of the last one
-    real = checkpoint.save
-    monkeypatch.setattr(checkpoint, "save", lambda *arguments, **options: save() and real(*arguments, **options))
-    with started_run(tmp_path, model) as run, pytest.raises(KeyboardInterrupt):
-        train_epoch(run)
-    assert checkpoints(tmp_path / "a") == ["best-000001"]
-
-
-def test_a_run_whose_last_checkpoint_is_not_on_disk_ends_with_an_error(tmp_path, model, monkeypatch, capsys):
-    with started_run(tmp_path, model) as run:
+def test_a_run_whose_last_checkpoint_is_not_on_disk_ends_with_an_error(tmp_path, monkeypatch, capsys):
+    with started_run(tmp_path) as run:
         monkeypatch.setattr(torch, "save", FULL)
         train_epoch(run)
         with pytest.raises(UserError, match="last checkpoint is not in .*/a: make room, and resume the run"):
@@ -236,8 +222,8 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("how", LOSSES)
-def test_a_run_that_lost_its_lock_writes_no_more(tmp_path, model, how):
-    with started_run(tmp_path, model) as run:
+def test_a_run_that_lost_its_lock_writes_no_more(tmp_path, how):
+    with started_run(tmp_path) as run:
         train_epoch(run)
         LOSSES[how](run.folder)
         saved = sorted(tmp_path.rglob("*-0*"))
@@ -246,12 +232,12 @@ def test_a_run_that_lost_its_lock_writes_no_more(tmp_path, model, how):
     assert sorted(tmp_path.rglob("*-0*")) == saved
 
 
-def test_a_folder_in_which_another_process_began_meanwhile_is_left_alone(tmp_path, model, monkeypatch):
+def test_a_folder_in_which_another_process_began_meanwhile_is_left_alone(tmp_path, monkeypatch):
     def wait_for_the_other(path: Path):
         (path / "checkpoints/last-000001").mkdir(parents=True)
         return FolderLock(path)
 
     monkeypatch.setattr(run_module, "FolderLock", wait_for_the_other)
-    with pytest.raises(UserError, match=r"run.name: .*/a holds a run"), started_run(tmp_path, model):
+    with pytest.raises(UserError, match=r"run.name: .*/a holds a run"), started_run(tmp_path):
         pass
     assert not (tmp_path / "a/config.yaml").exists()
