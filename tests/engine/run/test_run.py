@@ -2,6 +2,8 @@ import json
 import os
 import re
 import shutil
+import signal
+import socket
 from math import inf, nan
 from pathlib import Path
 from unittest.mock import Mock
@@ -9,7 +11,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from harness import ALONE, in_world, newest, step_of
+from harness import ALONE, in_world, newest, start_python, step_of
 from short_run import STEPS_PER_EPOCH, parts_of, started_run, train_epoch
 from torch import nn
 
@@ -25,8 +27,8 @@ from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.training.average import AveragedModel
 
 
-def checkpoints(run: Path, kind: str = "") -> list[str]:
-    return sorted(path.name for path in run.glob(f"checkpoints/{kind}*"))
+def checkpoints(run: Path) -> list[str]:
+    return sorted(path.name for path in run.glob("checkpoints/*"))
 
 
 # ---------------------------------------------------------------------------------------------- which folder it is
@@ -209,6 +211,31 @@ def test_what_became_nan_on_any_rank_is_not_saved_and_a_mask_may_be_infinite(tmp
 
 
 # ---------------------------------------------------------------------------------------------- one writer
+
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from fastgpu.process.files import FolderLock
+lock = FolderLock(Path(sys.argv[1]))
+if child := os.fork():
+    print(child, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_second_process_is_refused_and_a_child_does_not_keep_the_lock_of_a_dead_one(tmp_path):
+    with start_python(HOLD, tmp_path) as holder:
+        child = int(holder.stdout.readline())
+        who = f"{tmp_path} is in use by process {holder.pid} on {socket.gethostname()} since 2"
+        try:
+            with pytest.raises(UserError, match=who):
+                FolderLock(tmp_path)
+            holder.kill()
+            holder.wait()
+            FolderLock(tmp_path).close()  # the kernel released the lock, at once
+        finally:
+            holder.kill()
+            os.kill(child, signal.SIGKILL)  # which has lived until here
 
 
 LOSSES = {

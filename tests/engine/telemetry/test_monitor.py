@@ -1,8 +1,6 @@
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from queue import SimpleQueue
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -21,15 +19,11 @@ TWO_GPUS = World(0, 2, 2, torch.device("cuda", 0))
 
 
 @pytest.fixture
-def start(monkeypatch) -> Iterator[Callable[[Counters], Monitor]]:
-    """start(counters) -> a Monitor that reads them often and is closed after the test."""
-    with ExitStack() as stack:
-
-        def make(counters: Counters) -> Monitor:
-            monkeypatch.setattr(monitor_module, "gpu_counters", lambda world: counters)
-            return stack.enter_context(Monitor(ALONE, poll_s=0.01))
-
-        yield make
+def counters(monkeypatch) -> Counters:
+    """What a Monitor reads in place of GPUs."""
+    counters: Counters = {}
+    monkeypatch.setattr(monitor_module, "gpu_counters", lambda world: counters)
+    return counters
 
 
 # ---------------------------------------------------------------------------------------------- counters
@@ -93,7 +87,7 @@ def test_a_system_without_disks_is_told_and_never_a_zero(monkeypatch, capsys):
 # ---------------------------------------------------------------------------------------------- the monitor
 
 
-def test_means_between_two_calls_and_minima(start):
+def test_means_between_two_calls_and_minima(counters):
     utils = iter([70, 75])
     powers = iter([200.0, 400.0])
     is_done = threading.Event()
@@ -104,39 +98,40 @@ def test_means_between_two_calls_and_minima(start):
             raise RuntimeError("no more")
         return value
 
-    monitor = start({"gpu0/util_pct": lambda: next(utils), "gpu0/power_w": power})
-    assert is_done.wait(TIMEOUT_S)
+    counters |= {"gpu0/util_pct": lambda: next(utils), "gpu0/power_w": power}
+    with Monitor(ALONE, poll_s=0.01) as monitor:
+        assert is_done.wait(TIMEOUT_S)
+        taken, later = monitor.take(), monitor.take()
     expected = {"gpu0/util_pct": 72.5, "gpu0/util_min_pct": 70, "gpu0/power_w": 300}
-    taken = monitor.take()
     assert {tag: value for tag, value in taken.items() if tag.startswith("gpu")} == expected
-    assert not expected.keys() & monitor.take().keys()
+    assert not expected.keys() & later.keys()
 
 
-def test_a_counter_that_is_missing_or_breaks_is_told_once_and_never_a_zero(start, refuse, monkeypatch):
+def test_a_counter_that_is_missing_or_breaks_is_told_once_and_never_a_zero(counters, refuse, monkeypatch):
     told: SimpleQueue[str] = SimpleQueue()  # what is printed while capsys is read would be lost
     monkeypatch.setattr(monitor_module, "warn", told.put)
     refuse("nvmlDeviceGetPowerUsage")
-    monitor = start(gpu_counters(GPU))
+    counters |= gpu_counters(GPU)
     text = "gpu0/{} is not measured here ({} Not Supported)"
-    assert told.get(timeout=TIMEOUT_S) == text.format("power_w", "nvmlDeviceGetPowerUsage")
-    refuse("nvmlDeviceGetMemoryInfo")
-    assert told.get(timeout=TIMEOUT_S) == text.format("mem_used_gib", "nvmlDeviceGetMemoryInfo")
-    monitor.take()
-    taken: dict[str, float] = {}
-    deadline = time.monotonic() + TIMEOUT_S
-    while "gpu0/util_pct" not in taken and time.monotonic() < deadline:
-        taken = monitor.take()
+    with Monitor(ALONE, poll_s=0.01) as monitor:
+        assert told.get(timeout=TIMEOUT_S) == text.format("power_w", "nvmlDeviceGetPowerUsage")
+        refuse("nvmlDeviceGetMemoryInfo")
+        assert told.get(timeout=TIMEOUT_S) == text.format("mem_used_gib", "nvmlDeviceGetMemoryInfo")
+        monitor.take()
+        taken: dict[str, float] = {}
+        deadline = time.monotonic() + TIMEOUT_S
+        while "gpu0/util_pct" not in taken and time.monotonic() < deadline:
+            taken = monitor.take()
     assert "gpu0/util_pct" in taken
     assert not {"gpu0/power_w", "gpu0/mem_used_gib"} & set(taken)
     assert told.empty()
 
 
-def test_closing_ends_the_thread_and_other_ranks_read_nothing(start):
-    with Monitor(World(1, 1, 1, CPU)) as other:
+def test_closing_ends_the_thread_and_other_ranks_read_nothing(counters):
+    counters["gpu0/util_pct"] = lambda: 1.0
+    with Monitor(World(1, 1, 1, CPU)) as other, Monitor(ALONE):
         assert other.take() == {}
-    monitor = start({"gpu0/util_pct": lambda: 1.0})
-    assert "monitor" in {thread.name for thread in threading.enumerate()}
-    monitor.__exit__()
+        assert "monitor" in {thread.name for thread in threading.enumerate()}
     assert "monitor" not in {thread.name for thread in threading.enumerate()}
 
 
