@@ -108,7 +108,8 @@ def test_a_run_is_saved_after_each_epoch_and_inside_it_and_continued_where_it_wa
         train_epoch(run, score=2.0)
         # the best one first: a kill between the two repeats the epoch, and misses no best one
         assert checkpoints(tmp_path / "a") == ["best-000002", "last-000001", "last-000003"]
-        assert step_of(tmp_path / "a/checkpoints/last-000001") == 3
+        inside = json.loads((tmp_path / "a/checkpoints/last-000001/state.json").read_text())["progress"]
+        assert (inside["pool"], inside["pool_steps"], inside["step"]) == (3, 0, 3)
         train_epoch(run, score=1.0)
         run.finish()
     assert "done: epoch 2, step 8; " in capsys.readouterr().out

@@ -182,15 +182,13 @@ def test_wandb_has_the_points(board, tmp_path, monkeypatch):
     wandb.finish()  # as at the end of the process
     (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
 
-    def values_of(name: bytes) -> list[float]:
-        """The values of a scalar or setting: messages of protobuf, in which JSON follows a name, a tag and a length."""
-        found = re.findall(name + rb"\x82\x01.([0-9.]+)", path.read_bytes())
-        return [float(value) for value in dict.fromkeys(found)]
+    def logged() -> set[tuple[bytes, float]]:
+        """Settings and scalars: messages of protobuf, in which JSON follows a name, a tag and a length."""
+        found = re.findall(rb"(optim.lr|train/loss)\x82\x01.([0-9.]+)", path.read_bytes())
+        return {(name, float(value)) for name, value in found}
 
     deadline = time.monotonic() + TIMEOUT_S  # the process of wandb may write a little later
-    while len(values_of(b"train/loss")) < 2 and time.monotonic() < deadline:
+    while len(logged()) < 3 and time.monotonic() < deadline:
         pass
-    assert values_of(b"train/loss") == [1.0, 0.5]
-    assert values_of(b"optim.lr") == [0.1]
-    assert b"mine" in path.read_bytes()
-    assert tmp_path.name.encode() in path.read_bytes()
+    assert logged() == {(b"optim.lr", 0.1), (b"train/loss", 1.0), (b"train/loss", 0.5)}
+    assert all(name in path.read_bytes() for name in (b"mine", tmp_path.name.encode()))  # the project and the group
