@@ -26,6 +26,14 @@ def counters(monkeypatch) -> Counters:
     return counters
 
 
+@pytest.fixture
+def told(monkeypatch) -> SimpleQueue[str]:
+    """The warnings: what is printed while capsys is read would be lost."""
+    told: SimpleQueue[str] = SimpleQueue()
+    monkeypatch.setattr(monitor_module, "warn", told.put)
+    return told
+
+
 # ---------------------------------------------------------------------------------------------- counters
 
 
@@ -87,29 +95,19 @@ def test_a_system_without_disks_is_told_and_never_a_zero(monkeypatch, capsys):
 # ---------------------------------------------------------------------------------------------- the monitor
 
 
-def test_means_between_two_calls_and_minima(counters):
-    utils = iter([70, 75])
-    powers = iter([200.0, 400.0])
-    is_done = threading.Event()
-
-    def power() -> float:
-        if (value := next(powers, None)) is None:
-            is_done.set()
-            raise RuntimeError("no more")
-        return value
-
-    counters |= {"gpu0/util_pct": lambda: next(utils), "gpu0/power_w": power}
+def test_means_between_two_calls_and_minima(counters, told):
+    counters["gpu0/util_pct"] = Mock(side_effect=[70, 75])
+    counters["gpu0/power_w"] = Mock(side_effect=[200.0, 400.0])
     with Monitor(ALONE, poll_s=0.01) as monitor:
-        assert is_done.wait(TIMEOUT_S)
+        for _ in range(2):
+            told.get(timeout=TIMEOUT_S)  # a counter has no more values
         taken, later = monitor.take(), monitor.take()
     expected = {"gpu0/util_pct": 72.5, "gpu0/util_min_pct": 70, "gpu0/power_w": 300}
     assert {tag: value for tag, value in taken.items() if tag.startswith("gpu")} == expected
     assert not expected.keys() & later.keys()
 
 
-def test_a_counter_that_is_missing_or_breaks_is_told_once_and_never_a_zero(counters, refuse, monkeypatch):
-    told: SimpleQueue[str] = SimpleQueue()  # what is printed while capsys is read would be lost
-    monkeypatch.setattr(monitor_module, "warn", told.put)
+def test_a_counter_that_is_missing_or_breaks_is_told_once_and_never_a_zero(counters, told, refuse):
     refuse("nvmlDeviceGetPowerUsage")
     counters |= gpu_counters(GPU)
     text = "gpu0/{} is not measured here ({} Not Supported)"
