@@ -51,10 +51,6 @@ class Options(Section):
     anything: Any = None
 
 
-class NoOptions(Section):
-    """A workload without settings."""
-
-
 @pytest.fixture
 def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Config]:
     """load(text, ..., words=(...)): BASE, then the files 0.yaml, 1.yaml, ... with these texts, then these words."""
@@ -118,7 +114,7 @@ def test_messages(compare_messages, load):
 
     calls = {text: partial(check, partial(load, text)) for text in MISTAKES_IN_A_FILE}
     calls |= {words: partial(check, partial(load_config, words.split())) for words in MISTAKES_IN_WORDS}
-    without_settings = partial(check, partial(load, "model: {zzz: 1}"), NoOptions)
+    without_settings = partial(check, partial(load, "model: {zzz: 1}"), Section)
     compare_messages(calls | {"model: {zzz: 1}, of a workload without settings": without_settings})
 
 
