@@ -108,12 +108,9 @@ def arrays_of(source: ArrayDataset) -> dict[str, np.ndarray | RaggedArray]:
 def is_ragged(rows: Ragged | RaggedArray, numbers: Iterable[int]) -> bool:
     """Whether these are the rows of those numbers, with offsets that agree on the host and on the device."""
     expected = ragged(numbers)
-    offsets = np.asarray(rows.offsets)
-    if not np.array_equal(offsets, expected.offsets):
-        return False
-    if isinstance(rows, Ragged) and not np.array_equal(rows.host_offsets, expected.offsets):
-        return False
-    return np.array_equal(np.asarray(rows.values)[: offsets[-1]], expected.values)
+    on_host = rows.host_offsets if isinstance(rows, Ragged) else rows.offsets
+    has_offsets = all(np.array_equal(offsets, expected.offsets) for offsets in (np.asarray(rows.offsets), on_host))
+    return has_offsets and np.array_equal(np.asarray(rows.values)[: expected.offsets[-1]], expected.values)
 
 
 def read_rows(source: Dataset) -> dict[str, Any]:
@@ -317,6 +314,12 @@ def copy_project(folder: Path) -> Path:
 def convert(*arguments: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """Run `python convert.py` to its end."""
     return run_to_end([sys.executable, str(ROOT / "convert.py"), *map(str, arguments)], cwd)
+
+
+def start_python(code: str, *arguments: str | Path) -> subprocess.Popen[str]:
+    """Start these lines of Python in the folder of the project."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def train_command(*arguments: str, ranks: int = 1, root: Path = ROOT) -> list[str]:

@@ -1,7 +1,5 @@
 """Parts of train.py without data: of a run of a few steps, and of a single step."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,44 +30,36 @@ CONFIG = Config.model_validate(
 SOURCE = ArrayDataset("made up", {"x": np.zeros((BATCH_SIZE, 100), np.uint8)})
 
 
-class Nothing:
-    """A loader without rows."""
-
-    order = BlockSampler(np.full(STEPS_PER_EPOCH, BATCH_SIZE, np.int32), BATCH_SIZE, seed=0)
-
-    def close(self) -> None:
-        """Nothing to end."""
+ORDER = BlockSampler(np.full(STEPS_PER_EPOCH, BATCH_SIZE, np.int32), BATCH_SIZE, seed=0)
+LOADER = SimpleNamespace(order=ORDER, close=lambda: None)
+"""A loader without rows."""
 
 
 def parts_of(
     folder: Path,
-    model: nn.Module,
+    model: nn.Module | None = None,
     *,
     name: str = "a",
     best: tuple[str, str] = ("score", "higher"),
-    sections: dict[str, dict[str, Any]] | None = None,
     **settings: Any,
 ) -> Any:
     """What a run asks of the `Parts` of train.py. settings: of section `run`."""
-    run = {"folder": str(folder), "name": name, **settings}
+    model = model or nn.Linear(2, 2)
     return SimpleNamespace(
         _asdict=lambda: {"model": model, "ddp": model},
-        config=CONFIG.resolved(run=run, **(sections or {})),
+        config=CONFIG.resolved(run={"folder": str(folder), "name": name, **settings}),
         train_rows=SOURCE,
         val_rows=SOURCE,
-        loader=Nothing(),
-        val_loader=Nothing(),
+        loader=LOADER,
+        val_loader=LOADER,
         workload=SimpleNamespace(card=lambda: {"classes": ["a", "b"]}, best=best),
         precision=SimpleNamespace(name="fp32", scaler=torch.amp.GradScaler("cpu", enabled=False)),
-        ema=SimpleNamespace(module=model),
     )
 
 
-@contextmanager
-def started_run(folder: Path, model: nn.Module, **options: Any) -> Iterator[Run]:
-    """A run that has been started. options: see `parts_of`."""
-    with Run(parts_of(folder, model, **options), ALONE) as run:
-        yield run
+def started_run(folder: Path, **options: Any) -> Run:
+    """A run of this process. options: see `parts_of`."""
+    return Run(parts_of(folder, **options), ALONE)
 
 
 def train_epoch(run: Run, *, loss: float = 0.5, score: float = 1.0) -> None:

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -16,9 +15,10 @@ from harness import (
     metrics_of,
     run_train,
     same_weights,
+    saved_steps,
     train_command,
     wait_for_port,
-    wait_until,
+    wait_for_step,
 )
 
 WORDS = ("run.resume=auto", "run.checkpoint_every_steps=1", "train.epochs=40")
@@ -30,7 +30,7 @@ def start_agent(folder: Path) -> Iterator[Callable[[int], subprocess.Popen]]:
 
     The first agent of a port hosts the store.
     """
-    before = psutil.Process().children()
+    agents = []
 
     def start(port: int) -> subprocess.Popen:
         launcher = [
@@ -44,13 +44,14 @@ def start_agent(folder: Path) -> Iterator[Callable[[int], subprocess.Popen]]:
             stderr=subprocess.STDOUT,
             text=True,
         )
+        agents.append(agent)
         wait_for_port(port, agent)  # the next agent must not be the first one
         return agent
 
     yield start
-    for process in psutil.Process().children(recursive=True):
-        if process not in before:
-            process.kill()
+    for agent in agents:
+        if agent.poll() is None:
+            kill_tree(agent)
 
 
 def rank_of(agent: subprocess.Popen) -> psutil.Process:
@@ -59,23 +60,9 @@ def rank_of(agent: subprocess.Popen) -> psutil.Process:
     return next(child for child in children if any(word.endswith("train.py") for word in child.cmdline()))
 
 
-def last_time(run: Path, pattern: str) -> float:
-    """When the newest of these files or folders was written; 0 if there is none. A run removes old checkpoints."""
-    times = [0.0]
-    for path in run.glob(pattern):
-        with suppress(FileNotFoundError):
-            times.append(path.stat().st_mtime)
-    return max(times)
-
-
-def wait_for_progress(run: Path, agent: subprocess.Popen, n_starts: int) -> None:
-    """Wait until a run has been started so many times, and has saved a checkpoint since the last start."""
-
-    def holds() -> bool:
-        is_saved = last_time(run, "checkpoints/last-*") >= last_time(run, "run*.json")
-        return len([*run.glob("run*.json")]) >= n_starts and is_saved
-
-    wait_until(holds, agent)
+def wait_for_progress(run: Path, agent: subprocess.Popen) -> None:
+    """Wait until a run has saved three pools of four steps more: no rank makes them without the other one."""
+    wait_for_step(run, max(saved_steps(run), default=0) + 12, agent)
 
 
 @pytest.mark.nightly
@@ -84,13 +71,13 @@ def test_a_job_outlives_a_rank_and_each_of_its_nodes(folder, start_agent):
     run = folder / "runs/a"
     port = free_port()
     first, second = start_agent(port), start_agent(port)
-    wait_for_progress(run, first, n_starts=1)
+    wait_for_progress(run, first)
     rank_of(second).kill()
-    wait_for_progress(run, first, n_starts=2)
+    wait_for_progress(run, first)
     kill_tree(second)  # what the loss of a machine is: agent and rank are gone at once
     second.wait(TIMEOUT_S)
     second = start_agent(port)  # another machine takes its place
-    wait_for_progress(run, first, n_starts=3)
+    wait_for_progress(run, first)
     kill_tree(first)  # with it goes the store: the other agent gives up
     assert second.wait(TIMEOUT_S) != 0
     port = free_port()

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import yaml
-from harness import ROOT, run_train, write_minimal
+from harness import run_train, write_minimal
 from pydantic import Field
 
-from fastgpu.process.config import Config, Count, Optim, Section
+from fastgpu.process.config import Config, Count, Section
 from fastgpu.process.config_loader import keys, load_config, read_options
 
 BASE = "workload: minimal\ndata: {train: a.h5, val: b.h5, fields: {x: x, y: y}}\n"
@@ -51,14 +51,9 @@ class Options(Section):
     anything: Any = None
 
 
-class NoOptions(Section):
-    """A workload without settings."""
-
-
 @pytest.fixture
 def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Config]:
-    """load(text, ..., words=(...)): BASE in config.yaml, then the files 0.yaml, 1.yaml, ... with these texts, then the
-    words of the command line. The current folder is that of these files."""
+    """load(text, ..., words=(...)): BASE, then the files 0.yaml, 1.yaml, ... with these texts, then these words."""
     monkeypatch.chdir(tmp_path)
     Path("config.yaml").write_text(BASE)
 
@@ -91,14 +86,10 @@ def test_a_mapping_is_replaced_and_not_mixed_with_the_one_before(load):
     assert by_file.data.fields == {"items": "z"}
 
 
-@pytest.mark.parametrize("text", ["1e-3", "1.0e-3", "1.E-3", ".001", "+1e-03"])
-def test_numbers_with_an_exponent_are_numbers(load, text):
-    assert load(f"optim: {{lr: {text}}}").optim.lr == 1e-3
-
-
-def test_anchors_and_merge_keys_work(load):
-    config = load("data: &data {batch_size: 8}\nmodel: {a: &a [1, 2], b: *a, c: {<<: *data, echo: 2}}")
-    assert config.model == {"a": [1, 2], "b": [1, 2], "c": {"batch_size": 8, "echo": 2}}
+def test_exponents_make_numbers_and_anchors_and_merge_keys_work(load):
+    numbers = "[1e-3, 1.0e-3, 1.E-3, .001, +1e-03]"
+    config = load(f"data: &data {{batch_size: 8}}\nmodel: {{a: &a {numbers}, b: *a, c: {{<<: *data, echo: 2}}}}")
+    assert config.model == {"a": [1e-3] * 5, "b": [1e-3] * 5, "c": {"batch_size": 8, "echo": 2}}
 
 
 def test_a_run_is_resumed_with_the_config_that_it_recorded(load):
@@ -118,17 +109,13 @@ def test_messages(compare_messages, load):
     Path("bare.yaml").write_text("data: {train: a.h5}")
     Path("empty.yaml").touch()
 
-    def read(text: str, options: type[Section] = Options) -> None:
-        read_options(load(text), options)
+    def check(read: Callable[[], Config], options: type[Section] = Options) -> None:
+        read_options(read(), options)
 
-    def parse(words: str) -> None:
-        read_options(load_config(words.split()), Options)
-
-    mistakes = {text: partial(read, text) for text in MISTAKES_IN_A_FILE}
-    mistakes |= {words: partial(parse, words) for words in MISTAKES_IN_WORDS}
-    compare_messages(
-        {**mistakes, "model: {zzz: 1}, of a workload without settings": partial(read, "model: {zzz: 1}", NoOptions)}
-    )
+    calls = {text: partial(check, partial(load, text)) for text in MISTAKES_IN_A_FILE}
+    calls |= {words: partial(check, partial(load_config, words.split())) for words in MISTAKES_IN_WORDS}
+    without_settings = partial(check, partial(load, "model: {zzz: 1}"), Section)
+    compare_messages(calls | {"model: {zzz: 1}, of a workload without settings": without_settings})
 
 
 def test_a_typo_ends_the_program_before_torch_is_imported(tmp_path):
@@ -148,22 +135,9 @@ def test_every_key_has_a_description_and_few_are_required(capsys):
         load_config(["--help"])
     assert end.value.code == 0
     assert "docs/config.md explains every key" in capsys.readouterr().out
-    assert (ROOT / "docs/config.md").exists()
-    described = keys()
-    assert all(field.description for field in described.values())
-    required = {key for key, field in described.items() if field.is_required()}
+    assert all(field.description for field in keys().values())
+    required = {key for key, field in keys().items() if field.is_required()}
     assert required == {"workload", "data.train", "data.val", "data.fields"}
-    assert [*keys(Options, "model.")] == ["model.width", "model.flip", "model.widths", "model.anything"]
-
-
-def test_sections_are_frozen_and_refuse_unknown_keys():
-    config = Config.model_validate(yaml.safe_load(BASE))
-    kinds = [field.annotation for name, field in Config.model_fields.items() if name not in ("workload", "model")]
-    assert all(issubclass(kind, Section) for kind in kinds)
-    with pytest.raises(ValueError, match="frozen"):
-        config.data.batch_size = 3
-    with pytest.raises(ValueError, match="Extra inputs are not permitted"):
-        Optim(rate=0.1)
 
 
 def test_resolved_replaces_values_in_a_copy_and_flat_holds_every_key_once():
@@ -175,3 +149,5 @@ def test_resolved_replaces_values_in_a_copy_and_flat_holds_every_key_once():
     values = config.flat()
     assert set(values) == {*keys(), "model.width"}
     assert (values["workload"], values["data.fields"]["x"], values["model.width"]) == ("minimal", "x", 3)
+    with pytest.raises(ValueError, match="frozen"):
+        config.data.batch_size = 3

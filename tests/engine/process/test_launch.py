@@ -1,9 +1,7 @@
 import socket
-import subprocess
-import sys
 
 import pytest
-from harness import ROOT, TIMEOUT_S
+from harness import TIMEOUT_S, start_python
 
 from fastgpu.process import launch as launch_module
 from fastgpu.process.launch import Launch, RankError, UserError, check_parent, exit_with_message, read_launch, warn
@@ -94,7 +92,6 @@ with exit_with_message():
 
 
 def test_a_thread_that_holds_the_lock_of_hdf5_does_not_keep_the_process():
-    done = subprocess.run(
-        [sys.executable, "-c", HANGS], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (2, "a line\n", "error: no rows have come\n")
+    with start_python(HANGS) as process:
+        printed = process.communicate(timeout=TIMEOUT_S)
+    assert (process.returncode, printed) == (2, ("a line\n", "error: no rows have come\n"))

@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 from fastgpu.process import machine
-from fastgpu.process.machine import GIB, MIB, available_cpus, format_bytes, free_host_bytes
+from fastgpu.process.machine import GIB, MIB, available_cpus, free_host_bytes
 
 
 @pytest.fixture
@@ -49,12 +49,3 @@ def test_free_memory_is_that_of_the_machine_or_of_its_cgroup(cgroup, limit, used
     if limit:
         cgroup.update({"memory.max": str(limit), "memory.current": str(used), "memory.stat": stat})
     assert free_host_bytes() == free
-
-
-def test_the_limits_of_this_machine_are_sensible_numbers():
-    assert 0 < free_host_bytes() < 1 << 50
-    assert available_cpus() >= 1
-
-
-def test_sizes_are_shown_in_mib_or_gib():
-    assert [*map(format_bytes, (0, 3.2 * MIB, GIB))] == ["0.0 MiB", "3.2 MiB", "1.0 GiB"]

@@ -2,7 +2,7 @@ import json
 import os
 import tempfile
 from contextlib import suppress
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -21,7 +21,6 @@ from fastgpu.run.run import lock_folder
 from fastgpu.training.average import AveragedModel
 
 ORDER = {"rows": 10, "seed": 0}
-CARD = {"order": ORDER}
 
 
 def parts(value: float = 0.0, model: nn.Module | None = None, kind: type = torch.optim.AdamW) -> dict[str, Any]:
@@ -29,18 +28,18 @@ def parts(value: float = 0.0, model: nn.Module | None = None, kind: type = torch
     model = model or nn.Linear(3, 2)
     for weight in model.parameters():
         nn.init.constant_(weight, value)
-    return {"model": model, "optimizer": kind([{"params": [*model.parameters()]}])}
+    return {"model": model, "optimizer": kind(model.parameters())}
 
 
-def write(run: Path, kind: checkpoint.Kind, step: int) -> bool:
+def write(run: Path, kind: checkpoint.Kind, step: int, **progress: int) -> bool:
     """Save a checkpoint whose weights are the number of its step."""
-    return save(run, kind, Progress(step=step), parts(step), card=CARD)
+    return save(run, kind, Progress(step=step, **progress), parts(step), card={"order": ORDER})
 
 
-def resume(run: Path, state: dict[str, Any] | None = None, order: dict[str, Any] = ORDER) -> Progress:
-    """Load the newest intact checkpoint, as a run does."""
-    path = find_intact(run)
-    return load(path, state or parts(), order, CPU) if path else Progress()
+def resume(run: Path, state: dict[str, Any] | None = None, order: dict[str, Any] = ORDER) -> tuple[int, float]:
+    """Load the newest intact checkpoint, as a run does. Returns its step, and a weight."""
+    state = state or parts()
+    return load(find_intact(run), state, order, CPU).step, state["model"].weight[0, 0].item()
 
 
 @pytest.fixture
@@ -50,10 +49,6 @@ def run(tmp_path) -> Path:
     return tmp_path
 
 
-def value_of(state: dict[str, Any]) -> float:
-    return state["model"].weight[0, 0].item()
-
-
 def names(run: Path) -> list[str]:
     return sorted(path.name for path in (run / "checkpoints").iterdir())
 
@@ -61,14 +56,17 @@ def names(run: Path) -> list[str]:
 # ---------------------------------------------------------------------------------------------- saving
 
 
-def test_only_the_newest_of_a_kind_stay_and_the_number_counts_saves(run):
+def test_only_the_newest_of_a_kind_stay_by_number_and_other_folders_are_left_alone(run):
+    others = {"last-final", "last-000001.old", "last-000001 (copy)", "last-٣٣٣"}
+    for name in others:
+        (run / "checkpoints" / name).mkdir()
     for kind, step in (("last", 9), ("last", 9), ("last", 10), ("best", 9), ("best", 10)):
         write(run, kind, step)
-    assert names(run) == ["best-000005", "last-000002", "last-000003"]
+    assert {*names(run)} == others | {"best-000005", "last-000002", "last-000003"}  # the number counts saves
     (run / "checkpoints/last-000003").rename(run / "checkpoints/last-999999")
     write(run, "last", 11)
-    assert names(run) == ["best-000005", "last-1000000", "last-999999"]
-    assert resume(run).step == 11  # by number, not by name
+    assert {*names(run)} == others | {"best-000005", "last-1000000", "last-999999"}
+    assert resume(run) == (11, 11.0)
 
 
 class Killed(BaseException):
@@ -97,7 +95,7 @@ def test_killed_at_any_point_of_saving_a_complete_checkpoint_is_there(tmp_path, 
                 write(run, kind, 2)
         fresh = parts()
         step = load(newest_first(run, kind)[0], fresh, ORDER, CPU).step
-        assert (step, value_of(fresh)) in ((1, 1.0), (2, 2.0))
+        assert (step, fresh["model"].bias[0]) in ((1, 1.0), (2, 2.0))
         lock_folder(Run(folder=str(tmp_path), name=run.name, resume="auto"))[1].close()  # as the next start does
         for later in (2, 3):  # the next saves work, and nothing is left over
             assert write(run, kind, later)
@@ -126,51 +124,40 @@ def test_a_full_disk_costs_one_checkpoint(run, monkeypatch, capsys, owner, name,
     assert names(run) == ["last-000001", "last-000002"]
 
 
-def test_other_folders_are_left_alone(run):
-    others = {"last-final", "last-000001.old", "last-000001 (copy)", "last-٣٣٣"}
-    for name in others:
-        (run / "checkpoints" / name).mkdir()
-    for step in range(1, 5):
-        write(run, "last", step)
-    assert resume(run).step == 4
-    assert others < {*names(run)}
-
-
 # ---------------------------------------------------------------------------------------------- damage
 
+FILES = ("model.pt", "optimizer.pt", "state.json")
 
-@pytest.mark.parametrize("file", ["model.pt", "optimizer.pt", "state.json"])
-@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "nested", "remove"])
+
+@pytest.mark.parametrize(
+    ("file", "damage"), [*product(FILES, ("flip", "cut", "empty", "nested", "remove")), ("state.json", "another step")]
+)
 def test_damage_is_found_and_the_one_before_is_taken_and_kept(run, capsys, file, damage):
     for step in (1, 2):
         write(run, "last", step)
     path = run / "checkpoints/last-000002" / file
-    content = bytearray(path.read_bytes())
+    content = path.read_bytes()
     middle = len(content) // 2
-    content[middle] ^= 255
-    path.write_bytes({"flip": content, "cut": content[:middle], "nested": b"[" * 99_999}.get(damage, b""))
+    damaged = {
+        "flip": content[:middle] + bytes([content[middle] ^ 255]) + content[middle + 1 :],
+        "cut": content[:middle],
+        "nested": b"[" * 99_999,
+        "another step": content.replace(b'"step": 2', b'"step": 3'),
+    }
+    path.write_bytes(damaged.get(damage, b""))
     if damage == "remove":
         path.unlink()
-    fresh = parts()
-    assert (resume(run, fresh).step, value_of(fresh)) == (1, 1.0)
+    assert resume(run) == (1, 1.0)
     assert "is damaged" in capsys.readouterr().out
     write(run, "last", 3)
     assert names(run) == ["damaged-last-000002", "last-000001", "last-000002"]
 
 
-def test_no_flipped_bit_of_the_state_is_accepted(run, capsys):
-    progress = Progress(epoch=2, pool=5, step=44, best=0.5, metric="val/loss")
-    save(run, "last", progress, parts(1.0), card=CARD)
-    path = run / "checkpoints/last-000001/state.json"
-    content = path.read_bytes()
-    for number in range(0, 8 * len(content), 11):
-        damaged = bytearray(content)
-        damaged[number // 8] ^= 1 << number % 8
-        path.write_bytes(damaged)
-        with suppress(UserError):  # it has found the damage
-            assert resume(run) == progress  # only white space has changed
-        with suppress(FileNotFoundError):
-            (run / "checkpoints/damaged-last-000001").rename(path.parent)
+def test_a_run_without_an_intact_checkpoint_is_not_started_anew(run):
+    write(run, "last", 1)
+    (run / "checkpoints/last-000001/model.pt").unlink()
+    with pytest.raises(UserError, match="none of its checkpoints is intact; restore one, or use another run.name"):
+        resume(run)
 
 
 @pytest.mark.parametrize("content", [{}, {"format": 2}])  # version 0.1.0 wrote no format
@@ -205,10 +192,7 @@ def test_code_in_a_checkpoint_is_not_run(run):
     [
         (parts(model=nn.Linear(4, 2)), "model.pt does not fit: .*size mismatch for weight: .*"),
         (parts(model=nn.ModuleList([nn.Linear(3, 2)] * 99)), 'model.pt does not fit: .*Missing .*: "0.weight".*'),
-        (
-            parts() | {"optimizer": torch.optim.AdamW([torch.zeros(2)])},
-            "optimizer.pt does not fit: .*",
-        ),
+        (parts() | {"optimizer": torch.optim.AdamW([torch.zeros(2)])}, "optimizer.pt does not fit: .*"),
         (parts(kind=torch.optim.SGD), "optimizer.pt does not fit: it is of AdamW"),
         (parts() | {"ema": AveragedModel(nn.Linear(3, 2), 0.9)}, "ema.pt does not fit: .*No such file.*"),
     ],
@@ -221,9 +205,10 @@ def test_another_model_or_optimizer_is_refused_in_one_short_line(run, state, mes
 
 
 def test_another_order_of_rows_is_refused_inside_an_epoch_only(run):
-    save(run, "last", Progress(step=1, pool=32), parts(), card=CARD)
     changed = ORDER | {"seed": 1, "content": "b"}
-    with pytest.raises(UserError, match=r"inside an epoch, in which .* cannot change \(seed, content\)$"):
-        resume(run, order=changed)
+    for inside in ({"pool": 32}, {"pool_steps": 1}):
+        write(run, "last", 1, **inside)
+        with pytest.raises(UserError, match=r"inside an epoch, in which .* cannot change \(seed, content\)$"):
+            resume(run, order=changed)
     write(run, "last", 2)
-    assert resume(run, order=changed).step == 2
+    assert resume(run, order=changed) == (2, 2.0)

@@ -5,43 +5,17 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_model
-from short_run import CONFIG
+from short_run import CONFIG, SOURCE
 from torch import nn
 
 from fastgpu import TEMPLATE_VERSION
 from fastgpu.feed.sizes import Sizes
 from fastgpu.predict.model import training_rows
-from fastgpu.process.config import Config
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.selection import Groups, Mixture
 from fastgpu.run import checkpoint
 from fastgpu.run.record import describe_feed, describe_model, identify_job
 from fastgpu.storage.arrays import ArrayDataset
-
-CARD = {"classes": ["a", "b"]}
-
-
-def save(run, card, model):
-    """Save a checkpoint. Returns its folder."""
-    (run / "checkpoints").mkdir()
-    checkpoint.save(run, "last", checkpoint.Progress(step=7), {"model": model}, card=card | {"order": {}})
-    return run / "checkpoints/last-000001"
-
-
-def test_what_is_written_is_what_was_known(tmp_path):
-    attributes = {"mean": np.array([1.5], np.float32), "class_names": ["a", "b"], "count": np.int64(3)}
-    source = ArrayDataset("made up", {"x": np.zeros((3, 4), np.uint8), "y": np.zeros(3, np.int64)}, attributes)
-    path = save(tmp_path, describe_model(CONFIG.flat(), source, source, CARD), nn.Linear(2, 2))
-    description = json.loads((path / "model.json").read_text())
-    assert description["attributes"] == {"mean": [1.5], "class_names": ["a", "b"], "count": 3} | CARD
-    assert description["template_version"] == TEMPLATE_VERSION
-    assert (description["workload"], description["options"]) == ("minimal", {"hidden_dim": 8})
-    assert description["fields"]["x"]["dataset"] == "images"  # as data.fields names it
-    fields = training_rows(description).fields
-    assert {name: (field.dtype.str, field.shape) for name, field in fields.items()} == {
-        "x": ("|u1", (4,)),
-        "y": ("<i8", ()),
-    }
 
 
 class Tied(nn.Module):
@@ -52,13 +26,29 @@ class Tied(nn.Module):
         self.output.weight = self.embed.weight
 
 
-def test_tied_weights_and_other_memory_formats_come_back_and_may_be_read_like_the_description(tmp_path):
-    model = nn.Sequential(Tied(), nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last))
-    path = save(tmp_path, {}, model)
-    other = nn.Sequential(Tied(), nn.Conv2d(3, 4, 3))
+def make_model() -> nn.Module:
+    """A model with tied weights and another memory format."""
+    return nn.Sequential(Tied(), nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last))
+
+
+def test_the_model_to_use_comes_back_with_what_was_known_and_may_be_read_by_the_same_people(tmp_path):
+    attributes = {"mean": np.array([1.5], np.float32), "class_names": ["a", "b"], "count": np.int64(3)}
+    source = ArrayDataset("made up", {"x": np.zeros((3, 4), np.uint8), "y": np.zeros(3, np.int64)}, attributes)
+    card = describe_model(CONFIG.flat(), source, source, {"classes": ["a", "b"]})
+    model = make_model()
+    (tmp_path / "checkpoints").mkdir()
+    checkpoint.save(tmp_path, "last", checkpoint.Progress(step=7), {"model": model}, card=card | {"order": {}})
+    path = tmp_path / "checkpoints/last-000001"
+    description = json.loads((path / "model.json").read_text())
+    assert description["attributes"] == {"mean": [1.5], "class_names": ["a", "b"], "count": 3, "classes": ["a", "b"]}
+    assert description["template_version"] == TEMPLATE_VERSION
+    assert (description["workload"], description["options"]) == ("minimal", {"hidden_dim": 8})
+    assert description["fields"]["x"]["dataset"] == "images"  # as data.fields names it
+    fields = {name: (field.dtype.str, field.shape) for name, field in training_rows(description).fields.items()}
+    assert fields == {"x": ("|u1", (4,)), "y": ("<i8", ())}
+    other = make_model()
     load_model(other, path / "model.safetensors")
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, other.state_dict()[name])
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
     assert len({stat.S_IMODE(each.stat().st_mode) for each in path.iterdir()}) == 1
 
 
@@ -67,10 +57,7 @@ def test_tied_weights_and_other_memory_formats_come_back_and_may_be_read_like_th
 
 def job_of(**sections: dict[str, object]) -> dict[str, object]:
     """What identifies a job with these settings."""
-    data = {"train": "a.h5", "val": "b.h5", "fields": {"x": "images"}} | sections.pop("data", {})
-    settings = Config.model_validate({"workload": "minimal", "data": data, **sections}).flat()
-    rows = ArrayDataset("x.h5", {"x": np.arange(8)})
-    return identify_job(settings, (rows, rows), BlockSampler(rows, 4))
+    return identify_job(CONFIG.resolved(**sections).flat(), (SOURCE, SOURCE), BlockSampler(SOURCE, 4))
 
 
 def test_what_decides_the_weights_must_be_the_same_and_how_rows_are_read_may_differ():
@@ -80,13 +67,12 @@ def test_what_decides_the_weights_must_be_the_same_and_how_rows_are_read_may_dif
         ("optim", "lr", 0.1),
         ("train", "epochs", 3),
         ("model", "hidden_dim", 3),
-        ("data", "batch_size", 32),
         ("data", "val_fields", {"x": "other"}),
         ("dist", "strategy", "dp"),
     ):
         other = job_of(**{section: {key: value}})
         assert [name for name in other if job.get(name) != other[name]] == [f"{section}.{key}"]
-    data = {"train": "/node/a.h5", "val": "/node/b.h5", "tier": "disk"}
+    data = {"train": "/node/a.h5", "val": "/node/b.h5", "tier": "host"}
     assert job_of(data=data, loader={"num_readers": 3}) == job
 
 

@@ -2,6 +2,8 @@ import json
 import os
 import re
 import shutil
+import signal
+import socket
 from math import inf, nan
 from pathlib import Path
 from unittest.mock import Mock
@@ -9,7 +11,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from harness import ALONE, in_world, newest, step_of
+from harness import ALONE, in_world, newest, start_python, step_of
 from short_run import STEPS_PER_EPOCH, parts_of, started_run, train_epoch
 from torch import nn
 
@@ -22,17 +24,11 @@ from fastgpu.run import checkpoint
 from fastgpu.run import run as run_module
 from fastgpu.run.run import Run, lock_folder
 from fastgpu.storage.arrays import ArrayDataset
-from fastgpu.telemetry import TensorBoard
 from fastgpu.training.average import AveragedModel
 
 
-@pytest.fixture
-def model() -> nn.Module:
-    return nn.Linear(2, 2)
-
-
-def checkpoints(run: Path, kind: str = "") -> list[str]:
-    return sorted(path.name for path in run.glob(f"checkpoints/{kind}*"))
+def checkpoints(run: Path) -> list[str]:
+    return sorted(path.name for path in run.glob("checkpoints/*"))
 
 
 # ---------------------------------------------------------------------------------------------- which folder it is
@@ -54,7 +50,6 @@ def make_run(path: Path) -> Path:
 def test_a_new_run_is_named_by_the_time_and_never_mixed_with_another(tmp_path):
     assert len({locked(tmp_path) for _ in range(3)}) == 3
     assert all(re.fullmatch(r"20\d{6}-\d{6}-\d{6}", path.name) for path in tmp_path.iterdir())
-    assert locked(tmp_path, "mine").name == "mine"
     make_run(tmp_path / "other")
     for _ in range(2):  # the lock is given back
         with pytest.raises(UserError, match="run.name: .*other holds a run; run.resume=auto continues it"):
@@ -64,7 +59,7 @@ def test_a_new_run_is_named_by_the_time_and_never_mixed_with_another(tmp_path):
 def test_resuming_takes_the_run_that_saved_last_or_starts_one(tmp_path):
     for number, name in enumerate(("b", "c", "a")):
         os.utime(make_run(tmp_path / name) / "checkpoints/last-000001", (number, number))
-    (tmp_path / "empty").mkdir()
+    (tmp_path / "d").mkdir()
     assert locked(tmp_path, resume="auto").name == "a"
     assert locked(tmp_path, "c", "auto").name == "c"
     assert locked(tmp_path / "none", resume="auto").parent == tmp_path / "none"
@@ -90,41 +85,13 @@ def test_what_a_killed_process_left_is_removed_with_the_lock(tmp_path):
     assert [path.name for path in (tmp_path / "a/checkpoints").iterdir()] == ["copy-of-last"]
 
 
-@pytest.mark.parametrize("content", [b"", b"- a list", b"\xff\xfe", b"a: &a [*a]", b"[" * 5000, b"5"])
-def test_files_that_only_describe_a_run_never_stop_it(tmp_path, model, content):
-    for epoch in range(2):  # a new run, and one that is resumed
-        (tmp_path / "a").mkdir(exist_ok=True)
-        for name in ("config.yaml", "run.json", "metrics.jsonl"):
-            (tmp_path / "a" / name).write_bytes(content)
-        with started_run(tmp_path, model, resume="auto") as run, TensorBoard(run, ALONE) as log:
-            assert run.progress.epoch == epoch
-            train_epoch(run)
-            log.write(1, {"val/x": 1.0})
-            assert run.finish() == 0
-
-
-# ---------------------------------------------------------------------------------------------- what it ran with
-
-
-def test_a_run_says_what_it_ran_with(tmp_path, model):
-    with started_run(tmp_path, model):
-        pass
-    description = json.loads((tmp_path / "a/run.json").read_text())
-    assert description["versions"]["template"] == TEMPLATE_VERSION
-    assert description["best"] == ["score", "higher"]
-    assert {"torch", "h5py", "numpy", "python"} <= set(description["versions"])
-    assert {"command", "started", "gpu", "git_commit"} <= set(description)
-
-
 FULL = Mock(side_effect=OSError(28, "No space left on device"))
 
 
-def test_a_disk_that_refuses_the_description_does_not_stop_the_run_and_leaves_no_part_of_it(
-    tmp_path, model, monkeypatch, capsys
-):
+def test_a_disk_that_refuses_the_description_stops_nothing_and_has_no_part_of_it(tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setattr(files, "flush", FULL)
-        run = Run(parts_of(tmp_path, model), ALONE)
+        run = started_run(tmp_path)
     printed = capsys.readouterr().out
     for name in ("run.json", "config.yaml"):
         assert re.search(f"warning: cannot write .*/a/{name} .*; training goes on", printed)
@@ -136,44 +103,48 @@ def test_a_disk_that_refuses_the_description_does_not_stop_the_run_and_leaves_no
 # ---------------------------------------------------------------------------------------------- checkpoints
 
 
-def test_a_run_is_saved_after_each_epoch_and_inside_it_and_continued_where_it_was(tmp_path, model, capsys):
-    with started_run(tmp_path, model, checkpoint_every_steps=3) as run:
+def test_a_run_is_saved_after_each_epoch_and_inside_it_and_continued_where_it_was(tmp_path, capsys):
+    with started_run(tmp_path, checkpoint_every_steps=3) as run:
         train_epoch(run, score=2.0)
+        # the best one first: a kill between the two repeats the epoch, and misses no best one
         assert checkpoints(tmp_path / "a") == ["best-000002", "last-000001", "last-000003"]
-        assert step_of(tmp_path / "a/checkpoints/last-000001") == 3
+        inside = json.loads((tmp_path / "a/checkpoints/last-000001/state.json").read_text())["progress"]
+        assert (inside["pool"], inside["pool_steps"], inside["step"]) == (3, 0, 3)
         train_epoch(run, score=1.0)
         run.finish()
     assert "done: epoch 2, step 8; " in capsys.readouterr().out
-    with started_run(tmp_path, nn.Linear(2, 2), resume="auto") as run:
-        at = run.progress
-        assert (at.epoch, at.step, at.pool, at.best) == (2, 8, 0, 2.0)
+    description = json.loads((tmp_path / "a/run.json").read_text())
+    assert (description["versions"]["template"], description["best"]) == (TEMPLATE_VERSION, ["score", "higher"])
+    assert {"command", "started", "gpu", "git_commit"} < description.keys()
+    with started_run(tmp_path, resume="auto") as run:
+        assert run.progress == checkpoint.Progress(2, 0, 0, 8, 2.0, 1, run.progress.metric)
 
 
-def test_what_has_a_state_is_saved_and_comes_back_and_the_weights_are_saved_once(tmp_path, model):
+def test_what_has_a_state_is_saved_and_comes_back_and_the_weights_are_saved_once(tmp_path):
     """Such as a second optimizer and its scheduler."""
+    model = nn.Linear(2, 2)
     for epoch in range(2):
         parts = parts_of(tmp_path, model, resume="auto")
         second = torch.optim.SGD(model.parameters(), lr=0.1)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(second, 0.5)
         copies = {"ddp": model, "ema": AveragedModel(model, 0.0)}
-        states = {"model": model, "second": second, "scheduler": scheduler}
-        parts._asdict = {**copies, **states, "n": 1}.copy
+        parts._asdict = {**copies, "model": model, "second": second, "scheduler": scheduler, "n": 1}.copy
         with Run(parts, ALONE) as run:
-            assert scheduler.last_epoch == epoch
-            assert second.param_groups[0]["lr"] == 0.1 * 0.5**epoch
+            assert (scheduler.last_epoch, second.param_groups[0]["lr"]) == (epoch, 0.1 * 0.5**epoch)
             second.step()
             scheduler.step()
             train_epoch(run)
-    assert {path.stem for path in newest(tmp_path / "a").glob("*.pt")} == {*states, "scaler"}
+    saved = {path.stem for path in newest(tmp_path / "a").glob("*.pt")}
+    assert saved == {"model", "second", "scheduler", "scaler"}
 
 
 @pytest.mark.parametrize(
     ("direction", "scores", "epochs"),
     [("higher", [nan, 3, 1, nan, 4, 2, 4], [0, 2, 2, 2, 5, 5, 5]), ("lower", [inf, 1, 2, nan, 0.5], [0, 2, 2, 2, 5])],
 )
-def test_the_best_checkpoint_is_kept_by_the_value_of_the_metric(tmp_path, model, direction, scores, epochs):
+def test_the_best_checkpoint_is_kept_by_the_value_of_the_metric(tmp_path, direction, scores, epochs):
     kept = []
-    with started_run(tmp_path, model, best=("score", direction)) as run:
+    with started_run(tmp_path, best=("score", direction)) as run:
         for score in scores:
             train_epoch(run, score=score)
             kept.append(run.progress.best_epoch)
@@ -182,64 +153,44 @@ def test_the_best_checkpoint_is_kept_by_the_value_of_the_metric(tmp_path, model,
     assert kept == epochs
 
 
-def test_a_resumed_run_may_choose_another_metric_and_one_that_does_not_exist_is_told(tmp_path, model, capsys):
-    with started_run(tmp_path, model) as run:
+def test_a_resumed_run_may_choose_another_metric_and_one_that_does_not_exist_is_told(tmp_path, capsys):
+    with started_run(tmp_path) as run:
         train_epoch(run, score=1000.0, loss=0.5)
-    with started_run(tmp_path, model, best=("loss", "lower"), resume="auto") as run:
+    with started_run(tmp_path, best=("loss", "lower"), resume="auto") as run:
         train_epoch(run, score=0.0, loss=0.6)
         assert run.progress.best == 0.6
         run._card["val_rows"] = "other rows"  # to validate on
         train_epoch(run, score=0.0, loss=0.7)
         assert run.progress.best == 0.7
-    with started_run(tmp_path, model, best=("recall", "higher"), resume="auto") as run:
+    with started_run(tmp_path, best=("recall", "higher"), resume="auto") as run:
         train_epoch(run)
     assert "`best` of the workload is recall, but `metrics` gives val/score, val/loss" in capsys.readouterr().out
     assert [step_of(newest(tmp_path / "a", kind)) for kind in ("best", "last")] == [12, 16]
 
 
-def test_the_newest_run_is_not_taken_for_one_of_other_rows(tmp_path, model):
-    with started_run(tmp_path, model) as run:
+def test_the_newest_run_is_not_taken_for_one_of_other_rows(tmp_path):
+    with started_run(tmp_path) as run:
         train_epoch(run)
-    others = ArrayDataset("others", {"x": np.ones((9, 100), np.uint8)})
-    parts = parts_of(tmp_path, model, name="auto", resume="auto")
-    parts.train_rows = others
+    parts = parts_of(tmp_path, name="auto", resume="auto")
+    parts.train_rows = ArrayDataset("others", {"x": np.ones((9, 100), np.uint8)})
     with pytest.raises(UserError, match="run.name: the newest run, .*/a, has other rows; name the one to resume"):
         Run(parts, ALONE)
 
 
-def test_a_kill_between_two_checkpoints_loses_no_best_one(tmp_path, model, monkeypatch):
-    save = Mock(side_effect=[True, KeyboardInterrupt])  # of the best one, and of the last one
-    real = checkpoint.save
-    monkeypatch.setattr(checkpoint, "save", lambda *arguments, **options: save() and real(*arguments, **options))
-    with started_run(tmp_path, model) as run, pytest.raises(KeyboardInterrupt):
-        train_epoch(run)
-    assert checkpoints(tmp_path / "a") == ["best-000001"]
-
-
-def test_a_run_whose_last_checkpoint_is_not_on_disk_ends_with_an_error(tmp_path, model, monkeypatch, capsys):
-    with started_run(tmp_path, model) as run:
+def test_a_run_whose_last_checkpoint_is_not_on_disk_ends_with_an_error(tmp_path, monkeypatch, capsys):
+    with started_run(tmp_path) as run:
         monkeypatch.setattr(torch, "save", FULL)
         train_epoch(run)
         with pytest.raises(UserError, match="last checkpoint is not in .*/a: make room, and resume the run"):
             run.finish()
-    printed = capsys.readouterr().out
-    assert "last-000001 was not written: " in printed
-    assert "done:" not in printed
-
-
-class Masked(nn.Module):
-    """A norm, a mask of -inf, and a queue."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.BatchNorm1d(2)
-        self.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
-        self.register_buffer("queue", torch.zeros(2))
+    assert "done:" not in capsys.readouterr().out
 
 
 def lose_a_value(world: World, folder: Path, name: str = "queue") -> str:
     """What a rank says when the last rank alone loses a value after the first epoch."""
-    model = Masked()
+    model = nn.BatchNorm1d(2)
+    model.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+    model.register_buffer("queue", torch.zeros(2))
     with Run(parts_of(folder, model), world) as run:
         train_epoch(run)
         if world.rank == world.world_size - 1:
@@ -251,7 +202,7 @@ def lose_a_value(world: World, folder: Path, name: str = "queue") -> str:
 
 @pytest.mark.parametrize(
     ("n_ranks", "name"),
-    [(1, "norm.running_mean"), (1, "norm.weight"), pytest.param(2, "queue", marks=pytest.mark.slow)],
+    [(1, "running_mean"), (1, "weight"), pytest.param(2, "queue", marks=pytest.mark.slow)],
 )
 def test_what_became_nan_on_any_rank_is_not_saved_and_a_mask_may_be_infinite(tmp_path, n_ranks, name):
     errors = in_world(2, lose_a_value, tmp_path) if n_ranks == 2 else [lose_a_value(ALONE, tmp_path, name)]
@@ -261,6 +212,31 @@ def test_what_became_nan_on_any_rank_is_not_saved_and_a_mask_may_be_infinite(tmp
 
 
 # ---------------------------------------------------------------------------------------------- one writer
+
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from fastgpu.process.files import FolderLock
+lock = FolderLock(Path(sys.argv[1]))
+if child := os.fork():
+    print(child, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_second_process_is_refused_and_a_child_does_not_keep_the_lock_of_a_dead_one(tmp_path):
+    with start_python(HOLD, tmp_path) as holder:
+        child = int(holder.stdout.readline())
+        who = f"{tmp_path} is in use by process {holder.pid} on {socket.gethostname()} since 2"
+        try:
+            with pytest.raises(UserError, match=who):
+                FolderLock(tmp_path)
+            holder.kill()
+            holder.wait()
+            FolderLock(tmp_path).close()  # the kernel released the lock, at once
+        finally:
+            holder.kill()
+            os.kill(child, signal.SIGKILL)  # which has lived until here
 
 
 LOSSES = {
@@ -274,8 +250,8 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("how", LOSSES)
-def test_a_run_that_lost_its_lock_writes_no_more(tmp_path, model, how):
-    with started_run(tmp_path, model) as run:
+def test_a_run_that_lost_its_lock_writes_no_more(tmp_path, how):
+    with started_run(tmp_path) as run:
         train_epoch(run)
         LOSSES[how](run.folder)
         saved = sorted(tmp_path.rglob("*-0*"))
@@ -284,12 +260,12 @@ def test_a_run_that_lost_its_lock_writes_no_more(tmp_path, model, how):
     assert sorted(tmp_path.rglob("*-0*")) == saved
 
 
-def test_a_folder_in_which_another_process_began_meanwhile_is_left_alone(tmp_path, model, monkeypatch):
+def test_a_folder_in_which_another_process_began_meanwhile_is_left_alone(tmp_path, monkeypatch):
     def wait_for_the_other(path: Path):
         (path / "checkpoints/last-000001").mkdir(parents=True)
         return FolderLock(path)
 
     monkeypatch.setattr(run_module, "FolderLock", wait_for_the_other)
-    with pytest.raises(UserError, match=r"run.name: .*/a holds a run"), started_run(tmp_path, model):
+    with pytest.raises(UserError, match=r"run.name: .*/a holds a run"), started_run(tmp_path):
         pass
     assert not (tmp_path / "a/config.yaml").exists()

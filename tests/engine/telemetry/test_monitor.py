@@ -1,9 +1,9 @@
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -19,22 +19,19 @@ TWO_GPUS = World(0, 2, 2, torch.device("cuda", 0))
 
 
 @pytest.fixture
-def start(monkeypatch) -> Iterator[Callable[[Counters], Monitor]]:
-    """start(counters) -> a Monitor that reads them often and is closed after the test."""
-    monitors = []
-
-    def make(counters: Counters) -> Monitor:
-        monkeypatch.setattr(monitor_module, "gpu_counters", lambda world: counters)
-        monitors.append(Monitor(ALONE, poll_s=0.01))
-        return monitors[-1]
-
-    yield make
-    for monitor in monitors:
-        monitor.__exit__()
+def counters(monkeypatch) -> Counters:
+    """What a Monitor reads in place of GPUs."""
+    counters: Counters = {}
+    monkeypatch.setattr(monitor_module, "gpu_counters", lambda world: counters)
+    return counters
 
 
-def of_gpus(values: dict[str, float]) -> dict[str, float]:
-    return {tag: value for tag, value in values.items() if tag.startswith("gpu")}
+@pytest.fixture
+def told(monkeypatch) -> SimpleQueue[str]:
+    """The warnings: what is printed while capsys is read would be lost."""
+    told: SimpleQueue[str] = SimpleQueue()
+    monkeypatch.setattr(monitor_module, "warn", told.put)
+    return told
 
 
 # ---------------------------------------------------------------------------------------------- counters
@@ -43,53 +40,43 @@ def of_gpus(values: dict[str, float]) -> dict[str, float]:
 def test_gpus_are_found_by_uuid_and_numbered_as_the_process_sees_them(nvml):
     nvml.uuids = "ba"
     values = {tag: function() for tag, function in gpu_counters(TWO_GPUS).items() if "active" not in tag}
-    expected = {"mem_used_gib": 5, "power_w": 300, "temperature_c": 55}
-    of_first = {f"gpu0/{name}": value for name, value in (expected | {"util_pct": 61, "mem_peak_gib": 3}).items()}
-    of_second = {f"gpu1/{name}": value for name, value in (expected | {"util_pct": 60}).items()}
-    assert values == pytest.approx(of_first | of_second)
+    of_both = {"mem_used_gib": 5, "power_w": 300, "temperature_c": 55}
+    expected = {f"gpu{number}/{name}": value for number in (0, 1) for name, value in of_both.items()}
+    assert values == expected | {"gpu0/mem_peak_gib": 3, "gpu0/util_pct": 61, "gpu1/util_pct": 60}
     assert gpu_counters(ALONE) == {}
 
 
 def test_activity_is_that_between_two_samples_which_are_freed(nvml):
     counters = gpu_counters(GPU)
-    assert counters["gpu0/sm_active_pct"]() is None
-    assert counters["gpu0/tensor_active_pct"]() is None
-    assert counters["gpu0/sm_active_pct"]() == 20 + 2  # the other counter took a sample between them
-    assert counters["gpu0/sm_active_pct"]() == 20 + 1
-    assert counters["gpu0/tensor_active_pct"]() == 50 + 3
+    tags = ("sm", "tensor", "sm", "sm", "tensor")  # the other counter takes samples between them
+    assert [counters[f"gpu0/{tag}_active_pct"]() for tag in tags] == [None, None, 20 + 2, 20 + 1, 50 + 3]
     assert len(nvml.samples) == 2
 
 
-@pytest.mark.parametrize("missing", ["", "nvmlGpmQueryDeviceSupport"])
-def test_gpus_that_do_not_count_activity_are_told_once_and_keep_their_other_counters(nvml, capsys, missing):
-    nvml.is_hopper = False
-    nvml.missing.add(missing)
+@pytest.mark.parametrize("answer", [Mock(return_value=SimpleNamespace(isSupportedDevice=0)), Mock(side_effect=OSError)])
+def test_gpus_that_do_not_count_activity_are_told_once_and_keep_their_other_counters(nvml, capsys, answer):
+    nvml.nvmlGpmQueryDeviceSupport = answer
     counters = gpu_counters(TWO_GPUS)
     assert {"gpu0/power_w", "gpu1/power_w"} <= counters.keys()
     assert not any("active" in tag for tag in counters)
     assert capsys.readouterr().out.count("not measured here (they need Hopper or newer)") == 1
 
 
-@pytest.mark.parametrize(("missing", "uuids"), [("nvmlInit", "ab"), ("", "xb")])
-def test_gpus_that_the_driver_does_not_know_are_told_and_left_out(nvml, capsys, missing, uuids):
+@pytest.mark.parametrize(("refused", "uuids"), [("nvmlInit", "ab"), ("", "xb")])
+def test_gpus_that_the_driver_does_not_know_are_told_and_left_out(nvml, refuse, capsys, refused, uuids):
     nvml.uuids = uuids
-    nvml.missing.add(missing)
+    refuse(refused)
     assert set(gpu_counters(TWO_GPUS)) == {"gpu0/mem_peak_gib"}
     assert capsys.readouterr().out.startswith("warning: GPU is not measured here (")
 
 
 def test_the_host_is_that_of_psutil(monkeypatch):
-    cpus = iter([4.0, 8.0, 8.0])
-    megabytes = iter([10, 40, 40])
-    times = iter([100.0, 102.0, 103.0])
-
-    def cpu_times_percent() -> SimpleNamespace:
-        values = {"user": next(cpus), "nice": 2.0, "system": 12.0}
-        return SimpleNamespace(_asdict=lambda: values)
-
-    monkeypatch.setattr(psutil, "cpu_times_percent", cpu_times_percent)
-    monkeypatch.setattr(psutil, "disk_io_counters", lambda: SimpleNamespace(read_bytes=1e6 * next(megabytes)))
-    monkeypatch.setattr(monitor_module, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    cpus = [{"user": user, "nice": 2.0, "system": 12.0} for user in (4.0, 8.0, 8.0)]
+    cpu_times = [SimpleNamespace(_asdict=Mock(return_value=values)) for values in cpus]
+    disk_counters = [SimpleNamespace(read_bytes=1e6 * megabytes) for megabytes in (10, 40, 40)]
+    monkeypatch.setattr(psutil, "cpu_times_percent", Mock(side_effect=cpu_times))
+    monkeypatch.setattr(psutil, "disk_io_counters", Mock(side_effect=disk_counters))
+    monkeypatch.setattr(monitor_module, "time", SimpleNamespace(monotonic=Mock(side_effect=[100.0, 102.0, 103.0])))
     with Monitor(ALONE) as monitor:  # the first value of psutil is about the time before
         values = monitor.take()
         assert monitor.take()["host/disk_read_mb_per_s"] == 0
@@ -108,48 +95,41 @@ def test_a_system_without_disks_is_told_and_never_a_zero(monkeypatch, capsys):
 # ---------------------------------------------------------------------------------------------- the monitor
 
 
-def test_means_between_two_calls_and_minima(start):
-    utils = iter([70, 75])
-    powers = iter([200.0, 400.0])
-    is_done = threading.Event()
-
-    def power() -> float:
-        if (value := next(powers, None)) is None:
-            is_done.set()
-            raise RuntimeError("no more")
-        return value
-
-    monitor = start({"gpu0/util_pct": lambda: next(utils), "gpu0/power_w": power})
-    assert is_done.wait(TIMEOUT_S)
-    assert of_gpus(monitor.take()) == {"gpu0/util_pct": 72.5, "gpu0/util_min_pct": 70, "gpu0/power_w": 300}
-    assert not of_gpus(monitor.take())
+def test_means_between_two_calls_and_minima(counters, told):
+    counters["gpu0/util_pct"] = Mock(side_effect=[70, 75])
+    counters["gpu0/power_w"] = Mock(side_effect=[200.0, 400.0])
+    with Monitor(ALONE, poll_s=0.01) as monitor:
+        for _ in range(2):
+            told.get(timeout=TIMEOUT_S)  # a counter has no more values
+        taken, later = monitor.take(), monitor.take()
+    expected = {"gpu0/util_pct": 72.5, "gpu0/util_min_pct": 70, "gpu0/power_w": 300}
+    assert {tag: value for tag, value in taken.items() if tag.startswith("gpu")} == expected
+    assert not expected.keys() & later.keys()
 
 
-def test_a_counter_that_is_missing_or_breaks_is_told_once_and_never_a_zero(start, nvml, monkeypatch):
-    told: SimpleQueue[str] = SimpleQueue()  # what is printed while capsys is read would be lost
-    monkeypatch.setattr(monitor_module, "warn", told.put)
-    nvml.missing.add("nvmlDeviceGetPowerUsage")
-    monitor = start(gpu_counters(GPU))
+def test_a_counter_that_is_missing_or_breaks_is_told_once_and_never_a_zero(counters, told, refuse):
+    refuse("nvmlDeviceGetPowerUsage")
+    counters |= gpu_counters(GPU)
     text = "gpu0/{} is not measured here ({} Not Supported)"
-    assert told.get(timeout=TIMEOUT_S) == text.format("power_w", "nvmlDeviceGetPowerUsage")
-    nvml.missing.add("nvmlDeviceGetMemoryInfo")
-    assert told.get(timeout=TIMEOUT_S) == text.format("mem_used_gib", "nvmlDeviceGetMemoryInfo")
-    monitor.take()
-    taken: dict[str, float] = {}
-    deadline = time.monotonic() + TIMEOUT_S
-    while "gpu0/util_pct" not in taken and time.monotonic() < deadline:
-        taken = monitor.take()
+    with Monitor(ALONE, poll_s=0.01) as monitor:
+        assert told.get(timeout=TIMEOUT_S) == text.format("power_w", "nvmlDeviceGetPowerUsage")
+        refuse("nvmlDeviceGetMemoryInfo")
+        assert told.get(timeout=TIMEOUT_S) == text.format("mem_used_gib", "nvmlDeviceGetMemoryInfo")
+        monitor.take()
+        taken: dict[str, float] = {}
+        deadline = time.monotonic() + TIMEOUT_S
+        while "gpu0/util_pct" not in taken and time.monotonic() < deadline:
+            taken = monitor.take()
     assert "gpu0/util_pct" in taken
     assert not {"gpu0/power_w", "gpu0/mem_used_gib"} & set(taken)
     assert told.empty()
 
 
-def test_closing_ends_the_thread_and_other_ranks_read_nothing(start):
-    with Monitor(World(1, 1, 1, CPU)) as other:
+def test_closing_ends_the_thread_and_other_ranks_read_nothing(counters):
+    counters["gpu0/util_pct"] = lambda: 1.0
+    with Monitor(World(1, 1, 1, CPU)) as other, Monitor(ALONE):
         assert other.take() == {}
-    monitor = start({"gpu0/util_pct": lambda: 1.0})
-    assert "monitor" in {thread.name for thread in threading.enumerate()}
-    monitor.__exit__()
+        assert "monitor" in {thread.name for thread in threading.enumerate()}
     assert "monitor" not in {thread.name for thread in threading.enumerate()}
 
 
