@@ -106,4 +106,4 @@ def test_a_library_that_is_missing_is_named(tmp_path, monkeypatch, convert):
     sparse.save_npz(tmp_path / "x.npz", sparse.eye_array(3, format="csr"))
     monkeypatch.setitem(sys.modules, "scipy", None)
     result = convert("arrays items=x.npz y.h5", code=2)
-    assert "scipy is not installed: pip install" in result.stderr
+    assert "convert.py needs: pip install" in result.stderr

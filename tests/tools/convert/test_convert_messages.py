@@ -185,7 +185,12 @@ def of_commands() -> Mistakes:
     Path("text.h5").write_text("text")
     sparse.save_npz("counts.npz", sparse.csr_array(2 * np.eye(9)))
     lines = ["repack rows.h5 x.h5", "repack rows.h5::/test x.h5", "repack absent.h5 x.h5", "repack none-*.h5 new.h5"]
-    lines += ["info text.h5", "check absent.h5", "images photos x.h5 --keep-encoded --masks m"]
+    lines += [
+        "info text.h5",
+        "check absent.h5",
+        "images photos.zip x.h5",
+        "images photos x.h5 --keep-encoded --masks m",
+    ]
     lines += ["images photos x.h5 --keep-encoded --resize exact", "images photos x.h5 --keep-encoded --size 8x9"]
     lines += ["images photos x.h5 --binary-masks", "images photos x.h5 --split-by Usage", "images x.csv x.h5 --masks m"]
     lines += ["events x.csv x.h5 --columns who,what --above 3", "events x.npz x.h5 --above 3", "events counts.npz x.h5"]
@@ -200,6 +205,7 @@ def of_commands() -> Mistakes:
     made["--split of few rows"] = partial(split_rows, source, (0.9, 0.1), 0)
     target = Path("rows.h5").absolute()
     made["a target that exists"] = partial(write_files, {"": source}, target)
+    made["a folder that nobody may write to"] = partial(write_files, {"": source}, Path("/sys/x.h5"))
     rows = {"many broken rows": Numbers(30, range(3, 28)), "broken rows alone": Numbers(3, range(3))}
     rows["rows of two types"] = Numbers(4)
     rows["rows of two types"].values[2] = 0.5
