@@ -6,6 +6,16 @@ from fastgpu.convert.tables import Table, parse_labels
 from fastgpu.process.launch import UserError
 
 
+def names_of(columns: str) -> list[str]:
+    return ["a", "b"][: columns.count("|") + 1]
+
+
+def csv_of(columns: str) -> str:
+    """A CSV with columns that are given as "0 1|cat dog", and one more."""
+    rows = zip(*(column.split() for column in columns.split("|")), strict=True)
+    return "\n".join([",".join([*names_of(columns), "end"]), *(",".join([*row, "x"]) for row in rows)])
+
+
 @pytest.fixture
 def table(tmp_path):
     """A function that makes a table of x.csv with a text."""
@@ -47,9 +57,6 @@ def test_whole_numbers_may_have_spaces_around_them(table):
     ],
 )
 def test_labels_are_classes_attributes_or_targets(table, columns, labels, dtype, attributes):
-    names = ["a", "b"][: columns.count("|") + 1]
-    rows = zip(*(column.split() for column in columns.split("|")), strict=True)
-    text = "\n".join([",".join([*names, "end"]), *(",".join([*row, "x"]) for row in rows)])
-    found, named = parse_labels(table(text), names)
+    found, named = parse_labels(table(csv_of(columns)), names_of(columns))
     np.testing.assert_array_equal(found, np.array(labels, dtype))
     assert (found.dtype, named) == (dtype, attributes)
