@@ -54,20 +54,17 @@ def parse(argv: list[str]) -> Namespace:
     add(WRITING, "--force", **switch, help="replace existing files")
     add(WRITING, "--dry-run", **switch, help="show what was understood of the source; write nothing")
     add("arrays images pixels", "--split", type=shares, help="shares of train, val and test, 0.8,0.1,0.1; or of train")
-    add("images pixels", "--split-by", type=str.strip, help="column of the CSV that says train, val or test")
+    add("images pixels", "--split-by", type=str.strip, default="", help="column that says train, val or test")
     add("arrays", "--layout", choices=("nhwc",), help="of fields with four axes: write them as (N, C, H, W)")
-    text = "all if not given; of a torch Dataset, images and labels"
-    add("dataset repack", "--fields", nargs="+", type=field, default=[], metavar="NAME[=DATASET]", help=text)
+    add("dataset repack", "--fields", nargs="+", metavar="NAME[=KEY]", help="default: all, or images and labels")
     add("images", "--columns", help="of the CSV: the path and its labels; default: path,label")
     add("images", "--size", type=size, metavar="HxW", help="height and width of the rows; default: those of the images")
     add("images", "--resize", choices=("shorter", "exact"), help="cut off the rest (shorter, the default), or stretch")
-    text = "write the files as they are; with --size 256, those whose shorter side is longer become smaller JPEG files"
-    add("images", "--keep-encoded", **switch, help=text)
+    add("images", "--keep-encoded", **switch, help="write the files as they are; those above --size as smaller JPEG")
     add("images", "--masks", type=Path, metavar="DIR", help="folder with a mask of the same name for each image")
     add("images", "--binary-masks", **switch, help="the masks hold 0 and 255, which is class 1 and not ignored")
-    text = "list all broken images and write nothing (default), or leave 1 %% out at most, listed beside TARGET"
-    add("images", "--on-error", choices=("stop", "skip"), help=text)
-    add("pixels", "--label", type=str.strip, help="its column; default: label, or the only one beside `pixels`")
+    add("images", "--on-error", choices=("stop", "skip"), help="list broken ones (default), or leave out 1 %% at most")
+    add("pixels", "--label", type=str.strip, default="", help="its column; default: the only one, or label")
     add("events", "--above", type=float, help="count ratings above this; default: 3.5")
     add("events", "--held-out", type=int, default=10_000, help="users for val, and as many for test; default: 10,000")
     add("events", "--columns", help="of the CSV; default: userId,movieId,rating. Without a rating, each line counts")
@@ -82,12 +79,6 @@ def shares(text: str) -> tuple[float, ...]:
     if len(numbers) > 3 or not abs(sum(numbers) - 1) < 1e-6 or min(numbers) <= 0:
         raise ArgumentTypeError(f"{text} should be a share, such as 0.9, or shares with the sum 1: 0.8,0.1,0.1")
     return numbers
-
-
-def field(text: str) -> tuple[str, str]:
-    """(name, name in the source) of images=x, or of x for both."""
-    name, _, source = text.partition("=")
-    return name, source or name
 
 
 def size(text: str) -> tuple[int, ...]:
@@ -105,9 +96,7 @@ def main(args: Namespace) -> int:
         try:
             return getattr(import_module(f"fastgpu.convert.{module}"), name)(args) or 0
         except ModuleNotFoundError as error:
-            if error.name not in ("polars", "scipy"):
-                raise
-            raise UserError(f"{error.name} is not installed: pip install -c constraints.txt -e '.[convert]'") from None
+            raise UserError(f"{error}; convert.py needs: pip install -c constraints.txt -e '.[convert]'") from None
 
 
 if __name__ == "__main__":

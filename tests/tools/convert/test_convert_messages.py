@@ -13,6 +13,7 @@ from harness import numbered
 from PIL import Image
 from scipy import sparse
 from test_events import write_ratings
+from test_tables import csv_of, names_of
 from test_writing import Numbers
 
 from fastgpu.convert import commands
@@ -59,6 +60,11 @@ def of_arrays() -> Mistakes:
     return made | {"arrays --layout nhwc": partial(open_arrays, ["a=x.npy"], channels_last=True)}
 
 
+def table(text: str | bytes) -> Table:
+    Path("x.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
+    return Table(Path("x.csv"))
+
+
 def of_tables() -> Mistakes:
     texts: dict[str, str | bytes] = {
         "one column too many": "path,label\na,1\nb,Quercus, robur\n",
@@ -72,35 +78,16 @@ def of_tables() -> Mistakes:
         "a column twice": "path,label,label\na,1,2\n",
         "not UTF-8": "path,label\n사진.png,고양이\n".encode("cp949"),
     }
-
-    def make(text: str | bytes) -> Table:
-        Path("x.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
-        return Table(Path("x.csv"))
-
-    def read_texts(text: str | bytes) -> None:
-        made = make(text)
-        print(made.texts("path"), made.texts("label"))
-
-    made: Mistakes = {f"table, {name}": partial(read_texts, text) for name, text in texts.items()}
+    made: Mistakes = {
+        f"table, {name}": lambda text=text: [table(text).texts(each) for each in ("path", "label")]
+        for name, text in texts.items()
+    }
     for value in ("12.0", "256", "-1", "", "cat"):
         text = f"n,note\n7,a\n{value},b\n"
-        made[f"whole numbers, {value!r}"] = lambda text=text: make(text).whole_numbers("n", 255)
-    columns = [
-        "0 1|1 2",
-        "0 1|0 -1",
-        "0 1|yes no",
-        "0.5 n/a 0.25",
-        "cat 3",
-        "1.5 1e300",
-        "nan 0.5",
-        "1 20260101",
-        "1 -2",
-    ]
-    for text in columns:
-        names = ["a", "b"][: text.count("|") + 1]
-        rows = zip(*(column.split() for column in text.split("|")), strict=True)
-        content = "\n".join([",".join([*names, "end"]), *(",".join([*row, "x"]) for row in rows)])
-        made[f"labels {text}"] = lambda content=content, names=names: parse_labels(make(content), names)
+        made[f"whole numbers, {value!r}"] = lambda text=text: table(text).whole_numbers("n", 255)
+    columns = "0 1|1 2; 0 1|0 -1; 0 1|yes no; 0.5 n/a 0.25; cat 3; 1.5 1e300; nan 0.5; 1 20260101; 1 -2"
+    for case in columns.split("; "):
+        made[f"labels {case}"] = lambda case=case: parse_labels(table(csv_of(case)), names_of(case))
     made["splits"] = partial(read_splits, "x.csv", ["train", "../x", "fold-3"])
     return made
 
@@ -119,7 +106,6 @@ def of_pixels() -> Mistakes:
         "no label": "pixels\n1 2 3 4\n",
         "no square": "label,pixels\n1,1 2 3\n",
         "a label is missing": "label,pixels\n1,1 2 3 4\n,1 2 3 4\n",
-        "no header": "5,0,0,0,1\n",
     }
     made |= {f"pixels, {name}": partial(read, text) for name, text in texts.items()}
     return made | {"pixels --split-by": partial(read, "label,pixels\n1,1 2 3 4\n", split_by="Usage")}
@@ -140,19 +126,8 @@ def of_events() -> Mistakes:
     made: Mistakes = {f"events {source}": partial(read_events, source) for source in sources}
     made["events, other columns"] = partial(read_events, "r.csv", ["user", "item", "rating"])
     made["events, one column"] = partial(read_events, "r.csv", ["userId"])
-    lines = [
-        "a,2,3.0,4",
-        "1,2",
-        "1,2,nan,4",
-        "-1,2,3.0,4",
-        "1,2,,4",
-        "1;2;3",
-        "9999999999,2,3.0,4",
-        "1,2,inf,4",
-        "\x00",
-    ]
-    lines += ["1,2,3,75,4", '1,2,"3,75",4', "4e0,2,5,4", "4.0,2,5,4", "1,2,0x4,4", "3000000000,2,5,4"]
-    for line in lines:  # the line is 42 in all of them
+    lines = 'a,2,3.0,4 1,2 1,2,nan,4 -1,2,3.0,4 1,2,,4 1;2;3 \x00 1,2,3,75,4 1,2,"3,75",4 4.0,2,5,4 3000000000,2,5,4'
+    for line in lines.split():  # the line is 42 in all of them
         made[f"events line {line!r}"] = lambda line=line: read_events(write_ratings(Path("x.csv"), {42: line, 99: ""}))
     few = np.repeat(np.arange(20), 6), np.tile(np.arange(6), 20)
     made["events, few users"] = partial(hold_out_users, "x", *few, 15)
@@ -162,15 +137,15 @@ def of_events() -> Mistakes:
 def of_images() -> Mistakes:
     Path("photos").mkdir()
     Image.new("RGB", (4, 4)).save("photos/x.png")
-    shape = {"images": (40, 30), "masks": (40, 30), "others": (40, 30), "turned": (30, 40), "deep": (40, 30)}
-    for folder, size in shape.items():
+    for folder in ("images", "masks", "others", "turned", "deep"):
         Path(folder).mkdir()
-        Image.new("L" if folder == "turned" else "RGB", size).save(f"{folder}/x.png")
+        turned = folder == "turned"
+        Image.new("L" if turned else "RGB", (30, 40) if turned else (40, 30)).save(f"{folder}/x.png")
     Image.fromarray(np.full((30, 40), 256, np.uint16)).save("deep/x.png")
     Image.new("L", (40, 30)).save("others/y.png")
     Path("others/x.png").unlink()
     made: Mistakes = {
-        f"masks, {name}": partial(Masks, "images", name) for name in ("masks", "others", "turned", "deep")
+        f"masks, {each}": partial(Masks, "images", each) for each in ("masks", "others", "turned", "deep")
     }
     made["a folder without classes"] = partial(ImageFolder, "photos")
     made["a table that is not there"] = partial(ImageTable, "none.csv")
@@ -184,11 +159,12 @@ def of_commands() -> Mistakes:
             file[f"{group}/images"], file[f"{group}/labels"] = numbered(10), np.arange(10)
     Path("text.h5").write_text("text")
     sparse.save_npz("counts.npz", sparse.csr_array(2 * np.eye(9)))
-    lines = ["repack rows.h5 x.h5", "repack rows.h5::/test x.h5", "repack absent.h5 x.h5", "repack none-*.h5 new.h5"]
-    lines += ["info text.h5", "check absent.h5", "images photos x.h5 --keep-encoded --masks m"]
-    lines += ["images photos x.h5 --keep-encoded --resize exact", "images photos x.h5 --keep-encoded --size 8x9"]
-    lines += ["images photos x.h5 --binary-masks", "images photos x.h5 --split-by Usage", "images x.csv x.h5 --masks m"]
-    lines += ["events x.csv x.h5 --columns who,what --above 3", "events x.npz x.h5 --above 3", "events counts.npz x.h5"]
+    lines = """
+        repack rows.h5 x.h5; repack rows.h5::/test x.h5; repack absent.h5 x.h5; repack none-*.h5 new.h5; info text.h5;
+        check absent.h5; images photos.zip x.h5; images photos x.h5 --keep-encoded --masks m;
+        images photos x.h5 --keep-encoded --resize exact; images photos x.h5 --keep-encoded --size 8x9;
+        images photos x.h5 --binary-masks; images photos x.h5 --split-by Usage; images x.csv x.h5 --masks m;
+        events x.csv x.h5 --columns who,what --above 3; events x.npz x.h5 --above 3; events counts.npz x.h5"""
 
     def run(line: str) -> None:
         args = convert.parse(line.split())
@@ -196,16 +172,16 @@ def of_commands() -> Mistakes:
         getattr(module, args.run.rpartition(".")[2])(args)
 
     source = ArrayDataset("x", {"labels": np.arange(5)})
-    made: Mistakes = {line: partial(run, line) for line in lines}
+    made: Mistakes = {line.strip(): partial(run, line) for line in lines.split(";")}
     made["--split of few rows"] = partial(split_rows, source, (0.9, 0.1), 0)
     target = Path("rows.h5").absolute()
     made["a target that exists"] = partial(write_files, {"": source}, target)
+    made["a folder that nobody may write to"] = partial(write_files, {"": source}, Path("/sys/x.h5"))
     rows = {"many broken rows": Numbers(30, range(3, 28)), "broken rows alone": Numbers(3, range(3))}
     rows["rows of two types"] = Numbers(4)
     rows["rows of two types"].values[2] = 0.5
-    for name, reader in rows.items():
-        made[name] = partial(write_files, {"": reader}, target.with_name("new.h5"))
-    return made
+    new = target.with_name("new.h5")
+    return made | {name: partial(write_files, {"": reader}, new) for name, reader in rows.items()}
 
 
 def test_messages(tmp_path, monkeypatch, compare_messages):

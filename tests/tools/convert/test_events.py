@@ -15,20 +15,20 @@ def ratings(rows: int = 3000) -> tuple[np.ndarray, ...]:
     return users, rng.integers(1, 200, rows), rng.integers(1, 11, rows) / 2
 
 
-def write_ratings(path: Path, extra: dict[int, str] | None = None, end: str = "\n") -> Path:
-    """ratings.csv; extra: {line: what stands there instead}."""
-    lines = ["userId,movieId,rating,timestamp"]
-    lines += [f"{u},{m},{r:.1f},{1112486027 + u}" for u, m, r in zip(*ratings(), strict=True)]
+def write_ratings(path: Path, extra: dict[int, str] | None = None, end: str = "\n", separator: str = ",") -> Path:
+    """ratings.csv, or the older formats without a header. extra: {line: what stands there instead}."""
+    lines = ["userId,movieId,rating,timestamp"][: separator == ","]
+    lines += [separator.join(map(str, (*line, 1112486027))) for line in zip(*ratings(), strict=True)]
     for number, line in (extra or {}).items():
         lines[number - 1] = line
     path.write_text(end.join([*lines, ""]), newline="")
     return path
 
 
-@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize(("end", "separator"), [("\n", ","), ("\r\n", ","), ("\n", "::"), ("\n", "\t")])
 @pytest.mark.parametrize("packed", [False, True], ids=["csv", "zip"])
-def test_ratings_above_the_threshold_in_the_files_order(tmp_path, end, packed):
-    path = write_ratings(tmp_path / "ratings Ω.csv", end=end)
+def test_ratings_above_the_threshold_in_the_files_order(tmp_path, capsys, end, separator, packed):
+    path = write_ratings(tmp_path / "ratings Ω.csv", end=end, separator=separator)
     if packed:
         with zipfile.ZipFile(tmp_path / "ml.zip", "w", zipfile.ZIP_DEFLATED) as archive:
             archive.writestr("ml-20m/README.txt", "none")
@@ -39,6 +39,8 @@ def test_ratings_above_the_threshold_in_the_files_order(tmp_path, end, packed):
     np.testing.assert_array_equal(found_users, users[given > 3.5])
     np.testing.assert_array_equal(found_items, items[given > 3.5])
     assert found_users.dtype == found_items.dtype == np.int32
+    told = "has no header; its columns are taken for userId, movieId, rating\n" in capsys.readouterr().out
+    assert told == (separator != ",")
 
 
 def test_columns_may_have_other_names_places_and_separators(tmp_path):
@@ -48,22 +50,11 @@ def test_columns_may_have_other_names_places_and_separators(tmp_path):
     assert read_events(tmp_path / "x.csv", ["who", " what"])[0].tolist() == [7, 8, 9]
 
 
-@pytest.mark.parametrize("separator", ["::", "\t"])
-def test_the_older_formats_have_no_header(tmp_path, capsys, separator):
-    users, items, given = (column[:1000] for column in ratings())
-    given = np.ceil(given).astype(int)
-    lines = [separator.join(map(str, (*line, 978300760))) for line in zip(users, items, given, strict=True)]
-    (tmp_path / "ratings.dat").write_text("\n".join([*lines, ""]))
-    found_users, found_items = read_events(tmp_path / "ratings.dat")
-    np.testing.assert_array_equal(found_users, users[given > 3.5])
-    np.testing.assert_array_equal(found_items, items[given > 3.5])
-    assert "has no header; its columns are taken for userId, movieId, rating\n" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("line", ["1,2,4e0,4", "1,2,+.5,4", " 1 , 2 ,5.,4", "1500000000,2,5,4", "01,2,5,4"])
-def test_numbers_may_be_written_in_many_ways(tmp_path, line):
-    users, items = read_events(write_ratings(tmp_path / "ratings.csv", {42: line}), above=-2)
-    assert (users[40], items[40]) == (int(line.split(",")[0]), 2)
+def test_numbers_may_be_written_in_many_ways(tmp_path):
+    lines = ["1,2,4e0,4", "1,2,+.5,4", " 1 , 2 ,5.,4", "1500000000,2,5,4", "01,2,5,4"]
+    users, items = read_events(write_ratings(tmp_path / "ratings.csv", dict(enumerate(lines, 42))), above=-2)
+    assert users[40:45].tolist() == [1, 1, 1, 1_500_000_000, 1]
+    assert items[40:45].tolist() == [2] * 5
 
 
 def test_the_command_prints_the_counts_and_writes_three_files(tmp_path, convert):

@@ -6,6 +6,16 @@ from fastgpu.convert.tables import Table, parse_labels
 from fastgpu.process.launch import UserError
 
 
+def names_of(columns: str) -> list[str]:
+    return ["a", "b"][: columns.count("|") + 1]
+
+
+def csv_of(columns: str) -> str:
+    """A CSV with columns that are given as "0 1|cat dog", and one more."""
+    rows = zip(*(column.split() for column in columns.split("|")), strict=True)
+    return "\n".join([",".join([*names_of(columns), "end"]), *(",".join([*row, "x"]) for row in rows)])
+
+
 @pytest.fixture
 def table(tmp_path):
     """A function that makes a table of x.csv with a text."""
@@ -40,15 +50,13 @@ def test_whole_numbers_may_have_spaces_around_them(table):
     [
         ("dog cat dog", [1, 0, 1], np.int64, {"class_names": ["cat", "dog"]}),
         ("2 0", [2, 0], np.int64, {"class_names": ["0", "1", "2"]}),
+        ("1 01 10 1", [1, 0, 2, 1], np.int64, {"class_names": ["01", "1", "10"]}),
         ("0 1|-1 1", [[0, 0], [1, 1]], np.uint8, {"class_names": ["a", "b"]}),
         ("0.5 -1e-3 .25", [0.5, -1e-3, 0.25], np.float32, {}),
         ("0.5 2|7 8", [[0.5, 7], [2, 8]], np.float32, {"target_names": ["a", "b"]}),
     ],
 )
 def test_labels_are_classes_attributes_or_targets(table, columns, labels, dtype, attributes):
-    names = ["a", "b"][: columns.count("|") + 1]
-    rows = zip(*(column.split() for column in columns.split("|")), strict=True)
-    text = "\n".join([",".join([*names, "end"]), *(",".join([*row, "x"]) for row in rows)])
-    found, named = parse_labels(table(text), names)
+    found, named = parse_labels(table(csv_of(columns)), names_of(columns))
     np.testing.assert_array_equal(found, np.array(labels, dtype))
     assert (found.dtype, named) == (dtype, attributes)

@@ -127,10 +127,8 @@ def test_an_interrupted_repack_leaves_nothing(tmp_path, number):
 @pytest.mark.slow
 def test_a_disk_that_fills_up_leaves_nothing(tmp_path):
     np.save(tmp_path / "x.npy", np.ones((100, 1 << 16), np.uint8))
-    command = f"ulimit -f 1024; '{sys.executable}' '{ROOT / 'convert.py'}' arrays x=x.npy y.h5"
-    result = subprocess.run(
-        ["bash", "-c", f"trap '' XFSZ; {command}"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    command = f"trap '' XFSZ; ulimit -f 1024; '{sys.executable}' '{ROOT / 'convert.py'}' arrays x=x.npy y.h5"
+    result = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert "File too large" in result.stderr
     assert result.returncode == 2
     assert [path.name for path in tmp_path.iterdir()] == ["x.npy"]

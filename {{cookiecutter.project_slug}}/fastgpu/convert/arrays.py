@@ -6,7 +6,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from fastgpu.convert.messages import explain_errors
+from fastgpu.convert.reader import explain_errors
 from fastgpu.process.launch import UserError, warn
 from fastgpu.rows.rows import OFFSET_DTYPE, Field, RaggedArray
 from fastgpu.storage.arrays import ArrayDataset
@@ -17,12 +17,10 @@ def open_arrays(sources: Sequence[str], *, channels_last: bool = False) -> Array
 
         name=file.npy            mapped into memory, not read
         file.npz                 arrays that have names, read
-        name=file.npz            a sparse matrix as scipy.sparse.save_npz writes it: ragged rows of column numbers, and
-                                 if its values are not all 1, the ragged rows `name_values`
+        name=file.npz            a sparse matrix (scipy.sparse.save_npz): ragged rows of column numbers, and of values
         name=file.h5::/dataset   of any HDF5 file; or the group of a CSR or CSC matrix as anndata writes it
 
-    channels_last: columns of four axes are (N, H, W, C) and become (N, C, H, W), for which HDF5 datasets are read.
-    Raises UserError for what cannot be rows.
+    channels_last: arrays of four axes are (N, H, W, C) and become (N, C, H, W). Raises UserError for other than rows.
     """
     columns: dict[str, Any] = {}
     fields: dict[str, Field] = {}

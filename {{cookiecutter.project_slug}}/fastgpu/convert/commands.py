@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fastgpu.convert.arrays import open_arrays
-from fastgpu.convert.messages import list_first
-from fastgpu.convert.reader import split_rows
+from fastgpu.convert.reader import list_first, split_rows
 from fastgpu.convert.summary import damaged, describe_rows, fields_of, inspect
 from fastgpu.convert.writing import write_files
 from fastgpu.dataset.source import open_dataset
@@ -19,12 +18,12 @@ def write(source: Dataset | Mapping[str, Dataset], args: Namespace) -> None:
     """Show what was understood of a source, or of its parts, and write it to files, as the command line says."""
     parts = source if isinstance(source, Mapping) else split_rows(source, vars(args).get("split"), args.seed)
     print(next(iter(parts.values())).name, *describe_rows(parts), sep="\n", flush=True)
-    if args.dry_run:
-        print("--dry-run: nothing is written")
-        return
     seed = None if args.keep_order else args.seed
     skips_broken = vars(args).get("on_error") == "skip"
-    write_files(parts, args.target, seed, args.compression, replace=args.force, skips_broken=skips_broken)
+    if args.dry_run:
+        print("--dry-run: nothing is written")
+    else:
+        write_files(parts, args.target, seed, args.compression, replace=args.force, skips_broken=skips_broken)
 
 
 def arrays(args: Namespace) -> None:
@@ -34,7 +33,7 @@ def arrays(args: Namespace) -> None:
 
 def dataset(args: Namespace) -> None:
     """Write the items of a torch Dataset."""
-    fields = dict(args.fields) or {"images": "images", "labels": "labels"}
+    fields = {each.partition("=")[0]: each.rpartition("=")[2] for each in args.fields or ("images", "labels")}
     source = open_dataset("SOURCE", args.path, fields, factory=args.source)
     source.name = f"{args.source} called with {args.path}"
     write(source, args)
@@ -49,7 +48,7 @@ def repack(args: Namespace) -> None:
     stored = {f"{file}::{group}": inspect(f"{file}::{group}") for file, group in files}
     groups = fields_of(next(iter(stored.values())))
     group = f"/{files[0][1].strip('/')}"
-    fields = dict(args.fields) or groups.get(group, {})
+    fields = {each.partition("=")[0]: each.rpartition("=")[2] for each in args.fields or ()} or groups.get(group, {})
     if not fields:
         raise UserError(f"{args.source[0]} has no rows in {group}, but {', '.join(sorted(groups)) or 'no numbers'}")
     for path, datasets in stored.items():
@@ -77,8 +76,7 @@ def check(args: Namespace) -> int:
     """Read files, count the damaged blocks and list the first of them. The exit code is 1 if there is one."""
     exit_code = 0
     for path in args.source:
-        damages = damaged(path)
-        if damages:
+        if damages := damaged(path):
             exit_code = 1
             print(list_first(damages, "\n"))
         print(f"{path}: {len(damages):,} blocks are damaged" if damages else f"{path}: whole")

@@ -1,14 +1,13 @@
 """What convert.py writes: a source of rows, and its splits. A `Reader` is one whose items may be broken."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-from torch.utils.data import Dataset as TorchDataset
 
-from fastgpu.convert.messages import list_first
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Dataset, Out, PoolPlan, Reads
 from fastgpu.rows.rows import Field, RaggedArray
@@ -21,11 +20,11 @@ SPLIT_OF_WORD = {word: number for number, words in enumerate(WORDS) for word in 
 """{word: the place of its split in SPLITS}"""
 
 
-class Reader(Dataset, TorchDataset[dict[str, Any]]):
+class Reader(Dataset):
     """A map-style Dataset that can be converted, or trained on as `data.dataset`.
 
-    A reader of your own has `__getitem__`, which gives {field: value} of one row. It may be called by many threads, and
-    raise an exception of any kind if the row is broken.
+    A reader of your own has `__getitem__`, which gives {field: value} of one row to any thread. It may raise an
+    exception of any kind if the row is broken.
     """
 
     splits: np.ndarray | None = None
@@ -42,7 +41,7 @@ class Reader(Dataset, TorchDataset[dict[str, Any]]):
         self.broken: dict[int, str] = {}
         """{row: why it cannot be read}, of the rows that were read."""
         self.losses: dict[int, list[str]] = {}
-        """{row: what of its source it does not keep}, of the rows that were read."""
+        """{row: what of its source it does not keep}, of the rows that were read and are whole."""
 
     @property
     def class_names(self) -> list[str] | None:
@@ -53,7 +52,6 @@ class Reader(Dataset, TorchDataset[dict[str, Any]]):
         raise NotImplementedError
 
     def column(self, name: str) -> np.ndarray | None:
-        """See `Dataset.column`."""
         return self.labels if name == "labels" else None
 
     def where(self, row: int) -> str:
@@ -70,18 +68,17 @@ class Reader(Dataset, TorchDataset[dict[str, Any]]):
         n_rows = len(self.block_rows)
         first = next(filter(None, (self._try(row, {}) for row in range(n_rows))), None)
         if not first:
-            reasons = list_first([*self.broken.values()], "\n  ")
-            raise UserError(f"{self.name}: none of the rows can be read:\n  {reasons}")
+            reasons = list_first(["none of the rows can be read:", *self.broken.values()], "\n  ")
+            raise UserError(f"{self.name}: {reasons}")
         fields = {name: Field(value.dtype, value.shape) for name, value in first.items()}
         if self.encoded:  # some rows tell how long they are
-            rows = np.linspace(0, n_rows - 1, min(32, n_rows)).astype(int).tolist()
-            sizes = [len(item["images"]) for row in rows if (item := self._try(row, {}))]
-            mean_bytes = float(np.mean(sizes or [len(first["images"])]))
+            items = [self._try(row, {}) for row in np.linspace(0, n_rows - 1, min(32, n_rows)).astype(int).tolist()]
+            mean_bytes = float(np.mean([len(item["images"]) for item in items if item] or len(first["images"])))
             fields["images"] = Field(np.dtype(np.uint8), (), mean_bytes, codec="encoded")
         return fields
 
     def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Out]) -> None:
-        """See `Dataset.read`. A row that is broken is noted in `broken`; it is zeros, or has no values."""
+        """See `Dataset.read`. Broken rows are zeros, or have no values."""
         zeros = {name: np.zeros(0 if each.is_ragged else each.shape, each.dtype) for name, each in self.fields.items()}
         items = [self._try(row, self.fields) or zeros for row in reads.starts.tolist()]  # a block is a row
         for name, target in out.items():
@@ -101,6 +98,7 @@ class Reader(Dataset, TorchDataset[dict[str, Any]]):
                     raise ValueError(f"{name} are {found}, in the first row {field} (--size makes images alike)")
         except Exception as error:  # a decoder may raise anything for damaged bytes
             self.broken[row] = f"{self.where(row)} cannot be read: {error}"
+            self.losses.pop(row, None)
             return None
         return item
 
@@ -111,10 +109,9 @@ def rows_of(source: Dataset) -> np.ndarray:
 
 
 def split_rows(source: Dataset, shares: Sequence[float] | None, seed: int) -> dict[str, Dataset]:
-    """{split: its rows}, or {"": all rows}.
+    """{split: its rows}, or {"": all rows}. shares: of a split that is drawn at random; see `draw_splits`.
 
-    shares: of a split that is drawn at random, from each class alike if there are classes. Raises UserError if the
-    source is already split, or if a split gets no rows.
+    Raises UserError if the source is already split, or if a split gets no rows.
     """
     splits = getattr(source, "splits", None)
     if shares:
@@ -124,22 +121,17 @@ def split_rows(source: Dataset, shares: Sequence[float] | None, seed: int) -> di
         splits = draw_splits(np.zeros(len(source)) if labels is None else labels, shares, seed)
     if splits is None:
         return {"": source}
-    counts = np.bincount(splits, minlength=len(SPLITS))
-    if shares and not counts[: len(shares)].all():
-        raise UserError(f"--split leaves no rows for {SPLITS[int(counts.argmin())]}: there are {len(source):,} rows")
-    parts = {name: copy(source) for number, name in enumerate(SPLITS) if counts[number]}
+    parts = {name: copy(source) for number, name in enumerate(SPLITS) if number in splits}
+    if shares and len(parts) < len(shares):
+        raise UserError(f"--split leaves rows for {', '.join(parts)} alone: there are {len(source):,} rows")
     for name, part in parts.items():
         part.selection = Share(source.block_rows, splits == SPLITS.index(name))
     return parts
 
 
 def draw_splits(labels: np.ndarray, shares: Sequence[float], seed: int) -> np.ndarray:
-    """(rows,) uint8, places in SPLITS, drawn at random.
-
-    labels: (rows, ...). If they are integers (rows,), each class is split by these shares.
-    """
-    is_class = labels.ndim == 1 and labels.dtype.kind in "bui"
-    classes = labels if is_class else np.zeros(len(labels), np.int64)
+    """(rows,) uint8, places in SPLITS, drawn at random: of each class alike if the labels are integers (rows,)."""
+    classes = labels if labels.ndim == 1 and labels.dtype.kind in "bui" else np.zeros(len(labels), np.int64)
     order = np.random.default_rng(seed).permutation(len(classes))
     order = order[np.argsort(classes[order], kind="stable")]
     _, counts = np.unique(classes, return_counts=True)
@@ -153,6 +145,24 @@ def draw_splits(labels: np.ndarray, shares: Sequence[float], seed: int) -> np.nd
 def read_splits(where: str, words: Iterable[str]) -> np.ndarray:
     """(rows,) uint8, places in SPLITS. words: what `where` calls the split of each row. Raises UserError for others."""
     if unknown := sorted({word for word in words if word.lower() not in SPLIT_OF_WORD}):
-        known = ", ".join(SPLIT_OF_WORD)
-        raise UserError(f"{where}: the splits are {list_first(unknown)}; allowed are {known}, in any case")
+        raise UserError(f"{where}: the splits are {list_first(unknown)}; allowed are {', '.join(SPLIT_OF_WORD)}")
     return np.array([SPLIT_OF_WORD[word.lower()] for word in words], np.uint8)
+
+
+def list_first(items: Sequence[str], separator: str = ", ") -> str:
+    """The first 20 of some texts, and how many more there are."""
+    more = [f"and {len(items) - 20:,} more"] if len(items) > 20 else []
+    return separator.join([*items[:20], *more])
+
+
+@contextmanager
+def explain_errors(path: object, expected: str) -> Iterator[None]:
+    """Turn the errors of a file that is missing or damaged into a UserError. expected: what the file should be."""
+    try:
+        yield
+    except (UserError, ModuleNotFoundError):
+        raise
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist; check its name") from None
+    except Exception as error:  # parsers raise anything for damaged bytes
+        raise UserError(f"{path} cannot be read as {expected}: {' '.join(str(error).split())[:200]}") from None

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from hashlib import sha256
 from math import prod
 from pathlib import PurePosixPath
@@ -11,8 +12,7 @@ import h5py
 import numpy as np
 from tqdm import tqdm
 
-from fastgpu.convert.messages import list_first
-from fastgpu.convert.reader import rows_of
+from fastgpu.convert.reader import list_first, rows_of
 from fastgpu.process.launch import RankError
 from fastgpu.process.machine import available_cpus
 from fastgpu.rows.contract import Dataset
@@ -23,20 +23,45 @@ from fastgpu.storage.layout import DIGESTS, Layout
 
 
 class Stored(NamedTuple):
-    """One dataset of numbers in a file."""
+    """One dataset of numbers in a file: its path, whether its blocks have checksums, and how its rows lie, in words."""
 
     path: PurePosixPath
     has_digests: bool
-    """Whether each block has a checksum, which `convert.py` alone writes."""
     text: str
-    """How the rows lie in the file."""
+
+
+@contextmanager
+def _open(path: str) -> Iterator[list[h5py.Dataset]]:
+    """The datasets of numbers with rows in a file or group; see `inspect`. Links are not followed."""
+    datasets: list[h5py.Dataset] = []
+
+    def note(name: str, item: h5py.Group | h5py.Dataset) -> None:
+        has_rows = isinstance(item, h5py.Dataset) and item.ndim and len(item) and item.dtype.kind in "buif"
+        if not has_rows or not isinstance(name, str) or DIGESTS in name.split("/"):  # bytes: a name that is not UTF-8
+            return
+        # The values of a CSR matrix of ones are a fill value, and no bytes in the file.
+        if not (item.chunks and item.fillvalue == 1 and not item.id.get_num_chunks()):
+            datasets.append(item)
+
+    file_path, group = split_group(path)
+    with open_file(file_path, file_path) as file:
+        find(file, group, h5py.Group, file_path).visititems(note)
+        yield datasets
 
 
 def inspect(path: str) -> list[Stored]:
     """The datasets of numbers in `file.h5`, or below the group of `file.h5::/group`. Raises UserError if unreadable."""
-    file_path, group = split_group(path)
-    with open_file(file_path, file_path) as file:
-        return [_describe(data) for data in _datasets(find(file, group, h5py.Group, file_path))]
+    stored = []
+    with _open(path) as datasets:
+        for data in datasets:
+            path_in_file = PurePosixPath(data.name)
+            has_digests = f"{DIGESTS}/{path_in_file.name}" in data.parent
+            chunk = data.chunks or data.shape
+            filters = " + ".join(name for _, _, name in codecs.filters_of(data)) or "plain"
+            blocks = f"blocks {chunk} of {prod(chunk) * data.dtype.itemsize / 2**20:.2f} MiB, {filters}"
+            text = f"{data.name}  {data.dtype} {data.shape}  {blocks}, {'SHA-256' if has_digests else 'no checksums'}"
+            stored.append(Stored(path_in_file, has_digests, text))
+    return stored
 
 
 def fields_of(stored: Sequence[Stored]) -> dict[str, dict[str, str]]:
@@ -55,10 +80,7 @@ def fields_of(stored: Sequence[Stored]) -> dict[str, dict[str, str]]:
 
 
 def damaged(path: str) -> list[str]:
-    """A line for each block that cannot be read, or that has another SHA-256 than the recorded one.
-
-    Blocks without checksums are read and decoded all the same.
-    """
+    """A line for each block that cannot be read, or that has another SHA-256 than the recorded one, if there is one."""
 
     def check(layout: Layout, block: int) -> str:
         start = block * layout.chunk_rows
@@ -69,48 +91,17 @@ def damaged(path: str) -> list[str]:
             if layout.digests is not None and sha256(out.data).digest() != layout.digests[block].tobytes():
                 raise RankError(f"{layout.name}: block {block} is damaged: its SHA-256 is another one")
         except (RankError, OSError) as error:
-            problem = str(error).partition(";")[0]  # without the cure, which is that of a run
-            return f"rows {start:,} to {start + n_rows - 1:,}: {problem}"
+            return (
+                f"rows {start:,} to {start + n_rows - 1:,}: {str(error).partition(';')[0]}"  # without the cure of a run
+            )
         return ""
 
-    file_path, group = split_group(path)
-    with open_file(file_path, file_path) as file, ThreadPoolExecutor(available_cpus()) as pool:
-        opened = OpenFile(file_path)
-        datasets = _datasets(find(file, group, h5py.Group, file_path))
+    with _open(path) as datasets, ThreadPoolExecutor(available_cpus()) as pool:
+        opened = OpenFile(split_group(path)[0])
         layouts = [Layout(f"{path}: {data.name}", data, opened) for data in datasets]
         blocks = [(each, number) for each in layouts for number in range(-(-len(each) // each.chunk_rows))]
         lines = tqdm(pool.map(lambda block: check(*block), blocks), total=len(blocks), unit="blocks", disable=None)
         return [line for line in lines if line]
-
-
-def _datasets(group: h5py.Group) -> list[h5py.Dataset]:
-    """Datasets of numbers with at least one row, at any depth. Links are not followed."""
-    datasets: list[h5py.Dataset] = []
-
-    def note(name: str, item: h5py.Group | h5py.Dataset) -> None:
-        has_rows = isinstance(item, h5py.Dataset) and item.ndim and len(item) and item.dtype.kind in "buif"
-        if not has_rows or not isinstance(name, str) or DIGESTS in name.split("/"):  # bytes: a name that is not UTF-8
-            return
-        is_csr_data = item.name.endswith("/data") and "indptr" in item.parent
-        if is_csr_data and item.chunks and item.fillvalue == 1 and not item.id.get_num_chunks():
-            return  # the values of a CSR matrix of ones: a fill value, and no bytes in the file
-        datasets.append(item)
-
-    group.visititems(note)
-    return datasets
-
-
-def _describe(data: h5py.Dataset) -> Stored:
-    chunk = data.chunks or data.shape
-    filters = " + ".join(name for _, _, name in codecs.filters_of(data))
-    path = PurePosixPath(data.name)
-    has_digests = f"{DIGESTS}/{path.name}" in data.parent
-    blocks = f"blocks {chunk} of {prod(chunk) * data.dtype.itemsize / 2**20:.2f} MiB, {filters or 'plain'}"
-    text = f"{path}  {data.dtype} {data.shape}  {blocks}, {'SHA-256' if has_digests else 'no checksums'}"
-    return Stored(path, has_digests, text)
-
-
-# ---------------------------------------------------------------------------------------------- rows
 
 
 def describe_rows(parts: Mapping[str, Dataset]) -> Iterator[str]:
@@ -134,11 +125,9 @@ def _describe_labels(labels: np.ndarray, names: Sequence[str]) -> str:
         finite = labels[np.isfinite(labels)]
         limits = f"{finite.min(initial=np.inf):g} to {finite.max(initial=-np.inf):g}"
         return f"targets from {limits}, {labels.size - finite.size:,} NaN or infinite"
+    kind, (numbers, counts) = "classes", np.unique(labels, return_counts=True)
     if labels.ndim > 1:
-        numbers, counts = np.arange(labels.shape[1]), labels.astype(bool).sum(0)
-    else:
-        numbers, counts = np.unique(labels, return_counts=True)
+        kind, numbers, counts = "attributes", np.arange(labels.shape[1]), labels.astype(bool).sum(0)
     pairs = zip(numbers.tolist(), counts.tolist(), strict=True)
     texts = [f"{names[number] if 0 <= number < len(names) else number} {count:,}" for number, count in pairs]
-    kind = "classes" if labels.ndim == 1 else "attributes"
     return f"{len(numbers):,} of {max(len(names), len(numbers)):,} {kind}: {list_first(texts)}"

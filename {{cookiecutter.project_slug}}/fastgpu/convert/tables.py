@@ -1,7 +1,4 @@
-"""CSV files, read by polars, and what belongs to a mistake in one: its line.
-
-`Table` is the file, `parse_labels` takes columns of it for classes, attributes or targets.
-"""
+"""CSV files, read by polars, and what belongs to a mistake in one: its line."""
 
 import csv
 import io
@@ -13,7 +10,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from fastgpu.convert.messages import explain_errors, list_first
+from fastgpu.convert.reader import explain_errors, list_first
 from fastgpu.process.launch import UserError, warn
 
 SEPARATORS = (",", ";", "\t", "|")
@@ -23,43 +20,38 @@ csv.field_size_limit(1 << 30)  # pixels of one image may be a field
 
 
 class Table:
-    """A CSV file of UTF-8 text with a header, in memory.
+    """A CSV file of UTF-8 text with a header, in memory. The header has one of SEPARATORS most often.
 
-    Its columns are separated by a comma, `;`, tab or `|`, whichever the header has most. content: the text, if it does
-    not lie in a file of its own. names: of the columns, if it has no header. Raises UserError with the line of a row
-    with more or fewer columns than the header. Warns of line breaks, which a stray quote makes of rows.
+    Raises UserError with the line of a row with more or fewer columns. Warns of line breaks, which a stray quote makes.
     """
 
     def __init__(self, path: Path, *, content: bytes | None = None, names: Sequence[str] = ()):
+        """content: the text, if it is not that of the file. names: of the columns, if there is no header."""
         self.path = path
-        cures = "if it is Korean: iconv -f CP949 -t UTF-8; close quotes, double stray ones"
-        with explain_errors(path, f"a CSV file of UTF-8 text ({cures})"):
+        with explain_errors(path, "CSV in UTF-8 (Korean: iconv -f CP949 -t UTF-8; close quotes, double stray ones)"):
             self._content = path.read_bytes() if content is None else content
             header = self._content.partition(b"\n")[0].decode("utf-8-sig")
             self._separator = max(SEPARATORS, key=header.count)
-            named = next(csv.reader([header], delimiter=self._separator), [])
             self._has_header = not names
+            named = next(csv.reader([header], delimiter=self._separator), [])
             self.names = list(names) or [name.strip() for name in named]
-            how: dict[str, Any] = {"separator": self._separator, "has_header": self._has_header}
+            how: dict[str, Any] = {"infer_schema": False, "raise_if_empty": False}
             try:
-                rows = pl.read_csv(self._content, **how, infer_schema=False, raise_if_empty=False)
+                rows = pl.read_csv(self._content, separator=self._separator, has_header=self._has_header, **how)
             except pl.exceptions.PolarsError:
                 list(self._lines())  # says the line
                 raise
             if len(rows) and rows[:, -1].has_nulls():
                 list(self._lines())
         self._rows = rows.filter(~pl.all_horizontal(pl.all().is_null()))  # blank lines
-        n_long = [column.str.contains("\n", literal=True).sum() or 0 for column in self._rows]
-        if any(n_long):
-            warn(f"{path}: {max(n_long):,} rows have line breaks in quotes; a stray quote swallows lines: double it")
+        if n_long := max((column.str.contains("\n", literal=True).sum() or 0 for column in self._rows), default=0):
+            warn(f"{path}: {n_long:,} rows have line breaks in quotes; a stray quote swallows lines: double it")
 
     def texts(self, name: str) -> pl.Series:
         """A column of text without the spaces around it. Raises UserError with the line of a value that is missing."""
-        if self.names.count(name) != 1:
-            found = f"{self.path} has the columns {list_first(self.names) or 'none'}"
-            raise UserError(f"{found}, and not one {name}; name those to read on the command line")
-        if not len(self._rows):
-            raise UserError(f"{self.path} has no rows below its header")
+        if self.names.count(name) != 1 or not len(self._rows):
+            found = f"{self.path} has {len(self._rows):,} rows of the columns {list_first(self.names) or 'none'}"
+            raise UserError(f"{found}; it should have rows and one column {name} (flags name another)")
         column = self._rows[:, self.names.index(name)].alias(name).str.strip_chars().replace("", None)
         self.check(column, column.is_not_null(), "it is missing")
         self.check(column, ~column.str.contains("\n", literal=True), "remove the line break or stray quote")
@@ -69,15 +61,8 @@ class Table:
         """A column as int64. Raises UserError with the line of what is no whole number from 0 to `highest`."""
         texts = self.texts(name)
         numbers = texts.cast(pl.Int64, strict=False)
-        is_right = numbers.is_between(0, highest).fill_null(False)
-        self.check(texts, is_right, f"it should be a whole number from 0 to {highest:,}")
-        return numbers.to_numpy()
-
-    def decimals(self, name: str) -> np.ndarray:
-        """A column as float64. Raises UserError with the line of what is no number."""
-        texts = self.texts(name)
-        numbers = texts.cast(pl.Float64, strict=False)
-        self.check(texts, numbers.is_finite().fill_null(False), "it should be a number")
+        cure = f"it should be a whole number from 0 to {highest:,}"
+        self.check(texts, numbers.is_between(0, highest).fill_null(False), cure)
         return numbers.to_numpy()
 
     def check(self, values: pl.Series, is_right: pl.Series | np.ndarray, cure: str) -> None:
@@ -108,42 +93,27 @@ def parse_labels(table: Table, names: Sequence[str]) -> tuple[np.ndarray, dict[s
         several columns of 0 and 1, or of -1 and 1  attributes, uint8 (N, K), and their names as `class_names`
         decimals in any of the columns              targets, float32 (N,), or (N, K) and `target_names`
 
-    Raises UserError with the line of a label that does not fit.
+    If one whole number is written as `01`, all labels are names. Raises UserError with the line of one that is wrong.
     """
-    columns = [_parse_numbers(table, table.texts(name), may_be_names=len(names) == 1) for name in names]
-    several = pl.DataFrame(columns)
-    if pl.String in several.dtypes:
-        classes, numbers = np.unique(columns[0].to_list(), return_inverse=True)
-        return numbers, {"class_names": classes.tolist()}
-    if pl.Float32 in several.dtypes:
-        targets = several.cast(pl.Float32).to_numpy()
+    texts = [table.texts(name) for name in names]
+    numbers = [text.cast(pl.Float64, strict=False).cast(pl.Float32) for text in texts]
+    are_numbers = [number.is_finite().fill_null(False) for number in numbers]
+    if len(names) == 1 and (not are_numbers[0].any() or texts[0].str.contains(r"^0\d+$").any()):
+        classes, labels = np.unique(texts[0].to_list(), return_inverse=True)
+        return labels, {"class_names": classes.tolist()}
+    for text, is_number in zip(texts, are_numbers, strict=True):
+        table.check(text, is_number, "labels are numbers (not too large) in all rows, or one column of names")
+    whole = [text.cast(pl.Int64, strict=False) for text in texts]
+    if any(column.has_nulls() for column in whole):
+        targets = np.stack(numbers, axis=1)
         return (targets, {"target_names": list(names)}) if len(names) > 1 else (targets[:, 0], {})
     if len(names) == 1:
-        (labels,) = columns
+        labels = whole[0].to_numpy()
         cure = "classes are numbered from 0 on; for targets, write decimals such as 2.0"
-        table.check(labels, labels.is_between(0, len(labels) + MAX_UNUSED_CLASSES), cure)
-        return labels.to_numpy(), {"class_names": list(map(str, range(labels.to_numpy().max() + 1)))}
-    for column in columns:
+        table.check(whole[0], whole[0].is_between(0, len(labels) + MAX_UNUSED_CLASSES), cure)
+        return labels, {"class_names": list(map(str, range(labels.max() + 1)))}
+    for column in whole:
         allowed = (-1, 1) if -1 in column else (0, 1)
         cure = f"several columns of labels are attributes, {allowed[0]} or 1; for targets, write decimals such as 2.0"
         table.check(column, column.is_in(allowed), cure)
-    return several.select(pl.all() == 1).cast(pl.UInt8).to_numpy(), {"class_names": list(names)}
-
-
-def _parse_numbers(table: Table, words: pl.Series, *, may_be_names: bool) -> pl.Series:
-    """Int64 if all are whole numbers, else Float32 if all are numbers, else the names as they are.
-
-    Raises UserError with the line of what is no number, or too large, unless all are names and these are allowed.
-    """
-    whole = words.cast(pl.Int64, strict=False)
-    if not whole.has_nulls():
-        return whole
-    numbers = words.cast(pl.Float64, strict=False).cast(pl.Float32)
-    is_number = numbers.is_finite().fill_null(False)
-    if may_be_names and not is_number.any():
-        return words
-    cure = "several columns of labels are numbers: 0 and 1 for attributes, decimals for targets"
-    if may_be_names:
-        cure = "others are numbers; give numbers only (not too large), or names only"
-    table.check(words, is_number, cure)
-    return numbers
+    return np.stack([column == 1 for column in whole], axis=1).astype(np.uint8), {"class_names": list(names)}

@@ -1,15 +1,12 @@
-"""Rows -> HDF5 files that are read fastest: blocks of whole rows in one piece, with checksums.
+"""Rows -> HDF5 files that are read fastest: blocks of whole rows with checksums. Any HDF5 tool reads these files.
 
-    images (N, C, H, W), labels (N,)      datasets of equal length; a block is an HDF5 chunk of whole rows, about 2 MiB
-    fastgpu_sha256/images (blocks, 32)    SHA-256 of the rows of each block, before compression
-    items/indptr (N + 1,), items/indices  ragged rows of item numbers, a CSR matrix as anndata writes it: those of row n
-                                          are indices[indptr[n] : indptr[n + 1]]; its `data`, all 1, takes no room
-    weights/indptr, weights/values        ragged rows of other values
-    images/indptr, images/values          the bytes of image files; the group's attribute `codec` names their formats
-    attributes                            fastgpu_format = 1, and what the caller knows about the rows
-
-Any HDF5 tool reads these files. Blocks that are not compressed lie one behind the other, by which rows in the page
-cache are read fastest.
+images (N, C, H, W), labels (N,)      datasets of equal length; a block is an HDF5 chunk of whole rows, about 2 MiB
+fastgpu_sha256/images (blocks, 32)    SHA-256 of the rows of each block, before compression
+items/indptr (N + 1,), items/indices  ragged rows of item numbers, a CSR matrix as anndata writes it: those of row n
+                                      are indices[indptr[n] : indptr[n + 1]]; its `data`, all 1, takes no room
+weights/indptr, weights/values        ragged rows of other values
+images/indptr, images/values          the bytes of image files; the group's attribute `codec` names their formats
+attributes                            fastgpu_format = 1, and what the caller knows about the rows
 """
 
 import hashlib
@@ -22,13 +19,11 @@ from typing import Any, Literal
 import h5py
 import numpy as np
 
-from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import CODECS, Field, RaggedArray
 from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, DIGESTS, MIN_BLOCKS
 
 Compression = Literal["none", "gzip"]
 
-FORMAT = 1
 RAGGED_BLOCK_BYTES = BLOCK_BYTES // 8
 """Blocks of ragged values are smaller: rows begin and end inside of them, and a block is decoded as a whole."""
 MIN_CHUNK_BYTES = 16 << 10
@@ -48,12 +43,11 @@ def write_rows(
     attributes: Mapping[str, Any],
     compression: Compression = "none",
 ) -> int:
-    """Write a file of rows, which come in their final order. After an exception it is not whole.
+    """Write a file of rows, which come in their final order, and return their number. After an exception it is damaged.
 
-    n_rows: number of rows that will come at most, which decides the size of the blocks. batches: {field: (n, *shape) or
-    RaggedArray}; their memory may be used again for the next one. attributes: facts about the rows, such as class_names
-    and source; for uint8 images without `mean`, the mean and standard deviation of each channel are added. Returns the
-    number of rows that came.
+    n_rows: maximum number of rows, which decides the size of the blocks. batches: {field: (n, *shape) or RaggedArray};
+    their memory may be used again for the next one. attributes: facts about the rows; for uint8 images without `mean`,
+    the mean and standard deviation of each channel are added.
     """
     n_came = 0
     statistics = ImageStatistics({} if "mean" in attributes else fields, n_rows)
@@ -74,11 +68,9 @@ def write_rows(
             for name, column in columns.items():
                 column.append(rows[name])
             n_came += len(next(iter(rows.values())))
-        if not n_came:
-            raise UserError("all rows are broken, so none is left to write")
         for column in columns.values():
             column.finish()
-        write_attributes(file, {**attributes, **statistics.attributes(), "fastgpu_format": FORMAT})
+        write_attributes(file, {**attributes, **statistics.attributes(), "fastgpu_format": 1})
         file.close()
     finally:
         with suppress(OSError, RuntimeError):  # a full disk refuses the rest once more
@@ -97,39 +89,28 @@ def write_attributes(group: h5py.Group, attributes: Mapping[str, Any]) -> None:
 
 
 def choose_block_rows(n_rows: int, field: Field, widest: Field) -> int:
-    """Rows of a block of a field that is not ragged: about 2 MiB of whole rows.
-
-    All fields share the blocks of the widest one, except those that readers keep in memory as a whole. The blocks of a
-    small file are smaller: a run needs one for each rank, and many to shuffle.
-    """
+    """Rows of a block: about 2 MiB of the widest field, or of one that readers keep in memory; less in small files."""
     if field is not widest and n_rows * field.row_bytes <= COLUMN_BYTES:
         return max(1, min(n_rows, BLOCK_BYTES // max(1, field.row_bytes)))
     return max(1, min(BLOCK_BYTES // max(1, widest.row_bytes), n_rows // MIN_BLOCKS))
 
 
 class Column:
-    """Fills one dataset, and takes the SHA-256 of each of its blocks."""
+    """Fills one dataset, and takes the SHA-256 of each of its blocks. n_rows: at most; 0: nobody knows."""
 
     def __init__(
         self, group: h5py.Group, name: str, field: Field, *, block_rows: int, filters: dict[str, Any], n_rows: int = 0
     ):
-        """n_rows: number of rows that will come at most. 0: nobody knows."""
         plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-        if n_rows and not filters:  # all blocks get their places now, before anything else could lie between them
+        plan.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+        if n_rows and not filters:  # all blocks get their places now: rows in one piece are read fastest
             plan.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+        shape, chunks = (n_rows, *field.shape), (block_rows, *field.shape)
+        max_shape = (n_rows or None, *field.shape)
+        shuffle = bool(filters) and field.dtype.itemsize > 1  # sorting bytes by their place helps numbers only
         self._data = group.create_dataset(
-            name,
-            (n_rows, *field.shape),
-            field.dtype,
-            maxshape=(n_rows or None, *field.shape),
-            chunks=(block_rows, *field.shape),
-            fill_time="never",
-            shuffle=bool(filters) and field.dtype.itemsize > 1,  # sorting bytes by their place helps numbers only
-            dcpl=plan,
-            **filters,
+            name, shape, field.dtype, maxshape=max_shape, chunks=chunks, shuffle=shuffle, dcpl=plan, **filters
         )
-        self._n_rows = 0
-        """Rows written so far."""
         self._block = np.empty(self._data.chunks, field.dtype)
         self._n_waiting = 0
         """Rows of `_block` that are still to be written."""
@@ -147,19 +128,19 @@ class Column:
 
     def _write_block(self) -> None:
         rows = self._block[: self._n_waiting]
-        stop = self._n_rows + len(rows)
-        if stop > len(self._data):
-            self._data.resize(stop, axis=0)
-        self._data[self._n_rows : stop] = rows
+        start = len(self._digests) * len(self._block)
+        if start + len(rows) > len(self._data):
+            self._data.resize(start + len(rows), axis=0)
+        self._data[start : start + len(rows)] = rows
         self._digests.append(hashlib.sha256(rows.data).digest())
-        self._n_rows = stop
         self._n_waiting = 0
 
     def finish(self) -> None:
         """Write the last block, which may be short, and the checksums of all."""
+        n_rows = len(self._digests) * len(self._block) + self._n_waiting
         if self._n_waiting:
             self._write_block()
-        self._data.resize(self._n_rows, axis=0)
+        self._data.resize(n_rows, axis=0)
         digests = np.frombuffer(b"".join(self._digests), np.uint8).reshape(-1, 32)
         name = self._data.name.rpartition("/")[2]
         self._data.parent.create_dataset(f"{DIGESTS}/{name}", data=digests)
@@ -204,10 +185,7 @@ class RaggedColumn:
 
 
 class ImageStatistics:
-    """Mean and standard deviation of each channel of the first uint8 field (C, H, W), from rows spread over all.
-
-    Encoded images are decoded for this.
-    """
+    """Mean and standard deviation of each channel of the first field of images, from rows spread over all."""
 
     def __init__(self, fields: Mapping[str, Field], n_rows: int):
         def holds_images(field: Field) -> bool:

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from fastgpu.convert.messages import list_first
-from fastgpu.convert.reader import SPLITS, Reader, rows_of
+from fastgpu.convert.reader import SPLITS, Reader, list_first, rows_of
 from fastgpu.convert.writer import Compression, write_attributes, write_rows
 from fastgpu.dataset.items import Columns
 from fastgpu.feed import PrefetchLoader
@@ -24,10 +23,8 @@ from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage.layout import BLOCK_BYTES
 
-POOL_BYTES = 1 << 30
-"""Rows that are shuffled together, ..."""
-POOL_BLOCKS = 512
-"""... or this many blocks, whichever is more; but never more than a quarter of the free memory."""
+POOL_BYTES, POOL_BLOCKS = 1 << 30, 512
+"""Rows that are shuffled together, whichever is more; but never more than a quarter of the free memory."""
 SINGLE_ROW_POOL_BYTES = 64 << 20
 """The same for sources with blocks of one row, which any size of pool shuffles completely."""
 MIN_ROWS_PER_SKIPPED = 100
@@ -45,37 +42,35 @@ def write_files(
 ) -> None:
     """Write each part to a file of its own: x.h5 becomes x-train.h5 for the part `train`, and stays x.h5 for "".
 
-    Files get their names when all are complete. Then the number of rows of each file is printed, and what was skipped
-    is listed beside it.
-
-    seed: of the random order; None keeps that of the source. skips_broken: leave broken rows out. Raises UserError if a
-    file is in the way, or rows are broken that must not be left out; OSError if the disk is full.
+    Files get their names when all are complete. seed: of the random order; None keeps that of the source. skips_broken:
+    leave broken rows out, and list them beside the file. Raises UserError if a file is in the way or cannot be written,
+    or rows are broken that must not be left out; OSError if the disk is full.
     """
     named = {split: target.with_name(f"{target.stem}-{split}{target.suffix}") for split in SPLITS} | {"": target}
     broken = getattr(next(iter(parts.values())), "broken", {})  # of all parts of a split
-    target.parent.mkdir(parents=True, exist_ok=True)
-    reports = {name: named[name].with_name(f"{named[name].name}.skipped.txt") for name in parts}
-    for report in reports.values():
-        if report.exists() and not replace:
-            raise UserError(f"{report} exists; --force replaces a file")
+    reports = {name: Path(f"{named[name]}.skipped.txt") for name in parts}
+    if not replace and (reported := [str(path) for path in reports.values() if path.exists()]):
+        raise UserError(f"{reported[0]} exists; --force replaces a file")
     with ExitStack() as stack:
-        partial = {name: stack.enter_context(new_file(named[name], replace=replace)) for name in parts}
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            partial = {name: stack.enter_context(new_file(named[name], replace=replace)) for name in parts}
+        except OSError as error:
+            raise UserError(f"{target} cannot be written: {error.strerror}") from None
         written = {}
         for name, part in parts.items():
-            as_before = part.attributes.get("row_order", "as in the source")
-            row_order = as_before if seed is None else f"random, seed {seed}"
-            facts = {"source": part.name, **part.attributes, "row_order": row_order}
+            facts = {"source": part.name, "row_order": "as in the source", **part.attributes}
+            if seed is not None:
+                facts["row_order"] = f"random, seed {seed}"
             path, fields = partial[name], part.fields
-            with closing(_read(part, _choose_order(part, seed), broken, named[name].name)) as rows:
+            with closing(_read(part, seed, broken, named[name].name)) as rows:
                 written[name] = write_rows(path, len(part), fields, rows, attributes=facts, compression=compression)
         n_rows = sum(map(len, parts.values()))
-        n_allowed = max(1, n_rows // MIN_ROWS_PER_SKIPPED) if skips_broken else 0
-        if len(broken) > n_allowed:
+        if len(broken) > (max(1, n_rows // MIN_ROWS_PER_SKIPPED) if skips_broken else 0):
             reasons = list_first([broken[row] for row in sorted(broken)], "\n  ")
             cure = "nothing was written; --on-error skip leaves out 1 % at most"
             raise UserError(f"{len(broken):,} of {n_rows:,} rows are broken; {cure}:\n  {reasons}")
-        n_came = sum(written.values()) + len(broken)
-        assert n_came == n_rows, f"{n_came} of {n_rows} rows came"
+        assert sum(written.values()) + len(broken) == n_rows, f"{sum(written.values())} of {n_rows} rows came"
         for name, part in parts.items():
             if isinstance(part, Reader):
                 with h5py.File(partial[name], "r+") as file:
@@ -89,24 +84,14 @@ def write_files(
         warn(f"{old} was here before: if it is of the same source, it has rows of the new files; delete it")
 
 
-def _choose_order(source: Dataset, seed: int | None) -> BlockSampler:
-    block_rows = int(source.block_rows.max())
-    pool_bytes = max(POOL_BYTES, POOL_BLOCKS * block_rows * source.row_bytes)
-    if block_rows == 1:
-        pool_bytes = SINGLE_ROW_POOL_BYTES
-    pool_bytes = min(pool_bytes, free_host_bytes() // 4)
-    pool_rows = max(1, min(len(source), pool_bytes // source.row_bytes))
+def _read(source: Dataset, seed: int | None, broken: Mapping[int, str], name: str) -> Generator[Columns]:
+    """The rows in their order without broken ones, read by the feed of training. name: for the bar of progress."""
+    block_bytes = int(source.block_rows.max()) * source.row_bytes
+    pool_bytes = max(POOL_BYTES, POOL_BLOCKS * block_bytes) if block_bytes > source.row_bytes else SINGLE_ROW_POOL_BYTES
+    pool_rows = max(1, min(len(source), min(pool_bytes, free_host_bytes() // 4) // source.row_bytes))
     batch_size = max(1, BLOCK_BYTES // source.row_bytes)
     order = BlockSampler(source, batch_size, pool_batches=-(-pool_rows // batch_size), seed=seed, drop_last=False)
     order.n_epochs = 1
-    return order
-
-
-def _read(source: Dataset, order: BlockSampler, broken: Mapping[int, str], name: str) -> Generator[Columns]:
-    """The rows of an order, read ahead by the feed that training has, without those that are broken.
-
-    name: for the bar of progress, which is there if there is a terminal.
-    """
     feed = PrefetchLoader(source, order, torch.device("cpu"), available_cpus(), loader=Loader(prefetch_pools=1))
     with closing(feed), tqdm(total=len(source), unit="rows", unit_scale=True, desc=name, disable=None) as bar:
         for pool in feed.pools(0):
@@ -123,12 +108,11 @@ def _read(source: Dataset, order: BlockSampler, broken: Mapping[int, str], name:
 
 def _report(reader: Reader, report: Path) -> None:
     """Print what was changed or left out, and list the rows that were left out in a file."""
-    rows = rows_of(reader)
-    is_broken = np.isin(rows, list(reader.broken))
-    whole = rows[~is_broken].tolist()
-    for loss, count in Counter(loss for row in whole for loss in reader.losses.get(row, ())).items():
-        print(f"  changed  {loss}: {count:,} of {len(whole):,} images")
+    rows = rows_of(reader).tolist()
+    reasons = [reader.broken[row] for row in rows if row in reader.broken]
+    for loss, count in Counter(loss for row in rows for loss in reader.losses.get(row, ())).items():
+        print(f"  changed  {loss}: {count:,} of {len(rows) - len(reasons):,} images")
     report.unlink(missing_ok=True)  # of rows that were here before
-    if is_broken.any():
-        report.write_text("".join(f"{reader.broken[row]}\n" for row in rows[is_broken].tolist()), encoding="utf-8")
-        print(f"broken images that were skipped: {is_broken.sum():,}, listed in {report}")
+    if reasons:
+        report.write_text("\n".join([*reasons, ""]), encoding="utf-8")
+        print(f"broken images that were skipped: {len(reasons):,}, listed in {report}")

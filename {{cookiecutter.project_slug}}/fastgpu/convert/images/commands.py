@@ -4,7 +4,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from fastgpu.convert.commands import write
-from fastgpu.convert.images.readers import ImageFiles, ImageFolder, ImageTable, Masks, PixelTable
+from fastgpu.convert.images.readers import ImageFolder, ImageTable, Masks, PixelTable
 from fastgpu.images.parts import Preprocessing
 from fastgpu.process.launch import UserError
 
@@ -12,24 +12,23 @@ from fastgpu.process.launch import UserError
 def images(args: Namespace) -> None:
     """Decode image files: of a folder for each class, of a CSV, or with masks."""
     source = Path(args.source)
+    if source.suffix.lower() in (".zip", ".tar", ".tgz", ".gz"):
+        raise UserError(f"{source} is an archive; unpack it and name the folder")
     idle = "columns split_by" if source.is_dir() else "masks"
     idle += " masks resize" if args.keep_encoded else ""
     idle += "" if args.masks else " binary_masks"
     if given := [f"--{name.replace('_', '-')}" for name in idle.split() if getattr(args, name)]:
         raise UserError(f"{given[0]} has no meaning for {source} with these flags; drop it")
-    size = args.size
-    if args.keep_encoded and size and size[0] != size[1]:
+    if args.keep_encoded and len({*(args.size or ())}) > 1:
         raise UserError("--size should be one number, of the shorter side, with --keep-encoded")
-    how = {"prepared": Preprocessing(size, args.resize or "shorter"), "encoded": args.keep_encoded}
-    reader: ImageFiles
+    how = {"prepared": Preprocessing(args.size, args.resize or "shorter"), "encoded": args.keep_encoded}
     if args.masks:
-        reader = Masks(source, args.masks, is_binary=args.binary_masks, **how)
+        write(Masks(source, args.masks, is_binary=args.binary_masks, **how), args)
     elif source.is_dir():
-        reader = ImageFolder(source, **how)
+        write(ImageFolder(source, **how), args)
     else:
         columns = (args.columns or "path,label").split(",")
-        reader = ImageTable(source, columns=columns, split_by=args.split_by, **how)
-    write(reader, args)
+        write(ImageTable(source, columns=columns, split_by=args.split_by, **how), args)
 
 
 def pixels(args: Namespace) -> None:

@@ -1,7 +1,6 @@
-"""Images as map-style Datasets: folders of classes, images with masks, a CSV of files, a CSV of pixels.
+"""Images as map-style Datasets, which `convert.py` writes to a file, or which are trained on as `data.dataset`.
 
-Each gives {"images": uint8 (3, H, W), "labels": ...} for a row. `convert.py` writes them to a file; as `data.dataset`
-they are trained on as they are. Copy one to read data of your own.
+Each gives {"images": uint8 (3, H, W), "labels": ...} for a row. Copy one to read data of your own.
 """
 
 import io
@@ -16,8 +15,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
-from fastgpu.convert.messages import list_first
-from fastgpu.convert.reader import SPLIT_OF_WORD, Reader, read_splits
+from fastgpu.convert.reader import SPLIT_OF_WORD, Reader, list_first, read_splits
 from fastgpu.images.decode import EXIF_ORIENTATION, EncodedImage, open_image, open_whole
 from fastgpu.images.files import IGNORED_CLASS, decode, describe_losses, fit, list_images
 from fastgpu.images.parts import Box, Preprocessing
@@ -31,24 +29,23 @@ JPEG_QUALITY = 92
 class ImageFiles(Reader):
     """Image files, and their labels if they have any.
 
-    name: of the source, for messages. paths: of the files, from `root` on. prepared: Preprocessing() stands for the
-    size of the first image that can be decoded, which all others must have. encoded: rows are the bytes of the files,
-    for each epoch to decode; if `prepared` has a size, images whose shorter side is longer become JPEG files of it.
+    source: their folder, or a file in it that lists them. paths: from that folder on. prepared: without a size, images
+    have that of the first one. encoded: rows are the bytes of the files, for each epoch to decode; if `prepared` has a
+    size, images whose shorter side is longer become JPEG files of it.
     """
 
     def __init__(
         self,
-        name: str,
-        root: Path,
+        source: Path,
         paths: Sequence[str],
+        labels: np.ndarray | None = None,
         *,
         prepared: Preprocessing = Preprocessing(),  # noqa: B008 (immutable)
-        labels: np.ndarray | None = None,
         encoded: bool = False,
     ):
-        super().__init__(name, len(paths), labels)
+        super().__init__(str(source), len(paths), labels)
         self.paths = paths
-        self.files = [root / path for path in paths]
+        self.folder = source if source.is_dir() else source.parent
         self.prepared = prepared
         self.encoded = encoded
         if not encoded:
@@ -58,7 +55,7 @@ class ImageFiles(Reader):
     def __getitem__(self, row: int) -> dict[str, Any]:
         """Raises an exception of any kind if the file is damaged."""
         size = self.prepared.size
-        with self.files[row].open("rb") as file:
+        with Path(self.folder, self.paths[row]).open("rb") as file:
             self.losses[row] = describe_losses(file)
             file.seek(0)
             if self.encoded:
@@ -72,35 +69,29 @@ class ImageFiles(Reader):
 
 
 class ImageFolder(ImageFiles):
-    """root/<class>/**, or root/{train,val,test}/<class>/**: `labels` are the places of the classes by name.
-
-    how: `prepared` and `encoded` of `ImageFiles`; so it is below.
-    """
+    """root/<class>/**, or root/{train,val,test}/<class>/**. how: `prepared` and `encoded` of `ImageFiles`."""
 
     def __init__(self, root: str | Path, **how: Any):
         paths = [path.split("/") for path in list_images(Path(root))]
-        folders = {path[0].lower() for path in paths if len(path) > 1}
-        is_split = bool(folders) and folders <= SPLIT_OF_WORD.keys()
-        depth = 1 if is_split else 0
+        depth = int({path[0].lower() for path in paths if len(path) > 1} <= SPLIT_OF_WORD.keys())
         inside = [path for path in paths if len(path) > depth + 1]
         if not inside:
-            cure = "if the files lie elsewhere, list them in a CSV of path,label"
-            raise UserError(f"{root} has no images in sub-folders, one for each class; {cure}")
+            raise UserError(
+                f"{root} has no images in sub-folders, one for each class; list others in a CSV of path,label"
+            )
         if len(inside) < len(paths):
             print(f"images beside the class folders of {root}, which are left out: {len(paths) - len(inside):,}")
         classes, labels = np.unique([path[depth] for path in inside], return_inverse=True)
-        files = ["/".join(path) for path in inside]
-        super().__init__(str(root), Path(root), files, labels=labels, **how)
+        super().__init__(Path(root), ["/".join(path) for path in inside], labels, **how)
         self.attributes["class_names"] = classes.tolist()
-        if is_split:
+        if depth:
             self.splits = read_splits(str(root), [path[0] for path in inside])
 
 
 class Masks(ImageFiles):
     """Images in a folder, and for each the mask of the same name, without the suffix, in another: `masks`, (H, W).
 
-    is_binary: the masks hold 0 and 255, which is class 1. The attribute `n_classes` is the highest value of the masks
-    that were read + 1. Raises UserError with the images that have no mask.
+    is_binary: the masks hold 0 and 255, which is class 1. Raises UserError with the images that have no mask.
     """
 
     def __init__(self, root: str | Path, masks: str | Path, *, is_binary: bool = False, **how: Any):
@@ -116,13 +107,13 @@ class Masks(ImageFiles):
             print(f"masks without an image in {root}, which are left out: {n_unused:,}")
         self._masks = [Path(masks, mask_of[name]) for name in names]
         self._is_binary = is_binary
-        self._highest = np.zeros(len(images), np.uint8)
-        super().__init__(str(root), Path(root), images, **how)
+        self._highest = np.zeros(len(images), np.uint8)  # class of each mask that was read
+        super().__init__(Path(root), images, **how)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         """Raises ValueError if the mask is none, or has another size than the image."""
         item = super().__getitem__(row)
-        upright = EncodedImage(np.fromfile(self.files[row], np.uint8), obeys_exif=True)
+        upright = EncodedImage(np.fromfile(Path(self.folder, self.paths[row]), np.uint8), obeys_exif=True)
         values_HW = read_mask(self._masks[row], is_binary=self._is_binary)
         if values_HW.shape != (upright.height, upright.width):
             raise ValueError(f"its mask is {values_HW.shape}, the image {(upright.height, upright.width)}")
@@ -131,21 +122,17 @@ class Masks(ImageFiles):
         return item | {"masks": mask_HW}
 
     def facts(self) -> dict[str, Any]:
-        """See `Reader.facts`."""
         return {"n_classes": int(self._highest.max()) + 1}
 
 
 class ImageTable(ImageFiles):
-    """A CSV with a file and its labels in each line.
+    """A CSV with a file, whose path begins at the folder of the CSV, and its labels in each line.
 
-    columns: names of the column with the files and of those with labels, which `parse_labels` describes. split_by: name
-    of the column that says train, val or test. Paths begin at the folder of the CSV. Raises UserError with the line if
-    something is missing or wrong.
+    columns: names of the column with the files and of those with labels (see `parse_labels`). split_by: name of the
+    column that says train, val or test. Raises UserError with the line.
     """
 
-    def __init__(
-        self, path: str | Path, *, columns: Sequence[str] = ("path", "label"), split_by: str | None = None, **how: Any
-    ):
+    def __init__(self, path: str | Path, *, columns: Sequence[str] = ("path", "label"), split_by: str = "", **how: Any):
         if len(columns) < 2:
             raise UserError(f"--columns is {','.join(columns)}; it should be two names or more: PATH,LABEL")
         from fastgpu.convert.tables import Table, parse_labels  # polars is of the extra `convert`
@@ -156,7 +143,7 @@ class ImageTable(ImageFiles):
         labels, attributes = parse_labels(table, names)
         if n_repeated := len(paths) - len({*map(os.path.normpath, paths)}):
             print(f"lines of {path} whose image an earlier line names, perhaps for another split: {n_repeated:,}")
-        super().__init__(str(path), table.path.parent, paths, labels=labels, **how)
+        super().__init__(table.path, paths, labels, **how)
         self.attributes |= attributes
         if split_by:
             self.splits = read_splits(str(path), table.texts(split_by))
@@ -165,20 +152,16 @@ class ImageTable(ImageFiles):
 class PixelTable(Reader):
     """A CSV whose rows are square grey images: a column for each pixel (MNIST), or one with all of them (FER2013).
 
-    label: its column. None: `label`, or the one column beside `pixels` and split_by. All pixels are in memory. Raises
-    UserError with the line of what is no row of pixels.
+    label: its column. Empty: the one column beside `pixels` and split_by, or `label`. Raises UserError with the line.
     """
 
-    def __init__(self, path: str | Path, *, label: str | None = None, split_by: str | None = None):
+    def __init__(self, path: str | Path, *, label: str = "", split_by: str = ""):
         from fastgpu.convert.tables import Table, parse_labels
 
         table = Table(Path(path))
-        others = [name for name in table.names if name not in ("pixels", label, split_by)]
-        if not label:
-            if len(others) != 1 and "label" not in others:
-                raise UserError(f"{path} has the columns {list_first(table.names)}; name that of the label by --label")
-            label = "label" if "label" in others else others[0]
-            others.remove(label)
+        others = [name for name in table.names if name not in ("pixels", split_by)]
+        label = label or (others[0] if len(others) == 1 else "label")
+        labels, attributes = parse_labels(table, [label])
         if "pixels" in table.names:
             texts = table.texts("pixels")
             pixels = [_parse_pixels(text) for text in texts]
@@ -186,6 +169,7 @@ class PixelTable(Reader):
             cure = f"it should be {n_pixels:,} whole numbers from 0 to 255"
             table.check(texts, np.array([len(row) == n_pixels for row in pixels]), cure)
         else:
+            others.remove(label)
             numbers = [[int(number) for number in re.findall(r"\d+", name)] for name in others]
             if numbers != sorted(numbers):
                 raise UserError(f"{path} has columns of pixels in another order than their numbers; put them into it")
@@ -193,7 +177,6 @@ class PixelTable(Reader):
         side = isqrt(len(pixels[0]))
         if side**2 != len(pixels[0]):
             raise UserError(f"{path} has {len(pixels[0]):,} pixels in a row, which are no square; save arrays (.npy)")
-        labels, attributes = parse_labels(table, [label])
         super().__init__(str(path), len(labels), labels)
         self.images = np.stack(pixels).reshape(-1, 1, side, side)
         self.attributes |= attributes
@@ -206,7 +189,7 @@ class PixelTable(Reader):
 
 
 def _parse_pixels(text: str) -> np.ndarray:
-    """(pixels,) uint8; empty if the text is something else than numbers that are separated by spaces."""
+    """(pixels,) uint8; empty if the text is not such numbers with spaces between them."""
     try:
         return np.array(text.split(), np.uint8)
     except (ValueError, OverflowError):
@@ -214,11 +197,7 @@ def _parse_pixels(text: str) -> np.ndarray:
 
 
 def read_mask(path: Path, *, is_binary: bool) -> np.ndarray:
-    """A class for each pixel, or IGNORED_CLASS: uint8 (H, W). Raises ValueError for what is no mask.
-
-    The classes are the indices of a palette image, or the values of a grey one. is_binary: if they are not 0 and 1,
-    they are 0 and 255, which is class 1.
-    """
+    """The values of a grey image or the indices of a palette image, uint8 (H, W); see `Masks`. Raises ValueError."""
     with path.open("rb") as file, open_whole(file) as mask:
         ImageOps.exif_transpose(mask, in_place=True)
         values = np.array(mask)
@@ -234,20 +213,17 @@ def read_mask(path: Path, *, is_binary: bool) -> np.ndarray:
 def keep(data: bytes, side: int | None = None) -> bytes:
     """The bytes of an image file as they are, or of a smaller JPEG file if its shorter side is longer than `side`.
 
-    Files that are not upright, or of other colors than RGB and grey, are written anew: JPEG files as such, others as
-    PNG. Raises an exception of any kind if the file is damaged.
+    Files that are not upright RGB or grey are written anew, as JPEG or PNG. Raises any exception if one is damaged.
     """
     image = EncodedImage(np.frombuffer(data, np.uint8), obeys_exif=True)
     whole = Box(0, 0, image.height, image.width)
-    kind = "JPEG"
     scale = min(1, side / min(image.height, image.width)) if side else 1
-    if scale == 1:
-        with open_image(io.BytesIO(data)) as opened:
-            kind = "JPEG" if opened.format in ("JPEG", "MPO") else "PNG"
-            is_upright_rgb = opened.mode in ("RGB", "L") and opened.getexif().get(EXIF_ORIENTATION, 1) == 1
-        if is_upright_rgb and data[0] in CODECS:
-            image.decode(whole, (1, 1))  # in full, as far as damage goes
-            return data
+    with open_image(io.BytesIO(data)) as opened:
+        kind = "JPEG" if scale < 1 or opened.format in ("JPEG", "MPO") else "PNG"
+        is_upright_rgb = opened.mode in ("RGB", "L") and opened.getexif().get(EXIF_ORIENTATION, 1) == 1
+    if scale == 1 and is_upright_rgb and data[0] in CODECS:
+        image.decode(whole, (1, 1))  # in full, as far as damage goes
+        return data
     pixels_CHW = image.decode(whole, (round(image.height * scale), round(image.width * scale)))
     file = io.BytesIO()
     Image.fromarray(np.ascontiguousarray(pixels_CHW.transpose(1, 2, 0))).save(file, kind, quality=JPEG_QUALITY)

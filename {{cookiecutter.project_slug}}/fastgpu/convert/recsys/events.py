@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import polars as pl
 
-from fastgpu.convert.messages import explain_errors
+from fastgpu.convert.reader import explain_errors
 from fastgpu.convert.tables import Table
 from fastgpu.process.launch import UserError
 
@@ -45,7 +46,10 @@ def read_events(
     table = Table(source, content=content, names=names)
     users, items = (table.whole_numbers(name, np.iinfo(np.int32).max).astype(np.int32) for name in columns[:2])
     if len(columns) == 3:
-        counts = table.decimals(columns[2]) > above
+        texts = table.texts(columns[2])
+        ratings = texts.cast(pl.Float64, strict=False)
+        table.check(texts, ratings.is_finite().fill_null(False), "it should be a number")
+        counts = ratings.to_numpy() > above
         users, items = users[counts], items[counts]
         if not len(users):
             raise UserError(f"{source} has no rating above {above:g}")
