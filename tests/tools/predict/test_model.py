@@ -12,48 +12,27 @@ from fastgpu.process.launch import UserError
 from workloads import minimal
 
 
-def test_a_model_comes_back_as_it_was(minimal_run):
+def test_a_model_comes_back_as_it_was_with_options_that_its_workload_need_not_keep(minimal_run, monkeypatch):
     model, workload, card, rows, folder = load_model(minimal_run)
     assert not model.training
     assert isinstance(workload, minimal.Workload)
-    assert workload.options.hidden_dim == 64
     assert str(rows.fields["x"]) == "float32 (N, 6)"
     averaged = torch.load(folder / "ema.pt", weights_only=True)
     for name, value in model.state_dict().items():
         assert torch.equal(value, averaged[f"module.{name}"])
     assert (card["options"], card["attributes"]) == ({"hidden_dim": 64}, workload.card())
-
-
-def test_options_are_set_for_a_workload_that_does_not_keep_them(minimal_run, monkeypatch):
-    def init(self, options, train, val):
-        self.n_inputs, self.n_outputs = 6, 1
-
-    monkeypatch.setattr(minimal.Workload, "__init__", init)
+    monkeypatch.setattr(minimal.Workload, "__init__", lambda self, *_: vars(self).update(n_inputs=6, n_outputs=1))
     assert load_model(minimal_run).workload.options.hidden_dim == 64
 
 
-def test_of_a_run_the_best_checkpoint_is_taken_else_the_last(copy_model):
-    run = copy_model("a").parent
+def test_of_a_run_the_best_checkpoint_is_taken_else_the_last(copy_model, tmp_path):
     for name in ("last-000009", "last-1000000", "last-1000000 (copy)", "best-000003"):
-        (run / "checkpoints" / name).mkdir(parents=True)
-        for file in ("model.json", "model.safetensors"):
-            (run / "checkpoints" / name / file).write_bytes((run / "a" / file).read_bytes())
-    best = run / "checkpoints/best-000003"
-    assert load_model(run).folder == best
-    best.rename(run / "best")
-    assert load_model(run).folder.name == "last-1000000"
-    assert load_model(run / "best").folder == run / "best"
-
-
-@pytest.mark.parametrize("name", ["model.json", "model.safetensors"])
-def test_a_flipped_bit_is_noticed(copy_model, name):
-    folder = copy_model("copy", "state.json")
-    load_model(folder)
-    content = bytearray((folder / name).read_bytes())
-    content[-2] ^= 1
-    (folder / name).write_bytes(content)
-    with pytest.raises(UserError, match=f"{name} does not match its checksum"):
-        load_model(folder)
+        copy_model(f"checkpoints/{name}")
+    best = tmp_path / "checkpoints/best-000003"
+    assert load_model(tmp_path).folder == best
+    best.rename(tmp_path / "best")
+    assert load_model(tmp_path).folder.name == "last-1000000"
+    assert load_model(tmp_path / "best").folder == tmp_path / "best"
 
 
 @pytest.mark.parametrize(
@@ -68,15 +47,21 @@ def test_a_flipped_bit_is_noticed(copy_model, name):
         ("state.json", b"{}", "sha256"),
         ("state.json", b"[]", "."),
         ("model.safetensors", b"", "."),
+        ("model.json", 1, "model.json does not match its checksum"),
+        ("model.safetensors", 1, "model.safetensors does not match its checksum"),
     ],
 )
 def test_a_copy_that_does_not_fit_is_one_line(copy_model, name, content, reason):
-    """content: of the file, or what model.json has in place of what was written."""
-    path = copy_model("copy") / name
-    path.write_bytes(
-        content if isinstance(content, bytes) else json.dumps(json.loads(path.read_text()) | content).encode()
-    )
-    with pytest.raises(UserError, match=f"copy is damaged, or of other code than workloads/ has: .*{reason}") as caught:
+    """content: of the file; or what model.json has in place of what was written; or 1 for a flipped bit."""
+    path = copy_model("copy", *["state.json"] * (content == 1)) / name
+    load_model(path.parent)
+    if content == 1:
+        content = path.read_bytes()[:-2] + bytes([path.read_bytes()[-2] ^ 1]) + path.read_bytes()[-1:]
+    elif isinstance(content, dict):
+        content = json.dumps(json.loads(path.read_text()) | content).encode()
+    path.write_bytes(content)
+    told = f"copy is no checkpoint, damaged, or of other code than workloads/ has: .*{reason}"
+    with pytest.raises(UserError, match=told) as caught:
         load_model(path.parent)
     assert "\n" not in str(caught.value)
 
@@ -108,10 +93,7 @@ class IsOtherForLargeValues(Mean):
         return super().forward(image.clamp(max=highest), items)
 
 
-FIELDS = {
-    "image": {"shape": [3, 4, 4]},
-    "items": {"dtype": "int32", "is_ragged": True, "n_items": 50},
-}
+FIELDS = {"image": {"shape": [3, 4, 4]}, "items": {"dtype": "int32", "is_ragged": True, "n_items": 50}}
 
 
 @pytest.fixture
@@ -147,12 +129,10 @@ def test_onnx(tmp_path, trained):
     pytest.importorskip("onnxscript")
     export(trained(Mean()), tmp_path / "a.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "a.onnx")
-    names = [each.name for each in session.get_inputs()]
-    assert names == ["image", "items"]
+    assert [each.name for each in session.get_inputs()] == ["image", "items"]
 
-    def program(*inputs: Tensor) -> Tensor:
-        arrays = [each.numpy() for each in inputs]
-        return torch.from_numpy(session.run(None, dict(zip(names, arrays, strict=True)))[0])
+    def program(image: Tensor, items: Tensor) -> Tensor:
+        return torch.from_numpy(session.run(None, {"image": image.numpy(), "items": items.numpy()})[0])
 
     check(program, session.get_modelmeta().custom_metadata_map["model.json"])
     assert [path.name for path in tmp_path.iterdir()] == ["a.onnx"]

@@ -6,9 +6,9 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from predict import to_columns
 
-from fastgpu.predict.inputs import open_inputs
-from fastgpu.predict.output import to_columns
+from fastgpu.predict.model import open_inputs
 from workloads import minimal
 
 COMMANDS = """
@@ -51,13 +51,14 @@ def test_messages(compare_messages, run, minimal_run, model_of, write_ragged, tm
     for words in COMMANDS.strip().split("\n"):
         full = words.replace("RUN", "TMP/run/runs/a").replace("ROWS", "TMP/run/rows.h5").replace("TMP", str(tmp_path))
         calls[words] = partial(run, *full.split())
-
     calls["nothing is ranked"] = partial(to_columns, {"y": torch.zeros(2)}, {}, None, every=True)
     items = {"items": {"dtype": "int32", "is_ragged": True, "n_items": 60}}
     calls["other items"] = partial(open_inputs, [write_ragged(50)], model_of(items))
     calls["ragged id"] = partial(open_inputs, [write_ragged(50)], model_of({"number": {}}), ids=["items"])
-    for name, field in {"float images": {"dtype": "float32", "shape": [3, 6, 6]}, "no images": {"shape": [6]}}.items():
+    image = {"shape": [3, 6, 6]}
+    for name, field in {"float images": image | {"dtype": "float32"}, "no images": {"shape": [6]}}.items():
         calls[name] = partial(open_inputs, ["a.png"], model_of({"images": field}))
+    calls["images to evaluate"] = partial(open_inputs, ["a.png"], model_of({"images": image}), labels=True)
     with h5py.File(tmp_path / "named.h5", "w") as file:
         file["y"] = np.arange(5)
         file.attrs["class_names"] = ["dog", "cat"]
