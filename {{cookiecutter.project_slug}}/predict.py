@@ -21,7 +21,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("checkpoint", metavar="CHECKPOINT")
     add("inputs", metavar="INPUT", nargs="*")
-    add("-o", "--output", metavar="FILE", default="", help="FILE.csv or FILE.jsonl; default: CSV to the terminal")
+    add("-o", "--output", default="", help="CSV to the terminal, or FILE.csv, or FILE.jsonl; CSV has ' before formulas")
     add("--id", metavar="FIELD", action="append", default=[], help="of INPUT, such as user: written beside each row")
     add("--top", type=int, help="number of classes or items for each row, best first")
     add("--all", action="store_true", help="write the probability of every class, by its name, too")
