@@ -1,12 +1,14 @@
-"""predict.py as a user runs it, on models of the three workloads."""
+"""predict.py as a user runs it, on models of the three workloads; its lines, and what it says about mistakes."""
 
 import csv
+import io
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import h5py
@@ -16,11 +18,133 @@ import torch
 import train
 from harness import ALONE, ROOT, convert, metrics_of, run_to_end
 from PIL import Image
+from predict import to_columns, write_rows
 
-from fastgpu.predict.model import load_model
+from fastgpu.predict.model import load_model, open_inputs
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import UserError
 from workloads import minimal
+
+PROBABILITY = {"probability": torch.tensor([[0.25, 0.75], [0.9, 0.1]])}
+SCORES = {"scores": torch.tensor([[0.5, -torch.inf, 2.0], [1.0, 3.0, 2.0]])}
+CAT_DOG = {"class_names": ["cat", "dog"]}
+COMMANDS = """
+RUN
+RUN x.npy --export a.pt2
+RUN x.npy -o a.txt
+RUN x.npy --top 0
+RUN --evaluate x.h5 -o x.csv
+RUN --export a.pt2 --id user
+TMP/none ROWS::/val
+RUN ROWS
+RUN TMP/none.npy
+RUN ROWS::/val --top 3
+RUN a.png
+RUN ROWS::/val -o TMP/old.csv
+RUN --export TMP/old.csv
+RUN TMP/five.npy
+RUN TMP/double.npy
+RUN TMP/pickle.npy
+RUN TMP/crc.npz
+RUN TMP/few.npz --id id
+RUN TMP/five.npy --id id
+RUN TMP/five.npy TMP/five.npy
+RUN TMP/five.npz --evaluate
+"""
+NAMED = {"class_names": ["cat", "dog"], "item_ids": ["0", "1"]}
+
+
+def test_messages(compare_messages, run, minimal_run, model_of, write_ragged, tmp_path):
+    np.save(tmp_path / "five.npy", np.zeros((3, 5), np.float32))
+    np.save(tmp_path / "double.npy", np.zeros((3, 6)))
+    (tmp_path / "pickle.npy").write_bytes(np.array([None, {}]).dumps())
+    np.savez(tmp_path / "five.npz", x=np.zeros((3, 5), np.float32))
+    np.savez(tmp_path / "few.npz", x=np.zeros((3, 6), np.float32), id=np.zeros(2))
+    content = (tmp_path / "few.npz").read_bytes()
+    (tmp_path / "crc.npz").write_bytes(content.replace(bytes(72), b"1" * 72))
+    (tmp_path / "old.csv").write_text("old")
+    (tmp_path / "run").symlink_to(minimal_run.parents[1])
+    calls = {}
+    for words in COMMANDS.strip().split("\n"):
+        full = words.replace("RUN", "TMP/run/runs/a").replace("ROWS", "TMP/run/rows.h5").replace("TMP", str(tmp_path))
+        calls[words] = partial(run, *full.split())
+    calls["nothing is ranked"] = partial(to_columns, {"y": torch.zeros(2)}, {}, None, every=True)
+    items = {"items": {"dtype": "int32", "is_ragged": True, "n_items": 60}}
+    calls["other items"] = partial(open_inputs, [write_ragged(50)], model_of(items))
+    calls["ragged id"] = partial(open_inputs, [write_ragged(50)], model_of({"number": {}}), ids=["items"])
+    image = {"shape": [3, 6, 6]}
+    for name, field in {"float images": image | {"dtype": "float32"}, "no images": {"shape": [6]}}.items():
+        calls[name] = partial(open_inputs, ["a.png"], model_of({"images": field}))
+    calls["images to evaluate"] = partial(open_inputs, ["a.png"], model_of({"images": image}), labels=True)
+    with h5py.File(tmp_path / "named.h5", "w") as file:
+        file["y"] = np.arange(5)
+        file.attrs["class_names"] = ["dog", "cat"]
+        file.attrs["item_ids"] = [1, 0]
+    for name, names in NAMED.items():
+        model = model_of({"y": {}}, **{name: names})
+        calls[f"other {name}"] = partial(open_inputs, [f"{tmp_path}/named.h5"], model, labels=name == "class_names")
+    compare_messages(calls)
+    assert (tmp_path / "old.csv").read_text() == "old"
+
+
+def test_a_workload_declares_its_inputs(run, minimal_run, monkeypatch):
+    monkeypatch.setattr(minimal.Workload, "inputs", ())
+    with pytest.raises(UserError, match=r"workloads/minimal.py declares no `inputs`"):
+        run(minimal_run, "x.npy")
+
+
+# ---------------------------------------------------------------------------------------------- lines
+
+
+def write(values, *, is_csv=True, top=None, every=False, **attributes):
+    """The lines for two batches of the same two rows. Of the second one only its first row is written."""
+    file = io.StringIO()
+    columns = {"row": [0, 1]} | to_columns(values, attributes, top, every=every)
+    write_rows(file, columns, [True, True], is_csv=is_csv, is_first=True)
+    write_rows(file, columns, [True, False], is_csv=is_csv, is_first=False)
+    *lines, again = file.getvalue().splitlines()
+    assert lines[-2] == again
+    return lines if is_csv else [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "expected"),
+    [
+        (PROBABILITY, {}, "row,class,probability 0,1,0.75 1,0,0.9"),
+        (PROBABILITY, CAT_DOG, "row,class,class_name,probability 0,1,dog,0.75 1,0,cat,0.9"),
+        (
+            PROBABILITY,
+            {"class_names": ["cat", "=A,1"], "every": True},  # which is no formula behind the name of the column
+            'row,class,class_name,probability,probability_cat,"probability_=A,1" '
+            '0,1,"\'=A,1",0.75,0.25,0.75 1,0,cat,0.9,0.9,0.1',
+        ),
+        (
+            PROBABILITY,
+            {"class_names": ["cat", "cat"], "every": True},  # which name no column
+            "row,class,probability,probability_0,probability_1 0,1,0.75,0.25,0.75 1,0,0.9,0.9,0.1",
+        ),
+        (SCORES, {"top": 2}, "row,items_0,items_1,scores_0,scores_1 0,2,0,2.0,0.5 1,1,2,3.0,2.0"),
+        ({"class": torch.tensor([0.5, torch.nan])}, {"class_names": ["class"]}, "row,class 0,0.5 1,"),
+        ({"=y": torch.tensor([1, 2])}, {}, "row,'=y 0,1 1,2"),
+        ({"probability": torch.full((2, 2), torch.nan)}, CAT_DOG, "row,class,class_name,probability 0,-1,, 1,-1,,"),
+    ],
+)
+def test_lines_of_a_csv(values, options, expected):
+    assert write(values, **options) == expected.split(" ")
+
+
+def test_json_has_lists_and_null_and_every_float32_exactly():
+    assert write(SCORES, is_csv=False, item_ids=[7, 8, 9], top=5) == [
+        {"row": 0, "items": [2, 0, -1], "item_ids": [9, 7, None], "scores": [2.0, 0.5, None]},
+        {"row": 1, "items": [1, 2, 0], "item_ids": [8, 9, 7], "scores": [3.0, 2.0, 1.0]},
+    ]
+    assert write({"mask": torch.zeros(2, 2, 2, dtype=torch.uint8)}, is_csv=False)[0]["mask"] == [[0, 0], [0, 0]]
+    assert write(PROBABILITY, is_csv=False, class_names=["=1", "cat"])[1]["class_name"] == "=1"
+    y = torch.from_numpy(np.random.default_rng(0).standard_normal(2).astype(np.float32))
+    assert torch.equal(torch.tensor([line["y"] for line in write({"y": y}, is_csv=False)]), y)
+
+
+# ---------------------------------------------------------------------------------------------- predictions
 
 
 @pytest.fixture
