@@ -49,8 +49,7 @@ import workloads
 from fastgpu.convert import writer
 from fastgpu.convert.summary import damaged
 from fastgpu.images.column import decoded
-from fastgpu.predict.inputs import open_pools
-from fastgpu.predict.model import load_model, make_rows
+from fastgpu.predict.model import load_model, make_rows, open_pools
 from fastgpu.process.config_loader import load_config, read_options
 from fastgpu.process.launch import UserError, exit_with_message
 from fastgpu.rows.contract import Dataset

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 import yaml
 from contract import check_workload
 from harness import ROOT, in_world, metrics_of, needs_gpu, no_host_sync, open_feed, same_weights, train, train_rank
+from predict import to_columns
 from short_run import parts_of_step
 from torch import Tensor
 from train import train_step
 
-from fastgpu.predict.output import to_columns
 from fastgpu.process.config import Optim
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Ragged, Rows

@@ -33,7 +33,7 @@ def copy_model(minimal_run: Path, tmp_path: Path) -> Callable[..., Path]:
     """copy_model(name, state.json, ...) is a folder with the model of that run, and the files that are named."""
 
     def copy(name: str, *more: str) -> Path:
-        (tmp_path / name).mkdir()
+        (tmp_path / name).mkdir(parents=True)
         for file in ("model.json", "model.safetensors", *more):
             shutil.copy(load_model(minimal_run).folder / file, tmp_path / name)
         return tmp_path / name
@@ -64,8 +64,8 @@ def model_of() -> Callable[..., Trained]:
         fields: dict[str, dict[str, Any]], model: nn.Module | None = None, predict: Any = None, **attributes: Any
     ) -> Trained:
         default = {"dtype": "uint8", "shape": [], "is_ragged": False, "n_items": None}
-        fields = {name: default | {"dataset": name} | field for name, field in fields.items()}
-        card = {"fields": fields, "attributes": attributes}
+        card = {"fields": {name: default | {"dataset": name} | field for name, field in fields.items()}}
+        card["attributes"] = attributes
         workload: Any = SimpleNamespace(inputs=tuple(fields), predict=predict)
         return Trained((model or nn.Identity()).eval(), workload, card, training_rows(card), Path("made up"))
 

@@ -1,59 +1,47 @@
-"""Checkpoints and exported programs."""
+"""Checkpoints, rows to predict, and exported programs."""
 
 import json
 import resource
 
+import h5py
+import numpy as np
 import pytest
 import torch
+from harness import ALONE, is_ragged, numbers_of, read_rows
+from PIL import Image
 from torch import Tensor, nn
 
-from fastgpu.predict.model import export, load_model, make_rows
+from fastgpu.images.column import decoded
+from fastgpu.images.parts import Preprocessing
+from fastgpu.predict.model import export, load_model, make_rows, open_inputs, open_pools
 from fastgpu.process.launch import UserError
+from fastgpu.storage.store import open_store
 from workloads import minimal
 
+RNG = np.random.default_rng(0)
 
-def test_a_model_comes_back_as_it_was(minimal_run):
+
+def test_a_model_comes_back_as_it_was_with_options_that_its_workload_need_not_keep(minimal_run, monkeypatch):
     model, workload, card, rows, folder = load_model(minimal_run)
     assert not model.training
     assert isinstance(workload, minimal.Workload)
-    assert workload.options.hidden_dim == 64
     assert str(rows.fields["x"]) == "float32 (N, 6)"
     averaged = torch.load(folder / "ema.pt", weights_only=True)
     for name, value in model.state_dict().items():
         assert torch.equal(value, averaged[f"module.{name}"])
     assert (card["options"], card["attributes"]) == ({"hidden_dim": 64}, workload.card())
-
-
-def test_options_are_set_for_a_workload_that_does_not_keep_them(minimal_run, monkeypatch):
-    def init(self, options, train, val):
-        self.n_inputs, self.n_outputs = 6, 1
-
-    monkeypatch.setattr(minimal.Workload, "__init__", init)
+    monkeypatch.setattr(minimal.Workload, "__init__", lambda self, *_: vars(self).update(n_inputs=6, n_outputs=1))
     assert load_model(minimal_run).workload.options.hidden_dim == 64
 
 
-def test_of_a_run_the_best_checkpoint_is_taken_else_the_last(copy_model):
-    run = copy_model("a").parent
+def test_of_a_run_the_best_checkpoint_is_taken_else_the_last(copy_model, tmp_path):
     for name in ("last-000009", "last-1000000", "last-1000000 (copy)", "best-000003"):
-        (run / "checkpoints" / name).mkdir(parents=True)
-        for file in ("model.json", "model.safetensors"):
-            (run / "checkpoints" / name / file).write_bytes((run / "a" / file).read_bytes())
-    best = run / "checkpoints/best-000003"
-    assert load_model(run).folder == best
-    best.rename(run / "best")
-    assert load_model(run).folder.name == "last-1000000"
-    assert load_model(run / "best").folder == run / "best"
-
-
-@pytest.mark.parametrize("name", ["model.json", "model.safetensors"])
-def test_a_flipped_bit_is_noticed(copy_model, name):
-    folder = copy_model("copy", "state.json")
-    load_model(folder)
-    content = bytearray((folder / name).read_bytes())
-    content[-2] ^= 1
-    (folder / name).write_bytes(content)
-    with pytest.raises(UserError, match=f"{name} does not match its checksum"):
-        load_model(folder)
+        copy_model(f"checkpoints/{name}")
+    best = tmp_path / "checkpoints/best-000003"
+    assert load_model(tmp_path).folder == best
+    best.rename(tmp_path / "best")
+    assert load_model(tmp_path).folder.name == "last-1000000"
+    assert load_model(tmp_path / "best").folder == tmp_path / "best"
 
 
 @pytest.mark.parametrize(
@@ -68,17 +56,97 @@ def test_a_flipped_bit_is_noticed(copy_model, name):
         ("state.json", b"{}", "sha256"),
         ("state.json", b"[]", "."),
         ("model.safetensors", b"", "."),
+        ("model.json", 1, "model.json does not match its checksum"),
+        ("model.safetensors", 1, "model.safetensors does not match its checksum"),
     ],
 )
 def test_a_copy_that_does_not_fit_is_one_line(copy_model, name, content, reason):
-    """content: of the file, or what model.json has in place of what was written."""
-    path = copy_model("copy") / name
-    path.write_bytes(
-        content if isinstance(content, bytes) else json.dumps(json.loads(path.read_text()) | content).encode()
-    )
-    with pytest.raises(UserError, match=f"copy is damaged, or of other code than workloads/ has: .*{reason}") as caught:
+    """content: of the file; or what model.json has in place of what was written; or 1 for a flipped bit."""
+    path = copy_model("copy", *["state.json"] * (content == 1)) / name
+    load_model(path.parent)
+    if content == 1:
+        content = path.read_bytes()[:-2] + bytes([path.read_bytes()[-2] ^ 1]) + path.read_bytes()[-1:]
+    elif isinstance(content, dict):
+        content = json.dumps(json.loads(path.read_text()) | content).encode()
+    path.write_bytes(content)
+    told = f"copy is no checkpoint, damaged, or of other code than workloads/ has: .*{reason}"
+    with pytest.raises(UserError, match=told) as caught:
         load_model(path.parent)
     assert "\n" not in str(caught.value)
+
+
+# ---------------------------------------------------------------------------------------------- rows
+
+
+def read(source, name="images"):
+    with open_pools(source, 4, ALONE.device) as pools:
+        return np.concatenate([rows[name][: plan.n_real_rows].numpy().copy() for plan, rows in pools])
+
+
+def test_rows_come_in_the_order_of_the_files_from_the_dataset_of_training(write, model_of):
+    trained = model_of({"x": {"shape": [1, 4, 2], "dataset": "images"}})
+    paths = [write(20, name="a.h5"), write(15, name="b.h5", start=20)]
+    assert numbers_of(read(open_inputs(paths, trained), "x")) == list(range(35))
+
+
+def test_single_numbers_may_have_another_type_and_rows_any_number_of_values(tmp_path, write_ragged, model_of):
+    np.save(tmp_path / "y.npy", np.arange(5, dtype=np.uint16))
+    assert read(open_inputs([f"{tmp_path}/y.npy"], model_of({"y": {"dtype": "int64"}})), "y").tolist() == [*range(5)]
+    items = {"dtype": "int32", "is_ragged": True, "n_items": 1000}
+    with open_pools(open_inputs([write_ragged(50)], model_of({"items": items})), 50, ALONE.device) as pools:
+        assert is_ragged(next(pools).rows["items"], range(50))
+
+
+def images_of(*shape):
+    return {"images": {"shape": shape}}
+
+
+def save_image(path, height=6, width=6, mode="RGB"):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = RNG.integers(0, 256, (height, width, 3) if mode == "RGB" else (height, width)).astype(np.uint8)
+    Image.fromarray(pixels).save(path)
+    return np.moveaxis(pixels, -1, 0) if mode == "RGB" else pixels
+
+
+def test_files_and_encoded_rows_become_the_pixels_that_a_model_was_validated_on(tmp_path, model_of):
+    paths = [tmp_path / f"{number}.png" for number in range(5)]
+    for number, path in enumerate(paths):
+        save_image(path, 20 + number, 30)
+    with h5py.File(tmp_path / "encoded.h5", "w") as file:
+        group = file.create_group("images")
+        group.attrs["codec"] = "png"
+        group["indptr"] = np.cumsum([0, *(path.stat().st_size for path in paths)])
+        group["values"] = np.frombuffer(b"".join(path.read_bytes() for path in paths), np.uint8)
+    validated = decoded(open_store("x", str(tmp_path / "encoded.h5"), {"images": "images"}), (8, 8), min_scale=0.25)
+    trained = model_of(images_of(3, 8, 8), **validated.attributes)
+    for inputs in ([*map(str, paths)], [f"{tmp_path}/encoded.h5"]):
+        np.testing.assert_array_equal(read(open_inputs(inputs, trained)), read_rows(validated)["images"])
+
+
+def test_files_and_folders_come_in_their_order_and_broken_images_are_told(tmp_path, monkeypatch, model_of):
+    monkeypatch.chdir(tmp_path)
+    names = ["z.png", "deep/a/1.png", "deep/b/2.png", "deep/c/broken.png", "deep/c/large.png"]
+    pixels = {name: save_image(tmp_path / name) for name in names[2::-1]}
+    save_image(tmp_path / "deep/c/large.png", 7, 5)
+    (tmp_path / "deep/c/broken.png").write_text("no image")
+    (tmp_path / "deep/notes.txt").touch()
+    source = open_inputs(["z.png", "deep"], model_of(images_of(3, 6, 6)))
+    assert [*map(str, source.files)] == names
+    np.testing.assert_array_equal(read(source)[:3], np.stack([pixels[name] for name in names[:3]]))
+    assert source.failed == {
+        3: "deep/c/broken.png cannot be read: it is not an image that Pillow knows",
+        4: "deep/c/large.png cannot be read: it has (7, 5) pixels, the others (6, 6); resize it",
+    }
+    resized = model_of(images_of(3, 6, 6), preprocessing=Preprocessing((6, 6), "exact").to_json())
+    assert read(open_inputs(["deep/c/large.png"], resized)).shape == (1, 3, 6, 6)
+
+
+@pytest.mark.parametrize("shape", [(1, 6, 6), (6, 6)])
+def test_a_model_of_one_channel_gets_grey_as_pillow_makes_it(tmp_path, shape, model_of):
+    save_image(tmp_path / "a.png")
+    grey = save_image(tmp_path / "b.png", mode="L")
+    rows = read(open_inputs([str(tmp_path)], model_of(images_of(*shape)))).reshape(2, 6, 6)
+    np.testing.assert_array_equal(rows, [np.asarray(Image.open(tmp_path / "a.png").convert("L")), grey])
 
 
 # ---------------------------------------------------------------------------------------------- export
@@ -101,17 +169,11 @@ class DependsOnValues(Mean):
 
 
 class IsOtherForLargeValues(Mean):
-    """Traced, it is what it was for zeros and ones, as a saturating cast would be."""
-
     def forward(self, image: Tensor, items: Tensor) -> Tensor:
-        highest = 1 if torch.compiler.is_compiling() else 255
-        return super().forward(image.clamp(max=highest), items)
+        return super().forward(image.clamp(max=1 if torch.compiler.is_compiling() else 255), items)
 
 
-FIELDS = {
-    "image": {"shape": [3, 4, 4]},
-    "items": {"dtype": "int32", "is_ragged": True, "n_items": 50},
-}
+FIELDS = {"image": {"shape": [3, 4, 4]}, "items": {"dtype": "int32", "is_ragged": True, "n_items": 50}}
 
 
 @pytest.fixture
@@ -147,12 +209,10 @@ def test_onnx(tmp_path, trained):
     pytest.importorskip("onnxscript")
     export(trained(Mean()), tmp_path / "a.onnx")
     session = onnxruntime.InferenceSession(tmp_path / "a.onnx")
-    names = [each.name for each in session.get_inputs()]
-    assert names == ["image", "items"]
+    assert [each.name for each in session.get_inputs()] == ["image", "items"]
 
-    def program(*inputs: Tensor) -> Tensor:
-        arrays = [each.numpy() for each in inputs]
-        return torch.from_numpy(session.run(None, dict(zip(names, arrays, strict=True)))[0])
+    def program(image: Tensor, items: Tensor) -> Tensor:
+        return torch.from_numpy(session.run(None, {"image": image.numpy(), "items": items.numpy()})[0])
 
     check(program, session.get_modelmeta().custom_metadata_map["model.json"])
     assert [path.name for path in tmp_path.iterdir()] == ["a.onnx"]

@@ -1,11 +1,14 @@
-"""predict.py as a user runs it, on models of the three workloads."""
+"""predict.py as a user runs it, on models of the three workloads; its lines, and what it says about mistakes."""
 
 import csv
 import io
 import json
+import os
 import shutil
 import signal
+import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import h5py
@@ -15,11 +18,133 @@ import torch
 import train
 from harness import ALONE, ROOT, convert, metrics_of, run_to_end
 from PIL import Image
+from predict import to_columns, write_rows
 
-from fastgpu.predict.model import load_model
+from fastgpu.predict.model import load_model, open_inputs
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import UserError
 from workloads import minimal
+
+PROBABILITY = {"probability": torch.tensor([[0.25, 0.75], [0.9, 0.1]])}
+SCORES = {"scores": torch.tensor([[0.5, -torch.inf, 2.0], [1.0, 3.0, 2.0]])}
+CAT_DOG = {"class_names": ["cat", "dog"]}
+COMMANDS = """
+RUN
+RUN x.npy --export a.pt2
+RUN x.npy -o a.txt
+RUN x.npy --top 0
+RUN --evaluate x.h5 -o x.csv
+RUN --export a.pt2 --id user
+TMP/none ROWS::/val
+RUN ROWS
+RUN TMP/none.npy
+RUN ROWS::/val --top 3
+RUN a.png
+RUN ROWS::/val -o TMP/old.csv
+RUN --export TMP/old.csv
+RUN TMP/five.npy
+RUN TMP/double.npy
+RUN TMP/pickle.npy
+RUN TMP/crc.npz
+RUN TMP/few.npz --id id
+RUN TMP/five.npy --id id
+RUN TMP/five.npy TMP/five.npy
+RUN TMP/five.npz --evaluate
+"""
+NAMED = {"class_names": ["cat", "dog"], "item_ids": ["0", "1"]}
+
+
+def test_messages(compare_messages, run, minimal_run, model_of, write_ragged, tmp_path):
+    np.save(tmp_path / "five.npy", np.zeros((3, 5), np.float32))
+    np.save(tmp_path / "double.npy", np.zeros((3, 6)))
+    (tmp_path / "pickle.npy").write_bytes(np.array([None, {}]).dumps())
+    np.savez(tmp_path / "five.npz", x=np.zeros((3, 5), np.float32))
+    np.savez(tmp_path / "few.npz", x=np.zeros((3, 6), np.float32), id=np.zeros(2))
+    content = (tmp_path / "few.npz").read_bytes()
+    (tmp_path / "crc.npz").write_bytes(content.replace(bytes(72), b"1" * 72))
+    (tmp_path / "old.csv").write_text("old")
+    (tmp_path / "run").symlink_to(minimal_run.parents[1])
+    calls = {}
+    for words in COMMANDS.strip().split("\n"):
+        full = words.replace("RUN", "TMP/run/runs/a").replace("ROWS", "TMP/run/rows.h5").replace("TMP", str(tmp_path))
+        calls[words] = partial(run, *full.split())
+    calls["nothing is ranked"] = partial(to_columns, {"y": torch.zeros(2)}, {}, None, every=True)
+    items = {"items": {"dtype": "int32", "is_ragged": True, "n_items": 60}}
+    calls["other items"] = partial(open_inputs, [write_ragged(50)], model_of(items))
+    calls["ragged id"] = partial(open_inputs, [write_ragged(50)], model_of({"number": {}}), ids=["items"])
+    image = {"shape": [3, 6, 6]}
+    for name, field in {"float images": image | {"dtype": "float32"}, "no images": {"shape": [6]}}.items():
+        calls[name] = partial(open_inputs, ["a.png"], model_of({"images": field}))
+    calls["images to evaluate"] = partial(open_inputs, ["a.png"], model_of({"images": image}), labels=True)
+    with h5py.File(tmp_path / "named.h5", "w") as file:
+        file["y"] = np.arange(5)
+        file.attrs["class_names"] = ["dog", "cat"]
+        file.attrs["item_ids"] = [1, 0]
+    for name, names in NAMED.items():
+        model = model_of({"y": {}}, **{name: names})
+        calls[f"other {name}"] = partial(open_inputs, [f"{tmp_path}/named.h5"], model, labels=name == "class_names")
+    compare_messages(calls)
+    assert (tmp_path / "old.csv").read_text() == "old"
+
+
+def test_a_workload_declares_its_inputs(run, minimal_run, monkeypatch):
+    monkeypatch.setattr(minimal.Workload, "inputs", ())
+    with pytest.raises(UserError, match=r"workloads/minimal.py declares no `inputs`"):
+        run(minimal_run, "x.npy")
+
+
+# ---------------------------------------------------------------------------------------------- lines
+
+
+def write(values, *, is_csv=True, top=None, every=False, **attributes):
+    """The lines for two batches of the same two rows. Of the second one only its first row is written."""
+    file = io.StringIO()
+    columns = {"row": [0, 1]} | to_columns(values, attributes, top, every=every)
+    write_rows(file, columns, [True, True], is_csv=is_csv, is_first=True)
+    write_rows(file, columns, [True, False], is_csv=is_csv, is_first=False)
+    *lines, again = file.getvalue().splitlines()
+    assert lines[-2] == again
+    return lines if is_csv else [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "expected"),
+    [
+        (PROBABILITY, {}, "row,class,probability 0,1,0.75 1,0,0.9"),
+        (PROBABILITY, CAT_DOG, "row,class,class_name,probability 0,1,dog,0.75 1,0,cat,0.9"),
+        (
+            PROBABILITY,
+            {"class_names": ["cat", "=A,1"], "every": True},  # which is no formula behind the name of the column
+            'row,class,class_name,probability,probability_cat,"probability_=A,1" '
+            '0,1,"\'=A,1",0.75,0.25,0.75 1,0,cat,0.9,0.9,0.1',
+        ),
+        (
+            PROBABILITY,
+            {"class_names": ["cat", "cat"], "every": True},  # which name no column
+            "row,class,probability,probability_0,probability_1 0,1,0.75,0.25,0.75 1,0,0.9,0.9,0.1",
+        ),
+        (SCORES, {"top": 2}, "row,items_0,items_1,scores_0,scores_1 0,2,0,2.0,0.5 1,1,2,3.0,2.0"),
+        ({"class": torch.tensor([0.5, torch.nan])}, {"class_names": ["class"]}, "row,class 0,0.5 1,"),
+        ({"=y": torch.tensor([1, 2])}, {}, "row,'=y 0,1 1,2"),
+        ({"probability": torch.full((2, 2), torch.nan)}, CAT_DOG, "row,class,class_name,probability 0,-1,, 1,-1,,"),
+    ],
+)
+def test_lines_of_a_csv(values, options, expected):
+    assert write(values, **options) == expected.split(" ")
+
+
+def test_json_has_lists_and_null_and_every_float32_exactly():
+    assert write(SCORES, is_csv=False, item_ids=[7, 8, 9], top=5) == [
+        {"row": 0, "items": [2, 0, -1], "item_ids": [9, 7, None], "scores": [2.0, 0.5, None]},
+        {"row": 1, "items": [1, 2, 0], "item_ids": [8, 9, 7], "scores": [3.0, 2.0, 1.0]},
+    ]
+    assert write({"mask": torch.zeros(2, 2, 2, dtype=torch.uint8)}, is_csv=False)[0]["mask"] == [[0, 0], [0, 0]]
+    assert write(PROBABILITY, is_csv=False, class_names=["=1", "cat"])[1]["class_name"] == "=1"
+    y = torch.from_numpy(np.random.default_rng(0).standard_normal(2).astype(np.float32))
+    assert torch.equal(torch.tensor([line["y"] for line in write({"y": y}, is_csv=False)]), y)
+
+
+# ---------------------------------------------------------------------------------------------- predictions
 
 
 @pytest.fixture
@@ -28,18 +153,14 @@ def rows(minimal_run: Path) -> str:
     return f"{minimal_run.parents[1]}/rows.h5::/val"
 
 
-def x_of(run: Path) -> np.ndarray:
-    """The inputs of the validation rows of `minimal_run`."""
+def check(lines: list[dict], run: Path) -> np.ndarray:
+    """The lines have the predictions of the model for all validation rows at once, in plain torch. Returns the rows."""
     with h5py.File(run.parents[1] / "rows.h5") as file:
-        return file["val/x"][:]
-
-
-def check(lines: list[dict], run: Path) -> None:
-    """The lines have the predictions of the model for all validation rows at once, in plain torch."""
-    x = x_of(run)
+        x = file["val/x"][:]
     expected = load_model(run).model(torch.from_numpy(x)).detach().flatten().tolist()
     assert [int(line["row"]) for line in lines] == list(range(len(x)))
     np.testing.assert_allclose([float(line["prediction"]) for line in lines], expected, rtol=1e-5, atol=1e-6)
+    return x
 
 
 def train_one_epoch(config: str, *words: str) -> Path:
@@ -51,25 +172,21 @@ def train_one_epoch(config: str, *words: str) -> Path:
 
 
 def lines_of(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-# ---------------------------------------------------------------------------------------------- predictions
+    return [json.loads(line) for line in path.read_text(errors="surrogateescape").splitlines()]
 
 
 def test_every_kind_of_input_gives_the_predictions_of_the_model(tmp_path, run, minimal_run, copy_model, rows, capsys):
-    check(list(csv.DictReader(io.StringIO(run(minimal_run, rows)))), minimal_run)
+    x = check([*csv.DictReader(run(minimal_run, rows).splitlines())], minimal_run)
     model, n_rows = capsys.readouterr().out.splitlines()
     assert model.startswith(f"model: {load_model(minimal_run).folder}, of epoch 2, mse ")
     assert n_rows == "100 rows"
-    x = x_of(minimal_run)
     np.save(tmp_path / "x.npy", x)
     np.savez(tmp_path / "x.npz", other=np.zeros(3), x=x)
     with h5py.File(tmp_path / "own.hdf5", "w") as file:
         file["x"] = x
     copy = copy_model("copy")  # two files of a checkpoint are enough
-    for number, source in enumerate(("x.npy", "x.npz", "own.hdf5")):
-        target = tmp_path / f"{number}.jsonl"
+    for source in ("x.npy", "x.npz", "own.hdf5"):
+        target = tmp_path / f"{source}.jsonl"
         assert run(copy, "-o", target, tmp_path / source, "--batch-size", 7) == ""
         check(lines_of(target), minimal_run)
     assert run(minimal_run, rows, "--id", "y").startswith("row,y,prediction\n0,")
@@ -114,21 +231,19 @@ def test_the_script_prints_rows_alone_and_leaves_nothing_when_it_is_asked_to_end
     failed = run_to_end([*command, "-o", "none/x.csv"], tmp_path)
     assert failed.returncode == 2
     assert failed.stderr.splitlines()[1].startswith("error: [Errno 2] No such file or directory: ")
-
-
-# ---------------------------------------------------------------------------------------------- metrics
+    read_end, write_end = os.pipe()
+    os.close(read_end)  # as `| head` does, when it has seen enough
+    closed = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write_end)
+    assert (closed.returncode, len(closed.stderr.splitlines())) == (-signal.SIGPIPE, 1)
 
 
 def test_evaluate_gives_the_metrics_of_the_run_for_any_batch_size(run, minimal_run, rows):
     logged = [point["val/mse"] for point in metrics_of(minimal_run) if "val/mse" in point]
     last = max(minimal_run.glob("checkpoints/last-*"))
     assert run(last, "--evaluate", rows) == f"mse {logged[-1]:.6g}\n"
-    assert {run(minimal_run, "--evaluate", rows, "--batch-size", n) for n in (7, 32, 100)} == {
-        f"mse {min(logged):.6g}\n"
-    }
-
-
-# ---------------------------------------------------------------------------------------------- users and items
+    for n in (7, 32, 100):
+        assert run(minimal_run, "--evaluate", rows, "--batch-size", n) == f"mse {min(logged):.6g}\n"
 
 
 def test_items_for_users(tmp_path, run, monkeypatch):
@@ -139,10 +254,9 @@ def test_items_for_users(tmp_path, run, monkeypatch):
         with h5py.File(new, "r+") as file:
             file.attrs["item_ids"] = np.arange(1000)
             file["user"] = np.arange(len(file["items/indptr"]) - 1)[::-1]
-    fields = "data: {fields: {items: items}, val_fields: {items: items, held_out: held_out}}\n"
-    recsys_run = train_one_epoch(
-        fields, "workload=recsys", "data.train=train.h5", "data.val=named.h5", "model.hidden_dim=8"
-    )
+    fields = "data: {fields: {items: items}, val_fields: {items: items, held_out: held_out}, batch_size: 128}\n"
+    words = ("workload=recsys", "data.train=train.h5", "data.val=named.h5", "model.hidden_dim=8")
+    recsys_run = train_one_epoch(fields, *words)
     logged = metrics_of(recsys_run)[-1]
     metrics = dict(line.split() for line in run(recsys_run, "--evaluate", "named.h5").splitlines())
     assert metrics == {name: f"{logged[f'val/{name}']:.6g}" for name in ("ndcg_at_100", "recall_at_20", "recall_at_50")}
@@ -154,10 +268,6 @@ def test_items_for_users(tmp_path, run, monkeypatch):
         assert line["scores"] == sorted(line["scores"], reverse=True)
         assert line["item_ids"] == line["items"]
     run(recsys_run, "--export", "model.pt2")
-    assert Path("model.pt2").exists()
-
-
-# ---------------------------------------------------------------------------------------------- photos
 
 
 @pytest.mark.slow
@@ -165,16 +275,16 @@ def test_photos_are_predicted_as_the_rows_that_the_converter_made_of_them(tmp_pa
     monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(0)
     for number in range(40):
-        folder = tmp_path / "photos" / "ab"[number % 2]
-        folder.mkdir(parents=True, exist_ok=True)
-        pixels = rng.integers(0, 256, (20 + number, 40 - number // 2, 3)).astype(np.uint8)
-        Image.fromarray(pixels).save(folder / f"{number:02d}.png")
+        photo = Path(f"photos/{'ab'[number % 2]}/{number:02d}.png")
+        photo.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (20 + number, 40 - number // 2, 3)).astype(np.uint8)).save(photo)
     done = convert("images", "photos", "x.h5", "--size", "8", "--split", "0.5", "--keep-order", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     fields = "data: {fields: {images: images, labels: labels}, batch_size: 8}\n"
     train_one_epoch(fields, "workload=images", "data.train=x-train.h5", "data.val=x-val.h5", "model.width=4")
-    (tmp_path / "photos/a/broken.png").write_text("no image")
-    (tmp_path / "empty").mkdir()
+    Path("photos/a/broken.png").write_text("no image")
+    photo.rename(os.fsdecode(b"photos/b/39\xff.png"))  # which is not UTF-8
+    Path("empty").mkdir()
     for words, told in (
         ("photos -o x.jsonl", r"1 of 41 images are left out\n  photos/a/broken.png cannot be read: it is not"),
         ("photos/a/broken.png -o y.jsonl", r"1 of 1 images are left out\n  photos/a/broken.png cannot"),
@@ -187,13 +297,13 @@ def test_photos_are_predicted_as_the_rows_that_the_converter_made_of_them(tmp_pa
     lines = lines_of(Path("x.jsonl"))
     assert [line["file"] for line in lines] == sorted(map(str, Path("photos").glob("?/[0-9]*.png")))
     assert {line["class_name"] for line in lines} <= {"a", "b"}
-    model = load_model("runs/a").model
     converted = []
     for name in ("x-train.h5", "x-val.h5"):
         with h5py.File(name) as file:
-            converted += model(torch.from_numpy(file["images"][:])).softmax(1).max(1).values.tolist()
-    found = sorted(line["probability"] for line in lines)
-    np.testing.assert_allclose(found, sorted(converted), rtol=1e-5)
+            converted += (
+                load_model("runs/a").model(torch.from_numpy(file["images"][:])).softmax(1).max(1).values.tolist()
+            )
+    np.testing.assert_allclose(sorted(line["probability"] for line in lines), sorted(converted), rtol=1e-5)
     with h5py.File("x-val.h5", "r+") as file:
         file["labels"][...] = 7
         del file.attrs["class_names"]

@@ -1,13 +1,18 @@
-"""What report.py says about runs, and its page."""
+"""What report.py says about runs that are written here without training, its page, and the command."""
 
+import csv
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 from html.parser import HTMLParser
 from math import inf, nan
 from pathlib import Path
 
 import pytest
-from written_run import write_points, write_run
+from harness import ROOT
 
 from fastgpu.report.page import MAX_POINTS, write_report
 from fastgpu.report.results import changed_settings, compare, number, over_run, read_run, summary
@@ -17,38 +22,59 @@ EVIL = '</script><img src=x onerror="alert(1)">'
 """A name that runs as code where it is not escaped."""
 
 
+VALUES = {
+    "train/loss": 0.5,
+    "train/lr": 0.003,
+    "data/wait_pct": 3.0,
+    "data/fresh_rows_per_s": 12_345.6,
+    "train/trained_rows_per_s": 24_691.2,
+    "host/cpu_user_pct": 12.0,
+    "gpu0/util_pct": 97.0,
+    "gpu0/util_min_pct": 80.0,
+    "gpu1/util_pct": 50.0,
+    "gpu0/power_w": 300.0,
+}
+
+
+def write_points(folder: Path, points: list[dict[str, float]]) -> Path:
+    """metrics.jsonl in a folder, which is made. Points that say nothing else are of part 1."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps({"part": 1} | point) + "\n" for point in points))
+    return folder
+
+
+def write_run(folder: Path) -> Path:
+    """A run's folder. The values of its tags rise a little from each point to the next."""
+    points = [{"step": n} | {tag: value * (1 + n / 1000) for tag, value in VALUES.items()} for n in range(5)]
+    write_points(folder, [*points, {"step": 5, "val/loss": 0.25, "val/top1_pct": 99.0}])
+    (folder / "config.yaml").write_text("workload: images\ndata: {batch_size: 32}  # <b>&\nmodel: {width: 8}\n")
+    (folder / "run.json").write_text(json.dumps({"best": ["top1_pct", "higher"]}))
+    return folder
+
+
 def point(step: int, *, part: int = 1, steps: int = 1, **values: float) -> dict[str, float]:
-    place = {"step": step, "time_s": 1.0, "part": part, "steps": steps, "seconds": 1.0}
+    place = {"step": step, "part": part, "steps": steps, "seconds": 1.0}
     return place | {name.replace("__", "/"): value for name, value in values.items()}
-
-
-RESUMED = [  # from a checkpoint at step 5
-    *(point(step, train__loss=1.0) for step in range(1, 9)),
-    *(point(step, part=2, train__loss=2.0) for step in range(6, 12)),
-]
 
 
 # ---------------------------------------------------------------------------------------------- values
 
 
-def test_means_of_a_run_are_sums_over_sums():
+def test_means_of_a_run_are_sums_over_sums_without_the_start():
     """Rows per second times the time of a step is the batch size, however uneven the points are."""
     intervals = [
-        Throughput(seconds=9.0, wait_s=8.0, fresh_rows=32 * 5, trained_rows=64 * 5, steps=5),  # the start: left out
+        Throughput(seconds=9.0, wait_s=8.0, fresh_rows=32 * 5, trained_rows=64 * 5, steps=5),
         Throughput(seconds=0.5, wait_s=0.0, fresh_rows=64 * 50, trained_rows=64 * 50, steps=50),
         Throughput(seconds=20.0, wait_s=5.0, fresh_rows=32 * 40, trained_rows=64 * 40, steps=40),
-        Throughput(seconds=0.1, wait_s=0.1, fresh_rows=16 * 1, trained_rows=64 * 1, steps=1),
     ]
     points = [
         {"step": 1, "part": 1, "gpu0/util_min_pct": low, "gpu0/mem_peak_gib": low} | each._asdict() | each.scalars()
-        for each, low in zip(intervals, (1.0, 2.0, 30.0, 4.0), strict=True)
+        for each, low in zip(intervals, (1.0, 30.0, 4.0), strict=True)
     ]
-    seconds = 0.5 + 20.0 + 0.1
-    assert over_run(points, "data/fresh_rows_per_s") == pytest.approx((64 * 50 + 32 * 40 + 16) / seconds)
-    assert over_run(points, "data/wait_pct") == pytest.approx(100 * 5.1 / seconds)
-    assert over_run(points, "train/step_ms") == pytest.approx(1000 * seconds / 91)
-    assert over_run(points, "gpu0/util_min_pct") == 1
-    assert over_run(points, "gpu0/mem_peak_gib") == 30
+    expected = {"fresh_rows_per_s": (64 * 50 + 32 * 40) / 20.5, "wait_pct": 100 * 5 / 20.5}
+    assert {name: over_run(points, f"data/{name}") for name in expected} == pytest.approx(expected)
+    assert over_run(points, "train/step_ms") == pytest.approx(1000 * 20.5 / 90)
+    assert (over_run(points, "gpu0/util_min_pct"), over_run(points, "gpu0/mem_peak_gib")) == (1, 30)
 
 
 def test_the_start_of_every_part_is_left_out_of_means_and_the_last_metric_counts():
@@ -60,10 +86,13 @@ def test_the_start_of_every_part_is_left_out_of_means_and_the_last_metric_counts
 
 
 def test_points_that_were_trained_again_count_once_and_a_line_that_was_cut_not_at_all(tmp_path):
-    with (write_points(tmp_path, RESUMED) / "metrics.jsonl").open("a") as file:
+    """The run was resumed from a checkpoint at step 5."""
+    points = [point(step, train__loss=1.0) for step in range(1, 9)]
+    points += [point(step, part=2, train__loss=2.0) for step in range(6, 12)]
+    with (write_points(tmp_path, points) / "metrics.jsonl").open("a") as file:
         file.write('{"step": 12, "tra')
-    points = read_run(tmp_path).points
-    assert [(p["step"], p["train/loss"]) for p in points] == [(n, 1.0 if n <= 5 else 2.0) for n in range(1, 12)]
+    read = [(point["step"], point["train/loss"]) for point in read_run(tmp_path).points]
+    assert read == [(n, 1.0 if n <= 5 else 2.0) for n in range(1, 12)]
 
 
 @pytest.mark.parametrize(("metric", "direction", "step"), [("a", "higher", 3), ("a", "lower", 4), ("b", "lower", 3)])
@@ -157,11 +186,6 @@ def test_nothing_that_a_user_named_is_code(tmp_path):
     assert "alert(1)" in page.text
 
 
-def test_the_parts_of_a_resumed_run_follow_one_another(tmp_path):
-    page = Page(write_points(tmp_path, RESUMED))
-    assert page.line("loss", "train/loss") == [(step, 1.0 if step <= 5 else 2.0) for step in range(1, 12)]
-
-
 def test_long_runs_are_thinned_out_but_for_their_metrics_and_values_that_are_no_numbers_left_out(tmp_path):
     points = [point(step, data__wait_pct=1.0) for step in range(1, 5001)]
     for place, value in ((3, 3.0), (4, nan), (5, inf), (-1, 4.0)):
@@ -169,3 +193,50 @@ def test_long_runs_are_thinned_out_but_for_their_metrics_and_values_that_are_no_
     page = Page(write_points(tmp_path, points))
     assert MAX_POINTS / 2 < len(page.line("data, pct", "data/wait_pct")) <= MAX_POINTS + 4
     assert page.line("val/a", "val/a") == [(4, 3.0), (5000, 4.0)]
+
+
+# ---------------------------------------------------------------------------------------------- the command
+
+
+def run(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "report.py", *map(str, arguments)]
+    options = {"stdout": subprocess.PIPE} | options
+    return subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False, **options)
+
+
+def test_a_summary_and_a_page_then_runs_in_one_line_each_without_folders_that_have_no_points(tmp_path):
+    runs = [write_run(tmp_path / "x" / "a"), write_run(tmp_path / "y" / "a")]
+    (tmp_path / "empty").mkdir()
+    compared = run("--compare", *runs, tmp_path / "empty")
+    assert not (runs[0] / "report.html").exists()
+    shown = run(runs[0])
+    assert (runs[0] / "report.html").exists()
+    assert re.search(r"  data/wait_pct +3.008\n", shown.stdout)
+    assert {(done.returncode, done.stderr) for done in (compared, shown)} == {(0, "")}
+    assert len(compared.stdout.splitlines()) == 3
+    assert all(str(folder) in compared.stdout for folder in runs)
+    head, first, _ = csv.reader(run("--csv", *runs).stdout.splitlines())
+    assert dict(zip(head, first, strict=True))["train/trained_rows_per_s"] == "24752.928"  # a number for a program
+
+
+def test_a_reader_that_has_seen_enough_such_as_head_ends_it_without_a_message(tmp_path):
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    done = run("--compare", write_run(tmp_path / "a"), stdout=write_end)
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
+
+
+def test_what_cannot_be_read_or_written_is_one_line(tmp_path):
+    (write_run(tmp_path / "a") / "report.html").mkdir()
+    for folder, message in (
+        ("nowhere", "nowhere has no points in metrics.jsonl; name the folder of a run, such as runs/first"),
+        (tmp_path / "a", f"[Errno 21] Is a directory: '{tmp_path}/a/report.html'"),
+    ):
+        done = run(folder)
+        assert (done.returncode, done.stderr) == (2, f"error: {message}\n")
+
+
+def test_it_starts_without_torch():
+    code = "import sys, report; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -1,9 +1,11 @@
-"""A trained model: found, read from its checkpoint, and exported as one file."""
+"""A trained model: read from its checkpoint, given rows, exported as one file."""
 
 import io
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -13,15 +15,19 @@ from pydantic import BaseModel
 from safetensors import SafetensorError
 from safetensors.torch import load_model as fill
 from torch import Tensor, nn
-from torch.export import Dim
 
 import workloads
+from fastgpu.feed import PrefetchLoader
 from fastgpu.process.files import new_file
 from fastgpu.process.launch import UserError
-from fastgpu.rows.contract import Dataset
+from fastgpu.process.machine import available_cpus
+from fastgpu.rows import BlockSampler
+from fastgpu.rows.contract import Dataset, Out, Pool, PoolPlan, Reads
 from fastgpu.rows.rows import Field, Ragged, Rows
 from fastgpu.run.checkpoint import DESCRIPTION, WEIGHTS, newest_first, sha256_of
-from workloads import Workload
+from fastgpu.storage.arrays import ArrayDataset
+from fastgpu.storage.meaning import check_meaning
+from fastgpu.storage.store import open_store
 
 
 class _Card(BaseModel, extra="allow"):
@@ -39,27 +45,22 @@ class _Card(BaseModel, extra="allow"):
 
 
 class Trained(NamedTuple):
-    """A model that is ready to use, on the CPU and in eval mode. card: the content of model.json. rows: see
-    `training_rows`. folder: the checkpoint."""
+    """A model that is ready to use, on the CPU and in eval mode."""
 
     model: nn.Module
-    workload: Workload
-    card: dict[str, Any]
-    rows: Dataset
-    folder: Path
+    workload: workloads.Workload
+    card: dict[str, Any]  # the content of model.json
+    rows: Dataset  # see `training_rows`
+    folder: Path  # the checkpoint
 
 
 def load_model(path: str | Path) -> Trained:
-    """Build the model of a checkpoint from its model.json and model.safetensors. No other file is needed.
+    """Build the model of a checkpoint, a copy of its model.json and model.safetensors, or the best one of a run.
 
-    path: a checkpoint, or a copy of these two files; or a run, whose best checkpoint is taken, or else its last one.
     Raises UserError if there is none, if it is damaged, or if it does not fit the code of the workload.
     """
     run = Path(path)
-    saved = [run] if (run / DESCRIPTION).exists() else [*newest_first(run, "best"), *newest_first(run, "last")]
-    if not saved:
-        raise UserError(f"{path} is neither a run nor a checkpoint; name a folder such as runs/first")
-    folder = saved[0]
+    folder = next(iter([*newest_first(run, "best"), *newest_first(run, "last"), run]))
     try:
         if (folder / "state.json").exists():  # a copy of two files has no checksums to compare with
             digests = json.loads((folder / "state.json").read_bytes())["sha256"]
@@ -76,7 +77,7 @@ def load_model(path: str | Path) -> Trained:
         fill(model, folder / WEIGHTS)
     except (OSError, LookupError, RuntimeError, TypeError, ValueError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise UserError(f"{folder} is damaged, or of other code than workloads/ has: {reason}") from None
+        raise UserError(f"{folder} is no checkpoint, damaged, or of other code than workloads/ has: {reason}") from None
     return Trained(model.eval(), workload, card, rows, folder)
 
 
@@ -86,21 +87,102 @@ def training_rows(card: Mapping[str, Any]) -> Dataset:
     rows.name = "the training rows"
     rows.attributes = card["attributes"]
     rows.block_rows = np.empty(0, np.int32)
-    rows.fields = {}
-    for name, field in card["fields"].items():
-        mean_values = 0.0 if field["is_ragged"] else None
-        rows.fields[name] = Field(np.dtype(field["dtype"]), tuple(field["shape"]), mean_values, field["n_items"])
+    rows.fields = {
+        name: Field(np.dtype(each["dtype"]), tuple(each["shape"]), 0.0 if each["is_ragged"] else None, each["n_items"])
+        for name, each in card["fields"].items()
+    }
     rows.lengths = {name: rows.block_rows for name, field in rows.fields.items() if field.is_ragged}
     return rows
 
 
+class ImageRows(Dataset):
+    """Rows of one field, decoded in the reader threads as the training images were. Each image file is a block."""
+
+    def __init__(self, name: str, field: Field, paths: Sequence[str], preprocessing: str | None):
+        """paths: files, and folders of them. preprocessing: of the training images, as JSON. Raises UserError."""
+        images = import_module("fastgpu.images.files")  # which a project without an image workload lacks
+        self.files: list[Path] = []
+        for path in map(Path, paths):
+            self.files += [path / name for name in images.list_images(path)] if path.is_dir() else [path]
+        if not self.files:
+            raise UserError(f"there is no image file in {' and '.join(paths)}")
+        prepared = images.read_preprocessing(preprocessing) if preprocessing else images.Preprocessing()
+        self._read = lambda path: images.read_image(path, prepared, field.shape)
+        self.name = "INPUT"
+        self.fields = {name: field}
+        self.attributes = {}
+        self.block_rows = np.ones(len(self.files), np.int32)
+        self.failed: dict[int, str] = {}  # {row: why it cannot be read}
+
+    def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Out]) -> None:
+        """Decode images to their places. Thread-safe. The row of a broken image is undefined, and noted in `failed`."""
+        images: Any = next(iter(out.values()))
+        for row, (place,) in reads.ranges():
+            try:
+                images[place] = self._read(self.files[row])
+            except Exception as error:  # a decoder may raise anything for damaged bytes
+                self.failed[row] = f"{self.files[row]} cannot be read: {error}"
+
+
+def open_inputs(paths: Sequence[str], trained: Trained, *, ids: Sequence[str] = (), labels: bool = False) -> Dataset:
+    """Rows with the inputs of the model and the fields `ids`; or with labels: all fields that it was trained on.
+
+    paths: see INPUT in predict.py. Raises UserError if they do not fit; single numbers may have any type.
+    """
+    stored = {name: field["dataset"] for name, field in trained.card["fields"].items()}
+    names = list(stored) if labels else [*trained.workload.inputs, *ids]
+    fields = {name: trained.rows.fields[name] for name in names if name in stored}
+    preprocessing = trained.rows.attributes.get("preprocessing")
+    if len(paths) == 1 and paths[0].endswith((".npy", ".npz")):
+        source = _open_arrays(paths[0], names)
+    elif "::" in paths[0] or paths[0].endswith((".h5", ".hdf5")):
+        source = open_store("INPUT", paths, {name: stored.get(name, name) for name in names})
+    elif len(names) == 1 and fields[names[0]].dtype == np.uint8 and len(fields[names[0]].shape) > 1 and not labels:
+        source = ImageRows(names[0], fields[names[0]], paths, preprocessing)
+    else:
+        raise UserError(f"{paths[0]} is not an HDF5 file, nor a single NumPy file, with {' and '.join(names)}")
+    for name, field in fields.items():
+        if source.fields[name].codec and len(field.shape) == 3:
+            share = json.loads(preprocessing or "{}").get("centre_share")
+            source = import_module("fastgpu.images.column").decoded(source, field.shape[1:], centre_share=share)
+        if (field.shape or field.is_ragged) and str(source.fields[name]) != str(field):
+            raise UserError(f"{source.name}: {name} is {source.fields[name]}; the model was trained on {field}")
+    check_meaning("INPUT", trained.rows, source, labels=labels)
+    if labels:
+        type(trained.workload)(trained.workload.options, trained.rows, source)  # which checks them as in training
+    if ragged := [name for name in ids if source.fields[name].is_ragged]:
+        raise UserError(f"{source.name}: {ragged[0]} has any number of values in a row; --id takes fields of one")
+    return source
+
+
+def _open_arrays(path: str, names: Sequence[str]) -> Dataset:
+    try:
+        content = np.load(path, mmap_mode="r", allow_pickle=False)
+        arrays = {names[0]: content} if isinstance(content, np.ndarray) else content
+        columns = {name: np.asarray(arrays[name]) for name in names}  # a damaged member is bytes
+        lengths = [len(column) for column in columns.values()]
+        if len({*lengths}) > 1 or 0 in lengths:
+            raise ValueError(f"they have {lengths} rows")
+    except Exception as error:  # a damaged file can raise anything
+        raise UserError(f"{path} should hold NumPy arrays {' and '.join(names)} of equal length: {error}") from None
+    return ArrayDataset(path, columns)
+
+
+@contextmanager
+def open_pools(source: Dataset, batch_size: int, device: torch.device) -> Iterator[Iterator[Pool]]:
+    """All rows once, in their order, read ahead by threads, as pools of whole batches on the device."""
+    pool_batches = max(1, (64 << 20) // (source.row_bytes * batch_size))  # 64 MiB; three pools are in memory
+    order = BlockSampler(source, batch_size, pool_batches=pool_batches, seed=None)
+    order.n_epochs = 1
+    with closing(PrefetchLoader(source, order, device, available_cpus())) as feed:
+        yield feed.pools(0)
+
+
 @torch.no_grad()
 def export(trained: Trained, path: Path, *, replace: bool = False) -> None:
-    """Write the program of the model, which takes any number of rows as they lie in the training file (of ragged rows
-    perhaps two or more). Its metadata are model.json: its inputs, how images were prepared, the names of the classes.
+    """Write the program of the model with model.json in it. It takes any number of rows, or two or more if ragged.
 
-    Raises UserError if the model cannot be exported, if the program gives other numbers than the model, or if the file
-    exists and `replace` is false.
+    Raises UserError if it cannot be exported, gives other numbers than the model, or exists and `replace` is false.
     """
     model, names = trained.model, trained.workload.inputs
     text = json.dumps({**trained.card, "inputs": names})
@@ -111,7 +193,7 @@ def export(trained: Trained, path: Path, *, replace: bool = False) -> None:
     inputs, others = calls[0], calls[-1]
     with new_file(path, replace=replace) as partial, warnings.catch_warnings(action="ignore"):  # of the exporters
         try:
-            program = torch.export.export(model, inputs, dynamic_shapes=[{0: Dim.AUTO}] * len(inputs))
+            program = torch.export.export(model, inputs, dynamic_shapes=[{0: torch.export.Dim.AUTO}] * len(inputs))
             found, expected = program.module()(*others), model(*others)
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4, equal_nan=True)
             if path.suffix == ".onnx":
@@ -135,11 +217,9 @@ def make_rows(trained: Trained, n_rows: int) -> Rows:
     for name in trained.workload.inputs:
         field = trained.rows.fields[name]
         shape = (2 * n_rows if field.is_ragged else n_rows, *field.shape)
-        is_image = field.dtype == np.uint8 and len(field.shape) > 1
-        end = field.n_items or (256 if is_image else 2)  # nobody knows how many other whole numbers there may be
+        end = field.n_items or (256 if field.dtype == np.uint8 and len(field.shape) > 1 else 2)  # 2 if it is unknown
         values = rng.standard_normal(shape) if field.dtype.kind == "f" else rng.integers(0, end, shape)
-        columns[name] = tensor = torch.from_numpy(values.astype(field.dtype))
-        if field.is_ragged:
-            offsets = torch.arange(0, 2 * n_rows + 1, 2, dtype=torch.int32)
-            columns[name] = Ragged(tensor, offsets, offsets.numpy())
+        tensor = torch.from_numpy(values.astype(field.dtype))
+        offsets = torch.arange(0, 2 * n_rows + 1, 2, dtype=torch.int32)
+        columns[name] = Ragged(tensor, offsets, offsets.numpy()) if field.is_ragged else tensor
     return Rows(columns)
