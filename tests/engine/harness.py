@@ -226,9 +226,8 @@ def train(*words: str, world: World = ALONE) -> int:
     return script.train(script.build(load_config(list(words)), world), world)
 
 
-def train_rank(world: World, folder: Path, *words: str) -> int | str:
+def train_rank(world: World, *words: str) -> int | str:
     """One rank of train.py, for `in_world`. Returns the exit code, or the message of a UserError."""
-    os.chdir(folder)
     try:
         return train(*words, world=world)
     except UserError as error:
@@ -404,7 +403,7 @@ def wait_for_port(port: int, process: subprocess.Popen) -> None:
 
 
 def in_world(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Call function(world, *arguments) in `size` gloo processes. Returns the results by rank.
+    """Call function(world, *arguments) in `size` gloo processes, in the current folder. Returns the results by rank.
 
     The processes stay for the next call, unless one of them fails. Fails with the traceback of the first rank that
     raises, or with an EOFError if one dies. The function must be importable.
@@ -414,7 +413,7 @@ def in_world(size: int, function: Callable[..., Any], *arguments: Any) -> list[A
     results: dict[int, Any] = {}
     try:
         for pipe, rank in pending.items():
-            pipe.send((Launch(rank, size, rank, size), port, function, arguments))
+            pipe.send((Path.cwd(), Launch(rank, size, rank, size), port, function, arguments))
         while pending:
             answered = wait([*pending], TIMEOUT_S)
             assert answered, "the ranks hang"
@@ -459,10 +458,11 @@ def _serve(pipe: Connection) -> None:
     """What a rank does: call functions, each as if the process were new, until the pipe is closed."""
     torch.set_num_threads(1)
     handlers = {number: signal.getsignal(number) for number in STOP}
-    folder, environment, path = Path.cwd(), dict(os.environ), [*sys.path]
+    environment, path = dict(os.environ), [*sys.path]
     with suppress(EOFError):
         while True:
-            launch, port, function, arguments = pipe.recv()
+            folder, launch, port, function, arguments = pipe.recv()
+            os.chdir(folder)
             os.environ.update(launch_variables(launch, port))
             torch.manual_seed(0)
             np.random.seed(0)
@@ -474,7 +474,6 @@ def _serve(pipe: Connection) -> None:
                 answer = None, traceback.format_exc()
             for number, handler in handlers.items():
                 signal.signal(number, handler)
-            os.chdir(folder)
             os.environ.clear()
             os.environ.update(environment)
             sys.path[:] = path

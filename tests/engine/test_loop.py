@@ -213,7 +213,7 @@ def test_a_last_checkpoint_that_is_missing_is_an_error_of_every_rank(folder):
     run = folder / "runs/a"
     run.mkdir(parents=True)
     (run / "checkpoints").symlink_to("/proc/self")  # takes no file: the same as a full disk
-    for error in in_world(2, train_rank, folder, "train.epochs=1"):
+    for error in in_world(2, train_rank, "train.epochs=1"):
         assert "the last checkpoint is not in" in str(error)
 
 

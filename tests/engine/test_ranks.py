@@ -1,8 +1,6 @@
 """Ranks that were started with other settings, rows or code: each node has a copy of its own. Nodes come and go."""
 
-import os
 import shutil
-from pathlib import Path
 
 import h5py
 import pytest
@@ -28,9 +26,8 @@ CASES = {
 """{case: (settings of both ranks, settings of rank 1 only, beginning of the error; none if it is empty)}"""
 
 
-def build_cases(world: World, folder: Path) -> dict[str, str]:
+def build_cases(world: World) -> dict[str, str]:
     """The error of train.build in each case."""
-    os.chdir(folder)
     errors = dict.fromkeys(CASES, "")
     for case, (shared, of_last, _) in CASES.items():
         try:
@@ -49,7 +46,7 @@ def test_ranks_that_differ_end_with_one_line_that_names_the_difference(folder):
     with h5py.File("other.h5", "r+") as file:
         file["train/y"][350] += 1
         file["val/x"][-1] += 1  # one of the rows that stand for a file without checksums
-    ours, theirs = in_world(2, build_cases, folder)
+    ours, theirs = in_world(2, build_cases)
     assert ours == theirs
     for case, (_, _, beginning) in CASES.items():
         assert ours[case].startswith(beginning), case

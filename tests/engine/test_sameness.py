@@ -317,7 +317,7 @@ def test_two_ranks_train_the_weights_of_one_also_if_they_take_over_inside_an_epo
         patch.setattr(script, "train_step", at_call(30, script.train_step, signalled(signal.SIGTERM)))
         assert train("run.name=taken", *words) == 128 + signal.SIGTERM
     for name in ("two", "taken"):
-        assert in_world(2, train_rank, folder, f"run.name={name}", "run.resume=auto", *words) == [0, 0]
+        assert in_world(2, train_rank, f"run.name={name}", "run.resume=auto", *words) == [0, 0]
         one, other = folder / "runs/one", folder / "runs" / name
         torch.testing.assert_close(weights_of(one), weights_of(other), rtol=1e-3, atol=1e-4)
         assert val_points(one)[-1]["val/mse"] == pytest.approx(val_points(other)[-1]["val/mse"], rel=1e-4)

@@ -10,7 +10,7 @@ import predict
 import pytest
 import torch
 import train as script
-from harness import ALONE, at_call, open_feed, same_weights, signalled, train, val_points
+from harness import ALONE, at_call, in_world, open_feed, same_weights, signalled, train_rank, val_points
 from test_dataset import Made
 from torch import nn
 from torch.utils.data import Dataset
@@ -21,6 +21,7 @@ from fastgpu.feed import Feed
 from fastgpu.feed.sizes import choose_sizes
 from fastgpu.process.config import Config, Data, Tier
 from fastgpu.process.launch import UserError
+from fastgpu.process.world import World
 from fastgpu.rows.order import BlockSampler
 from workloads import minimal
 
@@ -142,20 +143,22 @@ class Workload(minimal.Workload):
         return {"prediction": torch.zeros(len(batch)).index_add(0, boxes.rows, model(boxes.values)[:, 0].float())}
 
 
-def test_rows_of_any_length_train_resume_to_equal_weights_and_are_predicted_from(folder, monkeypatch):
+def train_lengths(world: World, stop_at: int, *words: str) -> int | str:
+    """A rank of train.py that is told to stop before the call of `train_step` with this number."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workloads, "load", lambda _: Workload)
+        patch.setattr(script, "train_step", at_call(stop_at, script.train_step, signalled(signal.SIGTERM)))
+        return train_rank(world, *words)
+
+
+@pytest.mark.slow
+def test_rows_of_any_length_train_resume_to_equal_weights_on_two_ranks_and_are_predicted_from(folder, monkeypatch):
     monkeypatch.setattr(workloads, "load", lambda _: Workload)
-    words = (
-        "data.dataset=test_lengths:Areas",
-        "data.train='400'",
-        "data.val='80'",
-        "loader.num_workers=1",
-        "optim.lr=0.01",
-    )
-    train("run.name=whole", *words)
-    with monkeypatch.context() as patch:
-        patch.setattr(script, "train_step", at_call(20, script.train_step, signalled(signal.SIGTERM)))
-        assert train(*words) == 128 + signal.SIGTERM
-    assert train("run.resume=auto", *words) == 0
+    dataset = ("data.dataset=test_lengths:Areas", "data.train='400'", "data.val='80'")
+    words = (*dataset, "loader.num_workers=1", "optim.lr=0.01")
+    assert in_world(2, train_lengths, 0, "run.name=whole", *words) == [0, 0]
+    assert in_world(2, train_lengths, 20, *words) == [128 + signal.SIGTERM] * 2
+    assert in_world(2, train_lengths, 0, "run.resume=auto", *words) == [0, 0]
     run = folder / "runs/a"
     assert same_weights(folder / "runs/whole", run)
     errors = [point["val/mse"] for point in val_points(run)]

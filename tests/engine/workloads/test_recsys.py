@@ -275,7 +275,7 @@ def test_two_ranks_score_as_one(users_folder):
     """Only the sums of gradients and of scores have another order; dropout, whose coins differ, is off."""
     words = ("model.dropout=0", "model.variational=false", "optim.name=sgd", "optim.lr=0.1")
     train("run.name=one", *words)
-    assert in_world(2, train_rank, users_folder, "run.name=two", *words) == [0, 0]
+    assert in_world(2, train_rank, "run.name=two", *words) == [0, 0]
     runs = users_folder / "runs"
     assert last_scores(runs / "two") == pytest.approx(last_scores(runs / "one"), rel=1e-3)
 
