@@ -1,0 +1,174 @@
+"""Causes planted in a real feed in front of a simulated device are named, and the gain of the cure is right.
+
+The device is simulated by sleeps, so the times of all parts are known.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+from harness import ALONE, CPU, in_world, sizes_of
+
+from fastgpu.diagnose.ceilings import Loop, Meter, measure, read_pool, repeat
+from fastgpu.diagnose.verdict import Cause, Measured, judge
+from fastgpu.process.config import Loader
+from fastgpu.process.world import World
+from fastgpu.rows.contract import Dataset, PoolPlan, Reads
+from fastgpu.rows.order import BlockSampler, Shard
+from fastgpu.rows.rows import Rows
+from fastgpu.storage.store import open_store
+
+BATCH_SIZE = 16
+POOL_BATCHES = 4
+MAX_TRIES = 10
+"""Another program may spoil a measurement. An error of ours spoils every one."""
+
+
+class SimulatedDevice(Meter):
+    """A device that works off its queue while the host goes on. The host is at most one kernel ahead."""
+
+    def __init__(self, world: World, places: list[str]) -> None:
+        """places: the lines of code at which a step reads a value from the device."""
+        super().__init__(world, 0.15)
+        self._places = places
+        self._end = 0.0
+        self._worked_s = 0.0
+
+    def queue(self, seconds: float) -> None:
+        """Queue a kernel."""
+        now = time.perf_counter()
+        self.synchronize()
+        self._end = max(self._end, now) + seconds
+        self._worked_s += seconds
+
+    def synchronize(self) -> None:
+        time.sleep(max(0.0, self._end - time.perf_counter()))
+
+    def busy_s(self, work: Callable[[], object]) -> float:
+        before_s = self._worked_s
+        work()
+        return self._worked_s - before_s
+
+    def syncs(self, work: Callable[[], object]) -> list[str]:
+        return self._places
+
+
+def slow_down(source: Dataset, disk_s: float, decode_s: float) -> None:
+    """Let the rows lie on a slow disk with a page cache, and be slow to decode. disk_s, decode_s: for each block."""
+    read_at_once = source.read
+    cache: deque[int] = deque(maxlen=24)  # first rows of blocks
+
+    def read(plan: PoolPlan, reads: Reads, out: Mapping[str, Any]) -> None:
+        for block in reads.portions(1):
+            start = int(block.starts[0])
+            if start not in cache:
+                time.sleep(disk_s)
+                cache.append(start)
+            time.sleep(decode_s)
+            read_at_once(plan, block, out)
+
+    source.read = read
+
+
+class Times(NamedTuple):
+    """Seconds that each part of the loop takes. A batch of twice the rows takes the device twice as long."""
+
+    step_s: float = 0.004
+    slow_step_s: float = 0.0  # of the second rank, if that is another time
+    transform_s: float = 0.0
+    launch_s: float = 0.0  # for the host to queue the kernels of a step
+    reads_value: bool = False  # in each step, from the device
+    disk_s: float = 0.0  # to read a block that is not in the page cache
+    decode_s: float = 0.0  # of a block
+    copy_s: float = 0.0  # of a batch, to the device
+    n_readers: int = 1
+    batch_size: int = BATCH_SIZE
+    echo: float = 1.0
+
+
+def measure_simulated(world: World, path: str, times: Times) -> Measured:
+    """Every part of a loop that takes these times, in three rounds."""
+    device = SimulatedDevice(world, ["mine.py:12"] if times.reads_value else [])
+    factor = times.batch_size / BATCH_SIZE
+    step_s = times.slow_step_s if world.rank and times.slow_step_s else times.step_s
+    source = open_store("data.train", path, {"images": "images", "labels": "labels"})
+    slow_down(source, times.disk_s, times.decode_s + times.copy_s)  # a block has the rows of a batch
+    shard = Shard(world.rank, world.world_size)
+    pool_batches = max(1, int(POOL_BATCHES / factor))
+    order = BlockSampler(source.block_rows, times.batch_size, shard=shard, pool_batches=pool_batches)
+
+    def transform(batch: Rows) -> Rows:
+        if times.transform_s:
+            device.queue(times.transform_s * factor)
+        return batch
+
+    def local_step(_: Rows) -> None:
+        time.sleep(times.launch_s)
+        device.queue(step_s * factor)
+        if times.reads_value:
+            device.synchronize()
+
+    def train_step(batch: Rows) -> None:
+        local_step(batch)
+        if world.world_size > 1:  # the gradients arrive when those of the slowest rank do
+            device.synchronize()
+            world.all_reduce_max(0.0)
+
+    batch = read_pool(source, order, 1).slice(0, times.batch_size)
+    sizes, loader = sizes_of("disk", times.n_readers), Loader(prefetch_pools=2)
+    loop = Loop(transform, train_step, local_step, batch, source, sizes, CPU, loader, times.echo)
+    copy = partial(repeat, lambda: time.sleep(times.copy_s)) if times.copy_s else None
+    return measure(device, loop, order, copy, stop=lambda m: len(m.loop) == 3)
+
+
+MORE_READERS = "loader.num_readers=2"
+LARGE = 4 * BATCH_SIZE
+PLANTED: dict[str, tuple[Times, Cause, str, dict[str, Any]]] = {
+    # what is planted: (its times, the cause, how the advice begins, the times that the change has an effect on)
+    "a slow disk": (Times(disk_s=0.012), "READ", MORE_READERS, {"n_readers": 2}),
+    "decoding a little too slow": (Times(0.012, decode_s=0.0148), "DECODE", MORE_READERS, {"n_readers": 2}),
+    "slow decoding": (Times(decode_s=0.012), "DECODE", MORE_READERS, {"n_readers": 2}),
+    "a slow transform": (Times(transform_s=0.006), "AUGMENT", "make `transform`", {"transform_s": 0.0}),
+    "a slow bus": (Times(copy_s=0.024), "COPY", "data.echo=4", {"echo": 4.0}),
+    "a value read": (Times(launch_s=0.004, reads_value=True), "HOST", "leave the value", {"reads_value": False}),
+    "a small model": (Times(step_s=0.002, launch_s=0.009), "HOST", f"data.batch_size={LARGE}", {"batch_size": LARGE}),
+    "nothing": (Times(step_s=0.008, disk_s=0.002), "COMPUTE", "", {}),
+    "nothing, with little to spare": (Times(0.012, decode_s=0.0094), "COMPUTE", "", {}),
+    "one slow rank of two": (Times(0.012, 0.03), "RANKS", "look at the machine of rank 1", {"slow_step_s": 0.0}),
+}
+
+
+@pytest.fixture
+def path(write, monkeypatch):
+    monkeypatch.setattr("fastgpu.feed.prefetch.JOB_BYTES", 1)  # a block is a job, however small the rows are
+    return write(2048, (1, 4, 2), chunk=BATCH_SIZE)
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.parametrize("planted", PLANTED)
+def test_a_planted_cause_is_named_and_the_gain_of_its_cure_is_predicted(path, planted):
+    """And the feed ratio of one rank is that of theory."""
+    times, cause, change, cure = PLANTED[planted]
+    readers = (MORE_READERS, 0.006) if change == MORE_READERS else None
+
+    def measure_all(times: Times) -> list[Measured]:
+        if cause == "RANKS":
+            return in_world(2, measure_simulated, path, times)
+        return [measure_simulated(ALONE, path, times)]
+
+    notes = []
+    for _ in range(MAX_TRIES):
+        slow, cured = measure_all(times), measure_all(times._replace(**cure))
+        first, verdicts = slow[0], [judge(m, readers=readers) for m in slow]
+        gain = cured[0].batch_size / cured[0].loop.median / (first.batch_size / first.loop.median)
+        feed_ratio, theory = 1 - first.lost.median, min(1.0, first.compute.median / first.supply.median)
+        is_named = all(each.cause == cause and each.change.startswith(change) for each in verdicts)
+        is_predicted = gain == pytest.approx(verdicts[0].gain, rel=0.15)
+        if is_named and is_predicted and (cause == "COPY" or feed_ratio == pytest.approx(theory, rel=0.03)):
+            return
+        notes.append(f"{verdicts}; gain after the cure {gain:.3f}; feed ratio {feed_ratio:.3f}, in theory {theory:.3f}")
+    raise AssertionError(notes)
