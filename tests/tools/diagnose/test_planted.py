@@ -13,6 +13,7 @@ import pytest
 from harness import ALONE, CPU, in_world, sizes_of
 
 from fastgpu.diagnose.ceilings import Loop, Meter, measure, read_pool, repeat
+from fastgpu.diagnose.result import ceilings
 from fastgpu.diagnose.verdict import Cause, Measured, judge
 from fastgpu.process.config import Loader
 from fastgpu.process.world import World
@@ -23,19 +24,20 @@ from fastgpu.storage.store import open_store
 
 BATCH_SIZE = 16
 POOL_BATCHES = 4
-MAX_TRIES = 10
-"""Another program may spoil a measurement. An error of ours spoils every one."""
+MAX_TRIES = 3
+MAX_TRIES_UNDER_LOAD = 30
+LOADED_NOISE = 0.05
+"""The times are sleeps: rounds that differ by more than this show that other programs use the machine."""
 
 
 class SimulatedDevice(Meter):
     """A device that works off its queue while the host goes on. The host is at most one kernel ahead."""
 
-    def __init__(self, world: World, places: list[str]) -> None:
-        """places: the lines of code at which a step reads a value from the device."""
+    def __init__(self, world: World) -> None:
         super().__init__(world, 0.15)
-        self._places = places
         self._end = 0.0
         self._worked_s = 0.0
+        self._waited_at: list[str] = []
 
     def queue(self, seconds: float) -> None:
         """Queue a kernel."""
@@ -43,6 +45,11 @@ class SimulatedDevice(Meter):
         self.synchronize()
         self._end = max(self._end, now) + seconds
         self._worked_s += seconds
+
+    def item(self, place: str) -> None:
+        """Read a value, which waits for everything that is queued. place: the line of code."""
+        self._waited_at.append(place)
+        self.synchronize()
 
     def synchronize(self) -> None:
         time.sleep(max(0.0, self._end - time.perf_counter()))
@@ -53,7 +60,9 @@ class SimulatedDevice(Meter):
         return self._worked_s - before_s
 
     def syncs(self, work: Callable[[], object]) -> list[str]:
-        return self._places
+        self._waited_at = []
+        work()
+        return self._waited_at[:1]
 
 
 def slow_down(source: Dataset, disk_s: float, decode_s: float) -> None:
@@ -91,7 +100,7 @@ class Times(NamedTuple):
 
 def measure_simulated(world: World, path: str, times: Times) -> Measured:
     """Every part of a loop that takes these times, in three rounds."""
-    device = SimulatedDevice(world, ["mine.py:12"] if times.reads_value else [])
+    device = SimulatedDevice(world)
     factor = times.batch_size / BATCH_SIZE
     step_s = times.slow_step_s if world.rank and times.slow_step_s else times.step_s
     source = open_store("data.train", path, {"images": "images", "labels": "labels"})
@@ -109,7 +118,7 @@ def measure_simulated(world: World, path: str, times: Times) -> Measured:
         time.sleep(times.launch_s)
         device.queue(step_s * factor)
         if times.reads_value:
-            device.synchronize()
+            device.item("mine.py:12")
 
     def train_step(batch: Rows) -> None:
         local_step(batch)
@@ -129,14 +138,12 @@ LARGE = 4 * BATCH_SIZE
 PLANTED: dict[str, tuple[Times, Cause, str, dict[str, Any]]] = {
     # what is planted: (its times, the cause, how the advice begins, the times that the change has an effect on)
     "a slow disk": (Times(disk_s=0.012), "READ", MORE_READERS, {"n_readers": 2}),
-    "decoding a little too slow": (Times(0.012, decode_s=0.0148), "DECODE", MORE_READERS, {"n_readers": 2}),
     "slow decoding": (Times(decode_s=0.012), "DECODE", MORE_READERS, {"n_readers": 2}),
     "a slow transform": (Times(transform_s=0.006), "AUGMENT", "make `transform`", {"transform_s": 0.0}),
     "a slow bus": (Times(copy_s=0.024), "COPY", "data.echo=4", {"echo": 4.0}),
     "a value read": (Times(launch_s=0.004, reads_value=True), "HOST", "leave the value", {"reads_value": False}),
     "a small model": (Times(step_s=0.002, launch_s=0.009), "HOST", f"data.batch_size={LARGE}", {"batch_size": LARGE}),
     "nothing": (Times(step_s=0.008, disk_s=0.002), "COMPUTE", "", {}),
-    "nothing, with little to spare": (Times(0.012, decode_s=0.0094), "COMPUTE", "", {}),
     "one slow rank of two": (Times(0.012, 0.03), "RANKS", "look at the machine of rank 1", {"slow_step_s": 0.0}),
 }
 
@@ -147,11 +154,27 @@ def path(write, monkeypatch):
     return write(2048, (1, 4, 2), chunk=BATCH_SIZE)
 
 
+def repeat_if_disturbed(attempt: Callable[[], tuple[bool, str, list[Measured]]]) -> None:
+    """Repeat a measurement that another program may have spoiled. An error of ours spoils every try.
+
+    attempt: returns whether it was as expected, what was found, and the measurements.
+    """
+    notes: list[str] = []
+    n_quiet = 0
+    while n_quiet < MAX_TRIES and len(notes) < MAX_TRIES_UNDER_LOAD:
+        is_right, note, measurements = attempt()
+        if is_right:
+            return
+        notes.append(note)
+        timings = [timing for m in measurements for timing in ceilings(m).values()]
+        n_quiet += max((each.high - each.low) / 2 / each.median for each in timings) < LOADED_NOISE
+    raise AssertionError(notes)
+
+
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("planted", PLANTED)
 def test_a_planted_cause_is_named_and_the_gain_of_its_cure_is_predicted(path, planted):
-    """And the feed ratio of one rank is that of theory."""
     times, cause, change, cure = PLANTED[planted]
     readers = (MORE_READERS, 0.006) if change == MORE_READERS else None
 
@@ -160,15 +183,27 @@ def test_a_planted_cause_is_named_and_the_gain_of_its_cure_is_predicted(path, pl
             return in_world(2, measure_simulated, path, times)
         return [measure_simulated(ALONE, path, times)]
 
-    notes = []
-    for _ in range(MAX_TRIES):
+    def attempt():
         slow, cured = measure_all(times), measure_all(times._replace(**cure))
-        first, verdicts = slow[0], [judge(m, readers=readers) for m in slow]
-        gain = cured[0].batch_size / cured[0].loop.median / (first.batch_size / first.loop.median)
-        feed_ratio, theory = 1 - first.lost.median, min(1.0, first.compute.median / first.supply.median)
+        verdicts = [judge(m, readers=readers) for m in slow]
+        gain = cured[0].batch_size / cured[0].loop.median / (slow[0].batch_size / slow[0].loop.median)
         is_named = all(each.cause == cause and each.change.startswith(change) for each in verdicts)
         is_predicted = gain == pytest.approx(verdicts[0].gain, rel=0.15)
-        if is_named and is_predicted and (cause == "COPY" or feed_ratio == pytest.approx(theory, rel=0.03)):
-            return
-        notes.append(f"{verdicts}; gain after the cure {gain:.3f}; feed ratio {feed_ratio:.3f}, in theory {theory:.3f}")
-    raise AssertionError(notes)
+        return is_named and is_predicted, f"{verdicts}; gain after the cure {gain:.3f}", [*slow, *cured]
+
+    repeat_if_disturbed(attempt)
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.parametrize("load", [0.5, 0.8, 1.25, 4])  # supply / demand
+def test_feed_ratio_is_that_of_theory(path, load):
+    def attempt():
+        m = measure_simulated(ALONE, path, Times(step_s=0.012, decode_s=0.012 / load - 0.0002))
+        theory = min(1.0, m.compute.median / m.supply.median)  # with the sleeps as long as they really were
+        is_planted = theory == pytest.approx(min(1.0, load), rel=0.2)
+        feed_ratio = 1 - m.lost.median
+        is_right = feed_ratio == pytest.approx(theory, rel=0.03)
+        return is_planted and is_right, f"{feed_ratio:.3f}, in theory {theory:.3f}", [m]
+
+    repeat_if_disturbed(attempt)
