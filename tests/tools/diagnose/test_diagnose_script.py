@@ -1,7 +1,6 @@
-"""The command, with real files and processes. What it concludes is tested in test_ceilings.py and test_verdict.py."""
+"""The command, with real files and processes. What it concludes is tested in test_planted.py and test_verdict.py."""
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,8 +24,7 @@ def test_a_table_and_a_profile(folder):
     assert "measuring: round 2 of at most 16" in done.stdout
     for part in ("compute", "supply from the page cache", "supply", "the training loop", "feed ratio"):
         assert f"{part} " in done.stdout
-    events = json.loads((folder / "runs" / "trace.json").read_text())["traceEvents"]
-    assert sum("Optimizer.step" in event.get("name", "") for event in events) == 3
+    assert (folder / "runs" / "trace.json").exists()
 
 
 @pytest.mark.slow
@@ -41,22 +39,12 @@ def test_two_ranks_as_json(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [("--quick", "arguments: --quick; usage: "), ("data.train=none.h5", "none.h5 does not exist")],
-)
-def test_mistakes_end_in_one_line(folder, argument, message):
-    done = diagnose(folder, argument)
+def test_a_mistake_ends_in_one_line(folder):
+    done = diagnose(folder, "data.train=none.h5")
     assert done.returncode == 2
-    assert message in done.stderr
+    assert "none.h5 does not exist" in done.stderr
     assert len(done.stderr.splitlines()) == 1
     assert not (folder / "runs").exists()
-
-
-def test_help_names_every_flag():
-    done = run_to_end([sys.executable, "diagnose.py", "-h"], ROOT)
-    assert done.returncode == 0
-    assert set(re.findall("--[a-z]+", done.stdout)) >= {"--json", "--seconds", "--trace"}
 
 
 SLOW_DATASET = """
@@ -69,7 +57,7 @@ class Slow(Dataset):
         self.x = np.load(path)
 
     def __len__(self):
-        return 512
+        return len(self.x)
 
     def __getitem__(self, row):
         time.sleep(0.02)
@@ -77,30 +65,25 @@ class Slow(Dataset):
 """
 
 
-@pytest.fixture
-def verdict(folder):
-    """verdict() of a Dataset that sleeps, read by two workers."""
+def verdict_on_slow_dataset(folder: Path) -> dict[str, Any]:
+    """What diagnose.py says of a Dataset that waits, read by two workers."""
     (folder / "slow.py").write_text(SLOW_DATASET)
     np.save(folder / "x.npy", np.zeros((512, 8), np.float32))
     slow = ["data.dataset=slow:Slow", "data.train=x.npy", "data.val=x.npy", "data.batch_size=16"]
-
-    def make() -> dict[str, Any]:
-        done = diagnose(folder, *slow, "data.pool_batches=auto", "loader.num_workers=2", "--json")
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)["verdict"]
-
-    return make
+    done = diagnose(folder, *slow, "data.pool_batches=auto", "loader.num_workers=2", "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)["verdict"]
 
 
 @pytest.mark.slow
-def test_a_slow_dataset_is_named_and_more_workers_are_the_cure(verdict):
-    found = verdict()
+def test_a_slow_dataset_is_named_and_more_workers_are_the_cure(folder):
+    found = verdict_on_slow_dataset(folder)
     assert (found["cause"], found["change"]) == ("DECODE", "loader.num_workers=4")
 
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_twice_the_workers_make_a_slow_dataset_twice_as_fast(verdict):
+def test_twice_the_workers_make_a_slow_dataset_twice_as_fast(folder):
     """The best of some tries: a busy machine wakes the workers late."""
-    gains = [verdict()["gain"] for _ in range(5)]
+    gains = [verdict_on_slow_dataset(folder)["gain"] for _ in range(5)]
     assert any(gain == pytest.approx(2, rel=0.15) for gain in gains), gains

@@ -3,10 +3,8 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
-from harness import ROOT
 
 from fastgpu.diagnose.verdict import ADVICE, Cause, Measured, Rounds, exceeds, is_enough, judge
-from fastgpu.process.config_loader import keys
 
 
 def quiet(step_s: float) -> Rounds:
@@ -50,6 +48,7 @@ CASES = [  # (measurements, what could be changed, cause, a part of the change, 
     (measured(1.0, 1.0, busy_s=0.95, **SYNC), {}, "COMPUTE", "", 1.0),
     (measured(1.0, 1.0, untransformed=0.6), {}, "AUGMENT", "transform", 1 / 0.6),
     (measured(1.0, 1.0, ranks_compute=(0.5, 1.0)), {}, "RANKS", "rank 1", 2.0),
+    (measured(1.0, 1.0, ranks_compute=(0.5, 1.0, 0.9)), {}, "RANKS", "rank 1", 2.0),
     (measured(1.0, 4.0, supply=4.0, cached=4.0, ranks_supply=(4.0, 2.0)), {}, "RANKS", "rank 0", 2.0),
     (measured(1.0, 4.0, supply=4.0, cached=4.0, ranks_supply=(4.0, 0.5)), {}, "RANKS", "rank 0", 4.0),
     (measured(1.0, 1.0, ranks_compute=(0.6, 0.6)), {}, "RANKS", "data.batch_size=128", 1.25),
@@ -58,6 +57,7 @@ CASES = [  # (measurements, what could be changed, cause, a part of the change, 
     (measured(1.0, 1.8, **FAST), {}, "INCONCLUSIVE", "", 1.0),
     (measured(1.0, 1.8, **FAST, busy_s=0.1), {}, "HOST", "data.batch_size=512", 1.8 / 0.925),
 ]
+N_TRIES = 200
 
 
 @pytest.mark.parametrize(("m", "options", "cause", "change", "gain"), CASES)
@@ -66,6 +66,9 @@ def test_one_cause_and_one_change(m, options, cause, change, gain):
     assert verdict.cause == cause
     assert change in verdict.change if change else not verdict.change
     assert verdict.gain == pytest.approx(gain, rel=0.02)
+    rng = np.random.default_rng(0)
+    named = [judge(disturbed(m, rng, 0.01), **options).cause for _ in range(N_TRIES)]
+    assert named.count(cause) > 0.9 * N_TRIES, "a little noise hides the cause"
 
 
 def test_the_echo_that_costs_nothing_is_named_beside_a_better_change():
@@ -92,7 +95,6 @@ def disturbed(m: Measured, rng: np.random.Generator, noise: float) -> Measured:
 
 
 FALSE_SHARE = 9 / 256
-N_TRIES = 200
 FED = {"supply": 0.2, "cached": 0.2}
 NEAR_A_LIMIT = [  # (measurements, cause): a small change would make another cause right
     (measured(1.0, 1.06, **FED), "INCONCLUSIVE"),  # the loop loses 5.7 % and no part explains it
@@ -121,39 +123,35 @@ def test_a_wrong_cause_is_named_in_at_most_one_of_28_diagnoses(m, right, noise):
     assert len(false) < FALSE_SHARE * N_TRIES + three_sigma, set(false)
 
 
-@pytest.mark.parametrize(("m", "options", "cause", "change", "gain"), CASES)
-def test_a_little_noise_does_not_hide_a_cause(m, options, cause, change, gain):
-    rng = np.random.default_rng(0)
-    named = [judge(disturbed(m, rng, 0.01), **options).cause for _ in range(N_TRIES)]
-    assert named.count(cause) > 0.9 * N_TRIES
+LOADED = (  # the median says that the loop is fed, and the loop may have half of its speed
+    Rounds((0.5, 0.6, 0.5, 0.55, 0.65, 0.5, 0.6, 0.5)),
+    Rounds((1.0, 0.4, 0.5, 0.5, 1.2, 0.45, 0.4, 0.6)),
+)
+FAST_FEED = {"supply": Rounds((0.001,) * 8), "cached": Rounds((0.001,) * 8)}
+SLOW = Rounds((3.5, 4.5, 2.9, 5.5))
 
 
-LOADED_COMPUTE = Rounds((0.5, 0.6, 0.5, 0.55, 0.65, 0.5, 0.6, 0.5))
-LOADED_LOOP = Rounds((1.0, 0.4, 0.5, 0.5, 1.2, 0.45, 0.4, 0.6))
-
-
-def test_a_ratio_whose_interval_says_nothing_gives_no_verdict_about_a_feed():
-    """Rounds of a loaded machine: the median says that the loop is fed, and the loop may have half of its speed."""
-    fast = Rounds((0.001,) * 8)
-    verdict = judge(Measured(64, LOADED_COMPUTE, LOADED_LOOP, supply=fast, cached=fast))
-    assert (verdict.cause, verdict.change, verdict.gain) == ("INCONCLUSIVE", "", 1.0)
-    assert "the loop loses 0 to 4" in verdict.why
-    assert verdict.why.endswith("COMPUTE, parts that slow each other down")
-
-
-def test_a_run_on_the_device_tier_has_no_feed_to_wait_for():
-    """So that the first try of a newcomer ends with a verdict, also on a loaded machine."""
-    assert judge(Measured(64, LOADED_COMPUTE, LOADED_LOOP)).cause == "COMPUTE"
-    loses = Measured(64, Rounds((1.0,) * 5), Rounds((2.0,) * 5))
-    assert judge(loses).cause == "INCONCLUSIVE"
-
-
-def test_the_likeliest_candidate_comes_first():
-    slow = Rounds((3.5, 4.5, 2.9, 5.5))
-    storage = Rounds((1.0, 3.0, 1.2, 3.5))
-    verdict = judge(Measured(64, Rounds((1.0,) * 4), slow, supply=slow, cached=storage))
-    assert verdict.cause == "INCONCLUSIVE"
-    assert "READ, DECODE" in verdict.why
+@pytest.mark.parametrize(
+    ("m", "cause", "why"),
+    [
+        (
+            Measured(64, *LOADED, **FAST_FEED),
+            "INCONCLUSIVE",
+            "loses 0 to 4.* COMPUTE, parts that slow each other down$",
+        ),
+        (Measured(64, *LOADED), "COMPUTE", ""),  # the device tier has no feed to wait for
+        (measured(1.0, 2.0), "INCONCLUSIVE", "the loop takes longer"),
+        (
+            Measured(64, Rounds((1.0,) * 4), SLOW, supply=SLOW, cached=Rounds((1.0, 3.0, 1.2, 3.5))),
+            "INCONCLUSIVE",
+            "the likeliest first: READ, DECODE",
+        ),
+    ],
+)
+def test_intervals_that_say_nothing_give_no_verdict_about_a_feed(m, cause, why):
+    verdict = judge(m)
+    assert (verdict.cause, verdict.change, verdict.gain) == (cause, "", 1.0)
+    assert re.search(why, verdict.why), verdict.why
 
 
 @pytest.mark.parametrize(
@@ -161,7 +159,6 @@ def test_the_likeliest_candidate_comes_first():
     [
         ([1.0] * 16, [12.0] * 16, 2),  # clear at once
         ([1.0] * 16, [1.6] * 16, 5),
-        ([5.0, *[1.0] * 15], [12.0] * 16, 2),
         ([9.0, *[1.0] * 15], [12.0] * 16, 5),  # a round that was disturbed costs three more
         ([20.0, *[1.0] * 15], [12.0] * 16, 8),
         ([1.0, 2.0] * 8, [1.5] * 16, 16),
@@ -175,22 +172,23 @@ def test_measuring_ends_as_soon_as_the_intervals_part(compute_s, loop_s, n_round
     assert next(n for n in range(1, 17) if is_enough(after(n))) == n_rounds
 
 
-def test_a_share_exceeds_a_threshold_if_its_interval_does():
-    assert exceeds(Rounds((0.3, 0.35, 0.9)), 0.25) is True
-    assert exceeds(Rounds((0.2, 0.35, 0.9)), 0.25) is None
-    assert exceeds(Rounds((-0.9, 0.1, 0.29)), 0.25) is False
-    one_outlier_on_each_side = Rounds((-5.0, 0.5, 0.5, 0.5, 0.5, 0.5, 0.5, 5.0))
-    assert exceeds(one_outlier_on_each_side, 0.25) is True
-    assert exceeds(Rounds(one_outlier_on_each_side[:7]), 0.25) is None
+@pytest.mark.parametrize(
+    ("share", "answer"),
+    [
+        ((0.3, 0.35, 0.9), True),
+        ((0.2, 0.35, 0.9), None),
+        ((-0.9, 0.1, 0.29), False),
+        ((-5.0, *[0.5] * 6, 5.0), True),  # of eight rounds, one on each side may be disturbed
+        ((-5.0, *[0.5] * 6), None),
+    ],
+)
+def test_a_share_exceeds_a_threshold_if_its_interval_does(share, answer):
+    assert exceeds(Rounds(share), 0.25) is answer
 
 
 def test_what_the_loop_loses_pairs_the_rounds():
     assert Measured(64, Rounds((1.0, 2.0, 4.0)), Rounds((2.0, 4.0, 8.0))).lost == Rounds((0.5, 0.5, 0.5))
 
 
-def test_each_cause_has_advice_of_keys_that_exist():
+def test_each_cause_has_advice():
     assert ADVICE.keys() == set(get_args(Cause))
-    sections = "|".join({key.partition(".")[0] for key in keys() if "." in key})
-    for path in [ROOT / "diagnose.py", *(ROOT / "fastgpu" / "diagnose").glob("*.py")]:
-        quoted = re.findall(rf"(?<![\w/.])(?:{sections})\.[a-z_0-9]+", "".join(re.findall(r'".*?"', path.read_text())))
-        assert set(quoted) - {"train.py"} <= keys().keys(), path

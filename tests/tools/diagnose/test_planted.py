@@ -1,0 +1,209 @@
+"""Causes planted in a real feed in front of a simulated device are named, and the gain of the cure is right.
+
+The device is simulated by sleeps, so the times of all parts are known.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+from harness import ALONE, CPU, in_world, sizes_of
+
+from fastgpu.diagnose.ceilings import Loop, Meter, measure, read_pool, repeat
+from fastgpu.diagnose.result import ceilings
+from fastgpu.diagnose.verdict import Cause, Measured, judge
+from fastgpu.process.config import Loader
+from fastgpu.process.world import World
+from fastgpu.rows.contract import Dataset, PoolPlan, Reads
+from fastgpu.rows.order import BlockSampler, Shard
+from fastgpu.rows.rows import Rows
+from fastgpu.storage.store import open_store
+
+BATCH_SIZE = 16
+POOL_BATCHES = 4
+MAX_TRIES = 3
+MAX_TRIES_UNDER_LOAD = 30
+LOADED_NOISE = 0.05
+"""The times are sleeps: rounds that differ by more than this show that other programs use the machine."""
+
+
+class SimulatedDevice(Meter):
+    """A device that works off its queue while the host goes on. The host is at most one kernel ahead."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world, 0.15)
+        self._end = 0.0
+        self._worked_s = 0.0
+        self._waited_at: list[str] = []
+
+    def queue(self, seconds: float) -> None:
+        """Queue a kernel."""
+        now = time.perf_counter()
+        self.synchronize()
+        self._end = max(self._end, now) + seconds
+        self._worked_s += seconds
+
+    def item(self, place: str) -> None:
+        """Read a value, which waits for everything that is queued. place: the line of code."""
+        self._waited_at.append(place)
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        time.sleep(max(0.0, self._end - time.perf_counter()))
+
+    def busy_s(self, work: Callable[[], object]) -> float:
+        before_s = self._worked_s
+        work()
+        return self._worked_s - before_s
+
+    def syncs(self, work: Callable[[], object]) -> list[str]:
+        self._waited_at = []
+        work()
+        return self._waited_at[:1]
+
+
+def slow_down(source: Dataset, disk_s: float, decode_s: float) -> None:
+    """Let the rows lie on a slow disk with a page cache, and be slow to decode. disk_s, decode_s: for each block."""
+    read_at_once = source.read
+    cache: deque[int] = deque(maxlen=24)  # first rows of blocks
+
+    def read(plan: PoolPlan, reads: Reads, out: Mapping[str, Any]) -> None:
+        for block in reads.portions(1):
+            start = int(block.starts[0])
+            if start not in cache:
+                time.sleep(disk_s)
+                cache.append(start)
+            time.sleep(decode_s)
+            read_at_once(plan, block, out)
+
+    source.read = read
+
+
+class Times(NamedTuple):
+    """Seconds that each part of the loop takes. A batch of twice the rows takes the device twice as long."""
+
+    step_s: float = 0.004
+    slow_step_s: float = 0.0  # of the second rank, if that is another time
+    transform_s: float = 0.0
+    launch_s: float = 0.0  # for the host to queue the kernels of a step
+    reads_value: bool = False  # in each step, from the device
+    disk_s: float = 0.0  # to read a block that is not in the page cache
+    decode_s: float = 0.0  # of a block
+    copy_s: float = 0.0  # of a batch, to the device
+    n_readers: int = 1
+    batch_size: int = BATCH_SIZE
+    echo: float = 1.0
+
+
+def measure_simulated(world: World, path: str, times: Times) -> Measured:
+    """Every part of a loop that takes these times, in three rounds."""
+    device = SimulatedDevice(world)
+    factor = times.batch_size / BATCH_SIZE
+    step_s = times.slow_step_s if world.rank and times.slow_step_s else times.step_s
+    source = open_store("data.train", path, {"images": "images", "labels": "labels"})
+    slow_down(source, times.disk_s, times.decode_s + times.copy_s)  # a block has the rows of a batch
+    shard = Shard(world.rank, world.world_size)
+    pool_batches = max(1, int(POOL_BATCHES / factor))
+    order = BlockSampler(source.block_rows, times.batch_size, shard=shard, pool_batches=pool_batches)
+
+    def transform(batch: Rows) -> Rows:
+        if times.transform_s:
+            device.queue(times.transform_s * factor)
+        return batch
+
+    def local_step(_: Rows) -> None:
+        time.sleep(times.launch_s)
+        device.queue(step_s * factor)
+        if times.reads_value:
+            device.item("mine.py:12")
+
+    def train_step(batch: Rows) -> None:
+        local_step(batch)
+        if world.world_size > 1:  # the gradients arrive when those of the slowest rank do
+            device.synchronize()
+            world.all_reduce_max(0.0)
+
+    batch = read_pool(source, order, 1).slice(0, times.batch_size)
+    sizes, loader = sizes_of("disk", times.n_readers), Loader(prefetch_pools=2)
+    loop = Loop(transform, train_step, local_step, batch, source, sizes, CPU, loader, times.echo)
+    copy = partial(repeat, lambda: time.sleep(times.copy_s)) if times.copy_s else None
+    return measure(device, loop, order, copy, stop=lambda m: len(m.loop) == 3)
+
+
+MORE_READERS = "loader.num_readers=2"
+LARGE = 4 * BATCH_SIZE
+PLANTED: dict[str, tuple[Times, Cause, str, dict[str, Any]]] = {
+    # what is planted: (its times, the cause, how the advice begins, the times that the change has an effect on)
+    "a slow disk": (Times(disk_s=0.012), "READ", MORE_READERS, {"n_readers": 2}),
+    "slow decoding": (Times(decode_s=0.012), "DECODE", MORE_READERS, {"n_readers": 2}),
+    "a slow transform": (Times(transform_s=0.006), "AUGMENT", "make `transform`", {"transform_s": 0.0}),
+    "a slow bus": (Times(copy_s=0.024), "COPY", "data.echo=4", {"echo": 4.0}),
+    "a value read": (Times(launch_s=0.004, reads_value=True), "HOST", "leave the value", {"reads_value": False}),
+    "a small model": (Times(step_s=0.002, launch_s=0.009), "HOST", f"data.batch_size={LARGE}", {"batch_size": LARGE}),
+    "nothing": (Times(step_s=0.008, disk_s=0.002), "COMPUTE", "", {}),
+    "one slow rank of two": (Times(0.012, 0.03), "RANKS", "look at the machine of rank 1", {"slow_step_s": 0.0}),
+}
+
+
+@pytest.fixture
+def path(write, monkeypatch):
+    monkeypatch.setattr("fastgpu.feed.prefetch.JOB_BYTES", 1)  # a block is a job, however small the rows are
+    return write(2048, (1, 4, 2), chunk=BATCH_SIZE)
+
+
+def repeat_if_disturbed(attempt: Callable[[], tuple[bool, str, list[Measured]]]) -> None:
+    """Repeat a measurement that another program may have spoiled. An error of ours spoils every try.
+
+    attempt: returns whether it was as expected, what was found, and the measurements.
+    """
+    notes: list[str] = []
+    n_quiet = 0
+    while n_quiet < MAX_TRIES and len(notes) < MAX_TRIES_UNDER_LOAD:
+        is_right, note, measurements = attempt()
+        if is_right:
+            return
+        notes.append(note)
+        timings = [timing for m in measurements for timing in ceilings(m).values()]
+        n_quiet += max((each.high - each.low) / 2 / each.median for each in timings) < LOADED_NOISE
+    raise AssertionError(notes)
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.parametrize("planted", PLANTED)
+def test_a_planted_cause_is_named_and_the_gain_of_its_cure_is_predicted(path, planted):
+    times, cause, change, cure = PLANTED[planted]
+    readers = (MORE_READERS, 0.006) if change == MORE_READERS else None
+
+    def measure_all(times: Times) -> list[Measured]:
+        if cause == "RANKS":
+            return in_world(2, measure_simulated, path, times)
+        return [measure_simulated(ALONE, path, times)]
+
+    def attempt():
+        slow, cured = measure_all(times), measure_all(times._replace(**cure))
+        verdicts = [judge(m, readers=readers) for m in slow]
+        gain = cured[0].batch_size / cured[0].loop.median / (slow[0].batch_size / slow[0].loop.median)
+        is_named = all(each.cause == cause and each.change.startswith(change) for each in verdicts)
+        is_predicted = gain == pytest.approx(verdicts[0].gain, rel=0.15)
+        return is_named and is_predicted, f"{verdicts}; gain after the cure {gain:.3f}", [*slow, *cured]
+
+    repeat_if_disturbed(attempt)
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.parametrize("load", [0.5, 0.8, 1.25, 4])  # supply / demand
+def test_feed_ratio_is_that_of_theory(path, load):
+    def attempt():
+        m = measure_simulated(ALONE, path, Times(step_s=0.012, decode_s=0.012 / load - 0.0002))
+        theory = min(1.0, m.compute.median / m.supply.median)  # with the sleeps as long as they really were
+        is_planted = theory == pytest.approx(min(1.0, load), rel=0.2)
+        feed_ratio = 1 - m.lost.median
+        is_right = feed_ratio == pytest.approx(theory, rel=0.03)
+        return is_planted and is_right, f"{feed_ratio:.3f}, in theory {theory:.3f}", [m]
+
+    repeat_if_disturbed(attempt)
