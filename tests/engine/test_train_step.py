@@ -217,7 +217,9 @@ def test_the_error_of_apex_is_the_message(monkeypatch):
 )
 def test_auto_is_the_precision_that_the_device_has(monkeypatch, asked, device, has_bf16, name, dtype):
     """A GPU that only emulates bf16 does not have it."""
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: has_bf16 or including_emulation)
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: has_bf16 or including_emulation
+    )
     precision = mixed_precision(asked, device)
     assert precision.name == name
     if device == CPU:
