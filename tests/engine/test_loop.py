@@ -29,6 +29,7 @@ from harness import (
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from fastgpu.process.config import Optim
 from fastgpu.process.launch import UserError
 from workloads import minimal
 
@@ -56,6 +57,8 @@ def test_a_run_leaves_a_record_whose_config_repeats_it(folder, capsys):
     assert "1 x CPU" in printed
     assert "kept on the device" in printed
     assert "tensorboard --logdir runs" in printed.splitlines()[-1]
+    lr = [point["train/lr"] for point in points if "train/lr" in point][-1]
+    assert lr == pytest.approx(script.learning_rate(62.5 / 63, Optim(lr=0.05)))  # at mid-step
     errors = {point["step"]: point["val/mse"] for point in val_points(run)}
     assert min(errors.values()) < errors[STEPS_PER_EPOCH]
     (best,) = run.glob("checkpoints/best-*")

@@ -40,15 +40,16 @@ def expected_metrics(rows: int) -> dict[str, float]:
 
 
 def evaluate_file(world: World, path: str, tier: str = "disk") -> dict[str, float]:
-    """The metrics of a file, which are the same in each epoch."""
+    """The metrics of a file, which are the same in each epoch. Running statistics are averaged over the ranks."""
     store = open_store("data.val", path, {"images": "images", "labels": "labels"})
     shard = Shard(world.rank, world.world_size)
     order = BlockSampler(store.block_rows, 4, shard=shard, pool_batches=2, seed=None, drop_last=False)
     feed = open_feed(store, order, tier)
-    first, second = (
-        evaluate(nn.BatchNorm1d(2), RowNumbers(), feed.pools(epoch), world, precision=FP32) for epoch in range(2)
-    )
+    norm = nn.BatchNorm1d(1)
+    norm.running_mean.fill_(world.rank)
+    first, second = (evaluate(norm, RowNumbers(), feed.pools(epoch), world, precision=FP32) for epoch in range(2))
     feed.close()
+    assert norm.running_mean.item() == pytest.approx((world.world_size - 1) / 2)
     assert first == second
     return first
 
