@@ -3,7 +3,6 @@
 import math
 import sys
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from train import Parts, learning_rate, make_optimizer, train_step
 
 from fastgpu.process.config import Dist, Optim, Precision
-from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.arrays import ArrayDataset
@@ -192,15 +190,6 @@ def test_the_optimizer_has_the_settings_and_frozen_weights_are_left_out(monkeypa
     assert [*map(id, matrices["params"])] == [id(model[3].weight)]
     assert [*map(id, others["params"])] == [*map(id, (*model[1].parameters(), model[3].bias))]
     assert (matrices["weight_decay"], others["weight_decay"]) == (0.5, 0.0)
-
-
-def test_the_error_of_apex_is_the_message(monkeypatch):
-    with pytest.raises(UserError, match="^optim.name is fused_lamb, but No module named 'apex.*'; see https://github"):
-        make_optimizer(make_model(), Optim(name="fused_lamb"))
-    adam = Mock(side_effect=RuntimeError("apex.optimizers.FusedAdam requires\ncuda"))
-    monkeypatch.setitem(sys.modules, "apex.optimizers", SimpleNamespace(FusedAdam=adam))
-    with pytest.raises(UserError, match="optim.name is fused_adam, but apex.optimizers.FusedAdam requires cuda; see"):
-        make_optimizer(make_model(), Optim(name="fused_adam"))
 
 
 @pytest.mark.filterwarnings("ignore:.*CUDA is not available")

@@ -1,14 +1,15 @@
 import sys
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from harness import ALONE, CPU, in_world
 from torch import nn
+from train import make_optimizer
 
-from fastgpu.process.config import Dist
-from fastgpu.process.launch import UserError
+from fastgpu.process.config import Dist, Optim
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Field
@@ -56,22 +57,8 @@ def test_alone_nothing_is_averaged_and_other_strategies_wrap_the_model(monkeypat
     assert share_gradients(model, Dist(), ALONE, ROWS) is model
     assert isinstance(share_gradients(model, Dist(strategy="dp"), ALONE, ROWS), nn.DataParallel)
     assert share_gradients(model, Dist(strategy="apex"), ALONE, ROWS) is model
-    with pytest.raises(UserError, match="dist.strategy is apex, but No module named 'apex"):
-        share_gradients(model, Dist(strategy="apex"), TWO, ROWS)
     monkeypatch.setitem(sys.modules, "apex.parallel", SimpleNamespace(DistributedDataParallel=nn.Sequential))
     assert share_gradients(model, Dist(strategy="apex"), TWO, ROWS)[0] is model
-
-
-def test_a_number_that_only_some_steps_have_is_told():
-    steps = [{"train/loss": torch.ones(())}, {"train/loss": torch.ones(()), "train/norm": torch.ones(())}]
-    with pytest.raises(UserError, match="other tags than train/loss in some steps; return all in each"):
-        mean_over_ranks(steps, ALONE)
-
-
-@pytest.mark.parametrize(("world", "rows"), [(TWO, ROWS), (ALONE, rows_of(mean_values=1.0))])
-def test_data_parallel_refuses_what_it_cannot_cut(world, rows):
-    with pytest.raises(UserError, match="dist.strategy is dp, .*: use ddp"):
-        share_gradients(nn.Linear(1, 1), Dist(strategy="dp"), world, rows)
 
 
 def test_unused_gpus_are_told_with_the_command_that_uses_them(monkeypatch, capsys):
@@ -80,6 +67,22 @@ def test_unused_gpus_are_told_with_the_command_that_uses_them(monkeypatch, capsy
     assert "1 of 8 GPUs is in use; torchrun --standalone --nproc-per-node=gpu train.py" in capsys.readouterr().out
     share_gradients(nn.Linear(1, 1), Dist(), ALONE, ROWS)
     assert not capsys.readouterr().out
+
+
+def test_messages(compare_messages, monkeypatch):
+    model = nn.Linear(1, 1)
+    adam = Mock(side_effect=RuntimeError("apex.optimizers.FusedAdam requires\ncuda"))
+    monkeypatch.setitem(sys.modules, "apex.optimizers", SimpleNamespace(FusedAdam=adam))
+    steps = [{"train/loss": torch.ones(())}, {"train/loss": torch.ones(()), "train/norm": torch.ones(())}]
+    compare_messages(
+        {
+            "dp on two ranks": lambda: share_gradients(model, Dist(strategy="dp"), TWO, ROWS),
+            "dp and ragged rows": lambda: share_gradients(model, Dist(strategy="dp"), ALONE, rows_of(mean_values=1.0)),
+            "Apex is not installed": lambda: share_gradients(model, Dist(strategy="apex"), TWO, ROWS),
+            "Apex refuses": lambda: make_optimizer(model, Optim(name="fused_adam")),
+            "a number that only some steps have": lambda: mean_over_ranks(steps, ALONE),
+        }
+    )
 
 
 def draw(*numbers: int, rank: int = 0) -> float:
