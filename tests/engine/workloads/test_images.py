@@ -262,23 +262,26 @@ from workloads import images
 
 
 class Workload(images.Workload):
+    class Options(images.Workload.Options):
+        features: int = 8
+
     def model(self):
-        backbone = images.resnet(self.shape_CHW, 16, width=4, blocks=1)
+        backbone = images.resnet(self.shape_CHW, self.options.features, width=4, blocks=1)
         backbone.load_state_dict(torch.load("pretrained.pt", weights_only=True))
         backbone[0].requires_grad_(False)
-        return nn.Sequential(self.normalize, backbone, nn.Linear(16, self.n_outputs))
+        return nn.Sequential(self.normalize, backbone, nn.Linear(self.options.features, self.n_outputs))
 """
 
 
 @pytest.mark.slow
 def test_an_own_network_is_a_subclass_of_a_few_lines_that_torchrun_trains(image_folder):
-    """Pretrained weights from a file and frozen layers, with the gradients of two ranks."""
+    """A new setting, pretrained weights from a file and frozen layers, with the gradients of two ranks."""
     root = copy_project(image_folder)
     (root / "workloads/own.py").write_text(OWN_WORKLOAD)
     torch.manual_seed(1)
     network = resnet((1, 8, 8), 16, 4, 1)
     torch.save(network.state_dict(), image_folder / "pretrained.pt")
-    settings = ("workload=own", "train.epochs=1", "optim.lr=0.01", "optim.weight_decay=0")
+    settings = ("workload=own", "model.features=16", "train.epochs=1", "optim.lr=0.01", "optim.weight_decay=0")
     done = run_train(*settings, ranks=2, cwd=image_folder, root=root)
     assert done.returncode == 0, done.stderr
     assert "2 x CPU over gloo" in done.stdout

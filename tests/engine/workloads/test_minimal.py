@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from contract import check_workload
-from harness import copy_project, metrics_of, run_train
 
 import workloads
 from fastgpu.rows.rows import Rows
@@ -37,20 +36,3 @@ def test_a_workload_that_lacks_a_method_cannot_be_made():
 
     with pytest.raises(TypeError, match="abstract .*card.*loss"):
         Hollow(Workload.Options(), None, None)
-
-
-@pytest.mark.slow
-def test_a_new_setting_takes_two_lines_in_the_workload(folder):
-    project = copy_project(folder)
-    path = project / "workloads/minimal.py"
-    text = path.read_text()
-    for old, new in (
-        ("class Options(Section):\n", "class Options(Section):\n        loss_scale: float = 1.0\n"),
-        ("return nn.functional.mse", "return self.options.loss_scale * nn.functional.mse"),
-    ):
-        assert old in text
-        text = text.replace(old, new, 1)
-    path.write_text(text)
-    done = run_train("model.loss_scale=0.0", "train.epochs=1", cwd=folder, root=project)
-    assert done.returncode == 0, done.stderr
-    assert metrics_of(folder / "runs/a")[-1]["val/mse"] == 0

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from contract import check_workload
-from harness import ROOT, in_world, metrics_of, needs_gpu, no_host_sync, open_feed, same_weights, train, train_rank
+from harness import ROOT, metrics_of, needs_gpu, no_host_sync, open_feed, same_weights, train
 from short_run import parts_of_step
 from torch import Tensor
 from train import train_step
@@ -246,16 +246,6 @@ def test_users_of_two_kinds_are_told_apart_and_a_run_that_was_stopped_is_resumed
     shutil.rmtree(last)
     train("run.name=again", "run.resume=auto", *options)
     assert same_weights(whole, again)
-
-
-@pytest.mark.slow
-def test_two_ranks_score_as_one(users_folder):
-    """Only the sums of gradients and of scores have another order; dropout, whose coins differ, is off."""
-    words = ("model.dropout=0", "model.variational=false", "optim.name=sgd", "optim.lr=0.1")
-    train("run.name=one", *words)
-    assert in_world(2, train_rank, users_folder, "run.name=two", *words) == [0, 0]
-    runs = users_folder / "runs"
-    assert last_scores(runs / "two") == pytest.approx(last_scores(runs / "one"), rel=1e-3)
 
 
 @pytest.mark.slow
