@@ -7,7 +7,6 @@ import subprocess
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from functools import cache, partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -190,15 +189,15 @@ def rows_of(batch: Rows) -> list[dict[str, bytes]]:
     return [{name: column[place].tobytes() for name, column in columns.items()} for place in range(len(batch))]
 
 
-def global_batches(feeds: list[Feed], epoch: int, first_pool: int) -> list[list[dict[str, bytes]]]:
-    """The rows of each global batch of an epoch, from the feeds of all ranks."""
+def global_rows(feeds: list[Feed], epoch: int, first_pool: int) -> list[dict[str, bytes]]:
+    """The rows of an epoch, global batch after global batch, from the feeds of all ranks."""
     batches_of_ranks = []
     for feed in feeds:
         pools = feed.pools(epoch, first_pool)
         batches_of_ranks.append(
             [rows_of(batch) for pool in pools for batch in pool.rows.batches(feed.order.batch_size)]
         )
-    return [list(chain(*batches)) for batches in zip(*batches_of_ranks, strict=True)]
+    return [row for batches in zip(*batches_of_ranks, strict=True) for batch in batches for row in batch]
 
 
 CASES = [(kind, tier) for kind, (_, _, tiers) in KINDS.items() for tier in tiers]
@@ -227,7 +226,7 @@ def test_rows_and_their_order_depend_on_the_seed_alone(files, monkeypatch, kind,
             for epoch, first_pool in ((0, 0), (1, 0), (1, 1), (0, 0)):
                 alone.set_epoch(epoch)
                 numbers = list(alone)[alone.rows_before(0, first_pool) :]
-                assert list(chain(*global_batches(feeds, epoch, first_pool))) == [bytes_of(n, epoch) for n in numbers]
+                assert global_rows(feeds, epoch, first_pool) == [bytes_of(n, epoch) for n in numbers]
                 if first_pool:
                     for feed in feeds:
                         next(feed.pools(2), None)  # the loop leaves an epoch early
