@@ -29,6 +29,7 @@ from harness import (
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from fastgpu.process.config import Optim
 from fastgpu.process.launch import UserError
 from workloads import minimal
 
@@ -40,8 +41,8 @@ TAGS = TRAIN_TAGS | {"data/fresh_rows_per_s", "data/wait_pct", "data/echo", "val
 # ---------------------------------------------------------------------------------------------- files of a run
 
 
-def test_a_run_leaves_a_record(folder, capsys):
-    train()
+def test_a_run_leaves_a_record_whose_config_repeats_it(folder, capsys):
+    train("optim.name=sgd", "optim.lr=0.05", "optim.accumulation_steps=4")
     printed = capsys.readouterr().out
     run = folder / "runs/a"
     points = metrics_of(run)
@@ -56,28 +57,21 @@ def test_a_run_leaves_a_record(folder, capsys):
     assert "1 x CPU" in printed
     assert "kept on the device" in printed
     assert "tensorboard --logdir runs" in printed.splitlines()[-1]
+    lr = [point["train/lr"] for point in points if "train/lr" in point][-1]
+    assert lr == pytest.approx(script.learning_rate(62.5 / 63, Optim(lr=0.05)))  # at mid-step
     errors = {point["step"]: point["val/mse"] for point in val_points(run)}
+    assert min(errors.values()) < errors[STEPS_PER_EPOCH]
     (best,) = run.glob("checkpoints/best-*")
     assert step_of(best) == min(errors, key=errors.get)
     assert json.loads((best / "state.json").read_text())["progress"]["best"] == min(errors.values())
-
-
-def test_the_config_of_a_run_repeats_it(folder):
-    train()
-    written = yaml.safe_load((folder / "runs/a/config.yaml").read_text())
+    written = yaml.safe_load((run / "config.yaml").read_text())
     assert written["data"]["tier"] == "device"  # no `auto` is left where a number was chosen
     assert isinstance(written["data"]["pool_batches"], int)
     assert isinstance(written["loader"]["num_readers"], int)
     assert written["train"]["precision"] == "fp32"
     assert written["model"] == {"hidden_dim": 64}  # the defaults of the workload, too
     train("--config", "runs/a/config.yaml", "run.name=b")
-    assert same_weights(folder / "runs/a", folder / "runs/b")
-
-
-def test_other_settings_train_too(folder):
-    train("optim.accumulation_steps=5", "optim.name=sgd", "optim.lr=0.05", "train.precision=bf16", "data.batch_size=50")
-    errors = [point["val/mse"] for point in val_points(folder / "runs/a")]
-    assert errors[-1] < errors[0]
+    assert same_weights(run, folder / "runs/b")
 
 
 # ---------------------------------------------------------------------------------------------- a run that stops
@@ -128,29 +122,18 @@ def test_other_weights_or_another_validation_share_are_refused_inside_an_epoch(f
 
 
 def test_the_average_of_the_weights_is_validated_changes_nothing_else_and_may_end_when_a_run_is_resumed(folder):
-    words = ("data.tier=disk", "train.epochs=1")
-    train("run.name=plain", *words)
-    train("run.name=averaged", "train.ema=0.9", *words)
     plain, averaged = folder / "runs/plain", folder / "runs/averaged"
+    train("run.name=plain", "train.epochs=1")
+    train("run.name=averaged", "train.epochs=1", "train.ema=0.9")
     assert same_weights(plain, averaged)  # the weights that are trained
     assert not list(plain.glob("checkpoints/*/ema.pt"))
     assert weights_of(averaged, "ema")["n_averaged"] == STEPS_PER_EPOCH
     assert val_points(plain)[-1]["val/mse"] != val_points(averaged)[-1]["val/mse"]
-    train("run.name=averaged", "run.resume=auto", "data.tier=disk", "train.epochs=2")
+    train("run.name=averaged", "run.resume=auto", "train.epochs=2")
     assert len(val_points(averaged)) == 2
 
 
 # ---------------------------------------------------------------------------------------------- which run goes on
-
-
-def test_the_newest_run_is_resumed_by_itself_and_a_finished_one_ends_at_once(folder, capsys):
-    train("train.epochs=1")
-    words = ("run.name=auto", "train.epochs=2", "run.resume=auto")
-    train(*words)
-    assert [point["step"] for point in val_points(folder / "runs/a")] == [21, 42]
-    capsys.readouterr()
-    train(*words)
-    assert "done: epoch 2, step 42" in capsys.readouterr().out
 
 
 def test_a_run_goes_on_with_its_own_settings_but_for_the_words_and_says_what_changed(folder, capsys):
@@ -163,12 +146,17 @@ def test_a_run_goes_on_with_its_own_settings_but_for_the_words_and_says_what_cha
     assert changed == ["data.batch_size=64 (was 32)", "train.epochs=2 (was 1)"]
 
 
-def test_a_run_is_not_resumed_with_another_model(folder, capsys):
-    train("train.epochs=1", "model.hidden_dim=8")
+def test_the_newest_run_is_resumed_by_itself_but_not_with_another_model_and_a_finished_one_ends_at_once(folder, capsys):
+    train("train.epochs=1")
+    words = ("run.name=auto", "train.epochs=2", "run.resume=auto")
     with pytest.raises(UserError, match=r"runs/a/.*last-00000\d/model.pt does not fit: .*size mismatch "):
-        train("train.epochs=2", "run.name=auto", "run.resume=auto")
-    assert "resumed with model.hidden_dim=64 (was 8)" in capsys.readouterr().out
-    assert len(val_points(folder / "runs/a")) == 1
+        train(*words, "model.hidden_dim=8")
+    assert "resumed with model.hidden_dim=8 (was 64)" in capsys.readouterr().out
+    train(*words)
+    assert [point["step"] for point in val_points(folder / "runs/a")] == [21, 42]
+    capsys.readouterr()
+    train(*words)
+    assert "done: epoch 2, step 42" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -194,14 +182,10 @@ def test_a_loss_that_is_no_number_ends_the_run(folder):
 
 
 @pytest.mark.slow
-def test_a_check_prints_what_was_chosen_or_the_mistake_and_starts_nothing(folder):
-    good = run_train("run.check=true", cwd=folder)
-    assert good.returncode == 0, good.stderr
-    assert "batches: 32 rows over all ranks" in good.stdout
-    bad = run_train("data.batch_size=40", "optim.accumulation_steps=16", "run.check=true", cwd=folder)
-    assert bad.returncode == 2
-    assert bad.stderr.startswith("error: data.batch_size is 40")
-    assert len(bad.stderr.splitlines()) == 1
+def test_a_check_prints_the_choices_and_starts_nothing(folder):
+    done = run_train("run.check=true", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "batches: 32 rows over all ranks" in done.stdout
     assert not (folder / "runs").exists()
 
 
@@ -215,17 +199,6 @@ def test_a_last_checkpoint_that_is_missing_is_an_error_of_every_rank(folder):
     (run / "checkpoints").symlink_to("/proc/self")  # takes no file: the same as a full disk
     for error in in_world(2, train_rank, "train.epochs=1"):
         assert "the last checkpoint is not in" in str(error)
-
-
-@pytest.mark.slow
-def test_two_ranks_train_and_resume_under_torchrun(folder):
-    first = run_train("train.epochs=1", ranks=2, cwd=folder)
-    assert first.returncode == 0, first.stderr
-    assert "2 x CPU over gloo" in first.stdout
-    assert first.stdout.count("epoch 1/1") == 1  # one rank prints
-    second = run_train("train.epochs=2", "run.name=auto", "run.resume=auto", ranks=2, cwd=folder)
-    assert second.returncode == 0, second.stderr
-    assert [point["step"] for point in val_points(folder / "runs/a")] == [21, 42]
 
 
 @pytest.mark.nightly

@@ -9,6 +9,7 @@ from contextlib import ExitStack, closing
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import h5py
 import numpy as np
@@ -192,10 +193,10 @@ def global_rows(feeds: list[Feed], epoch: int, first_pool: int) -> list[dict[str
     """The rows of an epoch, global batch after global batch, from the feeds of all ranks."""
     batches_of_ranks = []
     for feed in feeds:
-        batches: list[list[dict[str, bytes]]] = []
-        for pool in feed.pools(epoch, first_pool):
-            batches += map(rows_of, pool.rows.batches(feed.order.batch_size))
-        batches_of_ranks.append(batches)
+        pools = feed.pools(epoch, first_pool)
+        batches_of_ranks.append(
+            [rows_of(batch) for pool in pools for batch in pool.rows.batches(feed.order.batch_size)]
+        )
     return [row for batches in zip(*batches_of_ranks, strict=True) for batch in batches for row in batch]
 
 
@@ -225,26 +226,10 @@ def test_rows_and_their_order_depend_on_the_seed_alone(files, monkeypatch, kind,
             for epoch, first_pool in ((0, 0), (1, 0), (1, 1), (0, 0)):
                 alone.set_epoch(epoch)
                 numbers = list(alone)[alone.rows_before(0, first_pool) :]
-                assert global_rows(feeds, epoch, first_pool) == [bytes_of(number, epoch) for number in numbers]
+                assert global_rows(feeds, epoch, first_pool) == [bytes_of(n, epoch) for n in numbers]
                 if first_pool:
                     for feed in feeds:
                         next(feed.pools(2), None)  # the loop leaves an epoch early
-
-
-@pytest.mark.parametrize("tier", TIERS)
-@pytest.mark.parametrize("data", [RAGGED, WEIGHTS], ids=["rows", "weights"])
-def test_rows_that_are_held_out_come_once_in_the_order_of_the_files(files, monkeypatch, data, tier):
-    monkeypatch.chdir(files)
-    train, val = open_splits(Data(batch_size=BATCH_SIZE, **data | {"val": "20%"}), SEED)
-    for world_size in (1, 2, 4):
-        numbers: list[int] = []
-        for rank in range(world_size):
-            order = BlockSampler(val, BATCH_SIZE, Shard(rank, world_size), 2, seed=None)
-            with closing(open_feed(val, order, tier)) as feed:
-                for plan, rows in feed.pools(0):
-                    numbers += rows["number"][: plan.n_real_rows].tolist()
-        assert numbers == val.selection.rows().tolist()
-        assert not {*numbers} & {*order_of(train, 1)}
 
 
 # ---------------------------------------------------------------------------------------------- whole runs
@@ -257,6 +242,13 @@ def assert_same_end(run: Path, other: Path, *more: str) -> None:
     """Two runs have ended with the same weights, bit for bit, and with the same metrics. more: other saved parts."""
     assert all(same_weights(run, other, name) for name in ("model", *more))
     assert val_points(run)[-1]["val/mse"] == val_points(other)[-1]["val/mse"]
+
+
+def train_until(monkeypatch: pytest.MonkeyPatch, step: int, what: Callable[[], object], *words: str) -> int:
+    """Train, but something happens before a step. Returns the exit code."""
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "train_step", at_call(step, script.train_step, what))
+        return train(*words)
 
 
 def test_every_tier_trains_the_same_weights(folder):
@@ -279,9 +271,7 @@ def test_a_signal_saves_the_step_that_it_meets_and_the_run_goes_on_there(
     folder, monkeypatch, capsys, number, stop_at, more
 ):
     train("run.name=whole", *SHORT, *more)
-    with monkeypatch.context() as patch:
-        patch.setattr(script, "train_step", at_call(stop_at, script.train_step, signalled(number)))
-        assert train(*SHORT, *more) == 128 + number
+    assert train_until(monkeypatch, stop_at, signalled(number), *SHORT, *more) == 128 + number
     run = folder / "runs/a"
     assert f"asked to stop at step {stop_at}, which is saved" in capsys.readouterr().out
     assert json.loads((run / "stopped.json").read_text())["step"] == stop_at == saved_steps(run)[-1]
@@ -291,18 +281,13 @@ def test_a_signal_saves_the_step_that_it_meets_and_the_run_goes_on_there(
     assert_same_end(folder / "runs/whole", run, *(["ema"] if "train.ema=0.9" in more else []))
 
 
-def crash() -> None:
-    raise RuntimeError("stopped")
-
-
 @pytest.mark.parametrize(("echo", "stop_at"), [("1", 30), ("2.5", 75)])
 def test_a_run_that_ends_inside_an_epoch_is_resumed_from_its_last_pool(folder, monkeypatch, echo, stop_at):
     words = (*SHORT, f"data.echo={echo}", "run.checkpoint_every_steps=1")
     train("run.name=whole", *words)
-    with monkeypatch.context() as patch:
-        patch.setattr(script, "train_step", at_call(stop_at, script.train_step, crash))
-        with pytest.raises(RuntimeError, match="stopped"):
-            train(*words)
+    crash = Mock(side_effect=RuntimeError("stopped"))
+    with pytest.raises(RuntimeError, match="stopped"):
+        train_until(monkeypatch, stop_at, crash, *words)
     assert stop_at - 13 < saved_steps(folder / "runs/a")[-1] < stop_at  # a pool has 4 steps, echoed up to 12
     train("run.resume=auto", *words)
     assert_same_end(folder / "runs/whole", folder / "runs/a")
@@ -313,12 +298,12 @@ def test_two_ranks_train_the_weights_of_one_also_if_they_take_over_inside_an_epo
     """The global batches are the same; only the order in which gradients are summed differs."""
     words = ("optim.name=sgd", "optim.lr=0.01")
     train("run.name=one", *words)
-    with monkeypatch.context() as patch:
-        patch.setattr(script, "train_step", at_call(30, script.train_step, signalled(signal.SIGTERM)))
-        assert train("run.name=taken", *words) == 128 + signal.SIGTERM
-    for name in ("two", "taken"):
-        assert in_world(2, train_rank, f"run.name={name}", "run.resume=auto", *words) == [0, 0]
-        one, other = folder / "runs/one", folder / "runs" / name
+    assert in_world(2, train_rank, "run.name=two", *words) == [0, 0]
+    stop = signalled(signal.SIGTERM)
+    assert train_until(monkeypatch, 30, stop, "run.name=taken", *words) == 128 + signal.SIGTERM
+    assert in_world(2, train_rank, "run.name=auto", "run.resume=auto", *words) == [0, 0]
+    one = folder / "runs/one"
+    for other in (folder / "runs/two", folder / "runs/taken"):
         torch.testing.assert_close(weights_of(one), weights_of(other), rtol=1e-3, atol=1e-4)
         assert val_points(one)[-1]["val/mse"] == pytest.approx(val_points(other)[-1]["val/mse"], rel=1e-4)
 
@@ -330,8 +315,7 @@ def test_a_run_of_four_ranks_that_is_killed_is_resumed_to_the_same_weights(folde
     words = ("data.echo=2.5", "run.checkpoint_every_steps=1", "data.tier=disk", "train.epochs=6", "train.ema=0.9")
     assert run_train("run.name=whole", *words, ranks=4, cwd=folder).returncode == 0
     run = folder / "runs/a"
-    command = train_command(*words, ranks=4)
-    with subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    with subprocess.Popen(train_command(*words, ranks=4), cwd=folder, stdout=subprocess.DEVNULL) as process:
         wait_for_step(run, 60, process)  # inside the second epoch, which has 52 or 53 steps
         kill_tree(process)
     last_step = saved_steps(run)[-1]

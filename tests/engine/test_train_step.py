@@ -1,15 +1,19 @@
-"""The optimizer step of train.py against a plain one."""
+"""The optimizer step of train.py against a plain one, and its parts: optimizer, learning rate, precision."""
+
+import math
+import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import ALONE, in_world, needs_gpu, no_host_sync
+from harness import ALONE, CPU, in_world, needs_gpu, no_host_sync
 from short_run import parts_of_step
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
-from train import Parts, train_step
+from train import Parts, learning_rate, make_optimizer, train_step
 
 from fastgpu.process.config import Dist, Optim, Precision
 from fastgpu.process.world import World
@@ -17,11 +21,10 @@ from fastgpu.rows.rows import Rows
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.training.average import AveragedModel
 from fastgpu.training.parallel import share_gradients
+from fastgpu.training.step import mixed_precision, to_device
 
 ROWS = ArrayDataset("x.h5", {"x": np.zeros((1, 3), np.float32)})
-
-PLAIN_SGD = {"name": "sgd", "momentum": 0.0, "weight_decay": 0.0}
-"""The update is lr times the gradient."""
+CUDA = torch.device("cuda", 0)
 
 
 class Regression:
@@ -41,8 +44,12 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 2))
 
 
-def make_parts(model: nn.Module, settings: Optim, precision: Precision = "fp32", ddp: nn.Module | None = None) -> Parts:
-    return parts_of_step(Regression(), model, settings, precision, ddp=ddp)
+def make_parts(
+    model: nn.Module, precision: Precision = "fp32", *, ddp: nn.Module | None = None, ema: float = 0.0, **optim: object
+) -> Parts:
+    """ema: the decay of the average. optim: settings of section `optim`."""
+    parts = parts_of_step(Regression(), model, Optim(**optim), precision, ddp=ddp)
+    return parts._replace(ema=AveragedModel(model, ema))
 
 
 def assert_same_weights(model: nn.Module, other: nn.Module) -> None:
@@ -50,12 +57,20 @@ def assert_same_weights(model: nn.Module, other: nn.Module) -> None:
         torch.testing.assert_close(mine, theirs)
 
 
+# ---------------------------------------------------------------------------------------------- the step
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 3, 12])
 @pytest.mark.parametrize("clip_grad_norm", [0.0, 0.5])  # 0 clips nothing
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_a_step_is_that_of_a_plain_loop(name, clip_grad_norm):
+def test_steps_with_any_accumulation_and_their_average_are_those_of_a_plain_loop(
+    name, clip_grad_norm, accumulation_steps
+):
     ours = make_model()
     plain = make_model()
-    parts = make_parts(ours, Optim(name=name, lr=0.1, weight_decay=0.01, clip_grad_norm=clip_grad_norm))
+    optim = {"lr": 0.1, "weight_decay": 0.01, "clip_grad_norm": clip_grad_norm}
+    parts = make_parts(ours, ema=0.9, name=name, accumulation_steps=accumulation_steps, **optim)
+    average = AveragedModel(plain, 0.9)
     groups = [
         {"params": [p for p in plain.parameters() if p.ndim > 1], "weight_decay": 0.01},
         {"params": [p for p in plain.parameters() if p.ndim == 1], "weight_decay": 0.0},
@@ -77,48 +92,37 @@ def test_a_step_is_that_of_a_plain_loop(name, clip_grad_norm):
         nn.utils.clip_grad_norm_(plain.parameters(), clip_grad_norm or float("inf"))
         optimizer.step()
         optimizer.zero_grad()
+        average.update_parameters(plain)
         torch.testing.assert_close(loss, expected.detach())
     assert_same_weights(ours, plain)
+    assert_same_weights(parts.ema, average)
 
 
-@pytest.mark.parametrize("accumulation_steps", [2, 3, 12])
-def test_accumulated_parts_are_one_big_batch(accumulation_steps):
-    whole = make_model()
-    cut = make_model()
-    loss = train_step(make_parts(whole, Optim(**PLAIN_SGD)), make_batch(), 0.1)["train/loss"]
-    settings = Optim(**PLAIN_SGD, accumulation_steps=accumulation_steps)
-    torch.testing.assert_close(train_step(make_parts(cut, settings), make_batch(), 0.1)["train/loss"], loss)
-    assert_same_weights(whole, cut)
-
-
-@pytest.mark.parametrize("accumulation_steps", [1, 3])
-def test_gradients_are_clipped_after_they_are_unscaled(accumulation_steps):
-    settings = Optim(**PLAIN_SGD, clip_grad_norm=0.25, accumulation_steps=accumulation_steps)
-    updates = {}
-    for precision in ("fp32", "fp16"):
-        model = make_model()
-        before = [parameter.detach().clone() for parameter in model.parameters()]
-        parts = make_parts(model, settings, precision)
-        assert parts.precision.scaler.is_enabled() == (precision == "fp16")
-        train_step(parts, make_batch(), 1.0)
-        pairs = zip(before, model.parameters(), strict=True)
-        updates[precision] = torch.cat([(old - new).flatten() for old, new in pairs])
-        assert updates[precision].norm().item() == pytest.approx(0.25, rel=1e-2)
-    torch.testing.assert_close(updates["fp16"], updates["fp32"], rtol=0, atol=5e-3)
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_gradients_are_clipped_after_they_are_unscaled(precision):
+    """Plain SGD at a learning rate of 1: the update is the gradient."""
+    model = make_model()
+    before = make_model()
+    optim = {"name": "sgd", "momentum": 0.0, "weight_decay": 0.0, "accumulation_steps": 3}
+    train_step(make_parts(model, precision, clip_grad_norm=0.25, **optim), make_batch(), 1.0)
+    Regression().loss(before, make_batch()).backward()
+    norm = nn.utils.clip_grad_norm_(before.parameters(), 0.25)
+    assert norm > 0.25
+    for new, old in zip(model.parameters(), before.parameters(), strict=True):
+        torch.testing.assert_close(old - new, old.grad, rtol=0, atol=5e-3)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_lower_precision_learns_and_keeps_its_weights_in_fp32(precision):
     model = make_model()
-    parts = make_parts(model, Optim(lr=0.01, weight_decay=0.0), precision)
+    parts = make_parts(model, precision, weight_decay=0.0)
     losses = [train_step(parts, make_batch(), 0.01)["train/loss"].item() for _ in range(30)]
     assert losses[-1] < 0.7 * losses[0]
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
 
 
 def three_steps(world: World, accumulation_steps: int) -> tuple[list, int]:
-    """The weights after three steps on this rank's part of each batch, with their average over the steps, and how often
-    gradients were averaged."""
+    """The weights after three steps on this rank's part of each batch, and how often gradients were averaged."""
     model = make_model()
     ddp = share_gradients(model, Dist(), world, ROWS)
     averages: list[dist.GradBucket] = []
@@ -129,12 +133,11 @@ def three_steps(world: World, accumulation_steps: int) -> tuple[list, int]:
 
     if world.world_size > 1:
         ddp.register_comm_hook(None, average)
-    ema = AveragedModel(model, 0.5)
-    parts = make_parts(model, Optim(name="sgd", accumulation_steps=accumulation_steps), ddp=ddp)._replace(ema=ema)
+    parts = make_parts(model, ddp=ddp, name="sgd", accumulation_steps=accumulation_steps)
     share = 24 // world.world_size
     for _ in range(3):
         train_step(parts, make_batch(24).slice(share * world.rank, share * (world.rank + 1)), 0.1)
-    return [parameter.tolist() for parameter in (*model.parameters(), *ema.parameters())], len(averages)
+    return [parameter.tolist() for parameter in model.parameters()], len(averages)
 
 
 @pytest.mark.slow
@@ -148,25 +151,92 @@ def test_two_ranks_are_one_with_the_whole_batch_and_average_once_a_step(accumula
         torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs))
 
 
-def test_the_average_of_the_weights_is_updated_once_a_step():
+# ---------------------------------------------------------------------------------------------- its parts
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warmup_share", "rates"),
+    [
+        ("cosine", 0.1, {0: 0, 0.05: 1, 0.1: 2, 0.55: 1, 1: 0, 1.2: 0}),
+        ("cosine", 0.0, {0: 2, 0.25: 1 + math.cos(math.pi / 4), 1: 0}),
+        ("cosine", 1.0, {0: 0, 0.5: 1, 0.99: 1.98}),
+        ("linear", 0.2, {0.1: 1, 0.2: 2, 0.6: 1, 1: 0, 1.1: 0}),
+        ("constant", 0.2, {0.1: 1, 0.2: 2, 0.6: 2, 1: 2}),
+    ],
+)
+def test_the_learning_rate_rises_linearly_and_follows_its_schedule(schedule, warmup_share, rates):
+    optim = Optim(lr=2.0, warmup_share=warmup_share, schedule=schedule)
+    assert {share: learning_rate(share, optim) for share in rates} == pytest.approx(rates, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "momentum", "expected"),
+    [
+        ("adamw", 0.8, {"betas": (0.8, 0.999), "fused": True}),
+        ("sgd", 0.8, {"momentum": 0.8, "nesterov": True, "fused": True}),
+        ("sgd", 0.0, {"momentum": 0.0, "nesterov": False, "fused": True}),
+        ("fused_adam", 0.8, {"betas": (0.8, 0.999)}),
+        ("fused_lamb", 0.8, {"betas": (0.8, 0.999)}),
+    ],
+)
+def test_the_optimizer_has_the_settings_and_frozen_weights_are_left_out(monkeypatch, name, momentum, expected):
+    classes = {"fused_adam": {"FusedAdam": torch.optim.AdamW}, "fused_lamb": {"FusedLAMB": torch.optim.AdamW}}
+    monkeypatch.setitem(sys.modules, "apex.optimizers", SimpleNamespace(**classes.get(name, {})))
     model = make_model()
-    parts = make_parts(model, Optim(lr=0.1, accumulation_steps=3))._replace(ema=AveragedModel(model, 0.9))
-    expected = AveragedModel(model, 0.9)
-    for number in range(4):
-        train_step(parts, make_batch(seed=number), 0.1)
-        expected.update_parameters(model)
-    for mine, theirs in zip(parts.ema.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
+    model[0].requires_grad_(False)
+    optimizer = make_optimizer(model, Optim(name=name, lr=0.3, momentum=momentum, weight_decay=0.5))
+    assert optimizer.defaults.items() >= ({"lr": 0.3} | expected).items()
+    matrices, others = optimizer.param_groups
+    assert [*map(id, matrices["params"])] == [id(model[3].weight)]
+    assert [*map(id, others["params"])] == [*map(id, (*model[1].parameters(), model[3].bias))]
+    assert (matrices["weight_decay"], others["weight_decay"]) == (0.5, 0.0)
+
+
+@pytest.mark.filterwarnings("ignore:.*CUDA is not available")
+@pytest.mark.parametrize(
+    ("asked", "device", "has_bf16", "name", "dtype"),
+    [
+        ("auto", CPU, True, "fp32", torch.float32),
+        ("fp32", CPU, True, "fp32", torch.float32),
+        ("bf16", CPU, False, "bf16", torch.bfloat16),
+        ("fp16", CPU, True, "fp16", torch.float16),
+        ("auto", CUDA, True, "bf16", None),
+        ("auto", CUDA, False, "fp16", None),
+    ],
+)
+def test_auto_is_the_precision_that_the_device_has(monkeypatch, asked, device, has_bf16, name, dtype):
+    """A GPU that only emulates bf16 does not have it."""
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: has_bf16 or including_emulation
+    )
+    precision = mixed_precision(asked, device)
+    assert precision.name == name
+    if device == CPU:
+        assert precision.scaler.is_enabled() == (name == "fp16")
+        with precision.autocast:
+            assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype == dtype
+
+
+def test_a_first_step_that_is_skipped_in_fp16_leaves_no_value_in_the_momentum():
+    """torch.empty would: what is in the memory by chance."""
+    model = to_device(nn.Conv2d(4, 4, 3), CPU)
+    assert model.weight.is_contiguous(memory_format=torch.channels_last)
+    optimizer = make_optimizer(model, Optim(name="sgd"))
+    precision = mixed_precision("fp16", CPU, optimizer)
+    precision.scaler.scale(model(torch.full((1, 4, 3, 3), torch.nan)).sum()).backward()
+    precision.scaler.step(optimizer)
+    assert all(not state["momentum_buffer"].any() for state in optimizer.state.values())
+
+
+# ---------------------------------------------------------------------------------------------- on a GPU
 
 
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_step_never_makes_the_host_wait(precision):
-    device = torch.device("cuda", 0)
-    model = make_model().to(device)
-    parts = make_parts(model, Optim(accumulation_steps=2), precision)._replace(ema=AveragedModel(model, 0.9))
-    batch = make_batch().to(device)
+    parts = make_parts(make_model().to(CUDA), precision, ema=0.9, accumulation_steps=2)
+    batch = make_batch().to(CUDA)
     train_step(parts, batch, 0.1)
     with no_host_sync():
         train_step(parts, batch, 0.1)
@@ -175,16 +245,14 @@ def test_a_step_never_makes_the_host_wait(precision):
 @pytest.mark.gpu
 @needs_gpu
 def test_gradients_that_nccl_averages_over_one_rank_are_those_without_it():
-    device = torch.device("cuda", 0)
-    batch = make_batch().to(device)
-    plain = make_model().to(device)
-    shared = make_model().to(device)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+    plain = make_model().to(CUDA)
+    shared = make_model().to(CUDA)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=CUDA)
     try:
         for model, ddp in ((plain, plain), (shared, DistributedDataParallel(shared))):
-            parts = make_parts(model, Optim(), "bf16", ddp)
+            parts = make_parts(model, "bf16", ddp=ddp)
             for _ in range(3):
-                train_step(parts, batch, 0.1)
+                train_step(parts, make_batch().to(CUDA), 0.1)
     finally:
         dist.destroy_process_group()
     assert_same_weights(shared, plain)

@@ -1,5 +1,3 @@
-import copy
-
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel as TorchAveragedModel
@@ -12,15 +10,10 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 2))
 
 
-def change(model: nn.Module, seed: int) -> None:
+def change(model: nn.Module) -> None:
     """Another value for every weight and running statistic, and one more batch for the counter."""
-    rng = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            if tensor.is_floating_point():
-                tensor.copy_(torch.rand(tensor.shape, generator=rng))
-            else:
-                tensor.add_(1)
+    for tensor in model.state_dict().values():
+        tensor.copy_(torch.rand(tensor.shape) if tensor.is_floating_point() else tensor + 1)
 
 
 def same(one: nn.Module, other: nn.Module) -> bool:
@@ -32,7 +25,7 @@ def test_the_average_is_that_of_the_formula_and_initial_weights_do_not_count():
     average = AveragedModel(model, 0.5)
     expected: dict[str, torch.Tensor] = {}
     for n in range(20):
-        change(model, seed=n)
+        change(model)
         average.update_parameters(model)
         assert same(average.module, model) == (n == 0)
         decay = min(0.5, n / (n + 9))
@@ -42,7 +35,6 @@ def test_the_average_is_that_of_the_formula_and_initial_weights_do_not_count():
     for name, value in average.module.state_dict().items():
         torch.testing.assert_close(value, expected[name])
     assert average.module[1].num_batches_tracked == 20  # counters are copied
-    change(model, seed=0)
     constant = AveragedModel(model, 0.9)  # frozen layers, and constants such as a mean, do not drift
     for _ in range(30):
         constant.update_parameters(model)
@@ -55,18 +47,5 @@ def test_it_is_a_copy_with_the_same_layout_that_is_not_trained_and_without_decay
     assert average.module[0].weight.is_contiguous(memory_format=torch.channels_last)
     assert not any(parameter.requires_grad for parameter in average.parameters())
     assert all(parameter.requires_grad for parameter in model.parameters())
+    assert average.state_dict().keys() == TorchAveragedModel(model).state_dict().keys()
     assert AveragedModel(model, 0.0).module is model
-
-
-def test_a_saved_average_continues_bit_for_bit():
-    model = make_model()
-    whole, resumed = AveragedModel(model, 0.9), AveragedModel(model, 0.9)
-    for n in range(6):
-        if n == 3:
-            resumed.load_state_dict(copy.deepcopy(whole.state_dict()))
-        change(model, seed=n)
-        whole.update_parameters(model)
-        if n >= 3:
-            resumed.update_parameters(model)
-    assert same(resumed, whole)
-    assert whole.state_dict().keys() == TorchAveragedModel(model).state_dict().keys()

@@ -1,16 +1,22 @@
+import sys
+from types import SimpleNamespace
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 import torch
 from harness import ALONE, CPU, in_world
 from torch import nn
+from train import make_optimizer
 
-from fastgpu.process.config import Dist
-from fastgpu.process.launch import UserError
+from fastgpu.process.config import Dist, Optim
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Field
 from fastgpu.training.parallel import average_statistics, mean_over_ranks, share_gradients
 from fastgpu.training.step import reseed
+
+TWO = World(0, 2, 2, CPU)
 
 
 def rows_of(**field: float) -> Dataset:
@@ -22,48 +28,37 @@ def rows_of(**field: float) -> Dataset:
 ROWS = rows_of()
 
 
-def three_backward_passes(world: World) -> tuple[list, list, float, int, list]:
-    """Weights and gradients of a shared model, and the buffers of a norm and a queue after averaging."""
+def averages(world: World) -> tuple[list, list, float, int, list]:
+    """Weights that are shared, the buffers of a norm and of a queue, and a number that is logged."""
     torch.manual_seed(world.rank)  # the wrapper must make the weights equal
     model = nn.Linear(2, 1)
-    shared = share_gradients(model, Dist(), world, ROWS)
-    for _ in range(3):
-        shared(torch.full((4, 2), float(world.rank))).sum().backward()
+    share_gradients(model, Dist(), world, ROWS)
     norm = nn.BatchNorm1d(1)
     norm.running_mean.fill_(world.rank)
     norm.num_batches_tracked.fill_(5)
     norm.register_buffer("queue", torch.eye(2)[world.rank])
     average_statistics(norm, world)
-    statistics = norm.running_mean.item(), norm.num_batches_tracked.item()
-    return model.weight.tolist(), model.weight.grad.tolist(), *statistics, norm.queue.tolist()
+    steps = [{"loss": torch.tensor(world.rank + number)} for number in (1.0, 2.0)]
+    statistics = norm.running_mean.item(), norm.num_batches_tracked.item(), norm.queue.tolist()
+    return model.weight.tolist(), mean_over_ranks(steps, world), *statistics
 
 
 @pytest.mark.slow
-def test_ranks_share_weights_gradients_and_running_statistics():
-    (weights, gradients, *statistics, queue), second = in_world(2, three_backward_passes)
-    assert second == (weights, gradients, *statistics, [0, 1])
-    assert gradients == [[6.0, 6.0]]  # the mean of 0 and 4, three times
-    assert statistics == [0.5, 5]  # a counter is not averaged
-    assert queue == [1, 0]  # nor a queue of unit vectors, as of contrastive learning
+def test_ranks_share_weights_running_statistics_and_logged_numbers():
+    """A counter is not averaged, nor is a queue of unit vectors, as of contrastive learning."""
+    (weights, *first), second = in_world(2, averages)
+    assert first == [{"loss": 2.0}, 0.5, 5, [1, 0]]
+    assert second == (weights, {"loss": 2.0}, 0.5, 5, [0, 1])
 
 
-def test_a_number_that_only_some_steps_have_is_told():
-    steps = [{"train/loss": torch.ones(())}, {"train/loss": torch.ones(()), "train/norm": torch.ones(())}]
-    with pytest.raises(UserError, match="other tags than train/loss in some steps; return all in each"):
-        mean_over_ranks(steps, ALONE)
-
-
-def test_alone_nothing_is_averaged_and_dp_wraps_the_model():
-    assert three_backward_passes(ALONE)[1:] == ([[0.0, 0.0]], 0.0, 5, [1, 0])
+def test_alone_nothing_is_averaged_and_other_strategies_wrap_the_model(monkeypatch):
+    assert averages(ALONE)[1:] == ({"loss": 1.5}, 0.0, 5, [1, 0])
     model = nn.Linear(1, 1)
-    assert share_gradients(model, Dist(strategy="ddp"), ALONE, ROWS) is model
+    assert share_gradients(model, Dist(), ALONE, ROWS) is model
     assert isinstance(share_gradients(model, Dist(strategy="dp"), ALONE, ROWS), nn.DataParallel)
-
-
-@pytest.mark.parametrize(("world", "rows"), [(World(0, 2, 2, CPU), ROWS), (ALONE, rows_of(mean_values=1.0))])
-def test_data_parallel_refuses_what_it_cannot_cut(world, rows):
-    with pytest.raises(UserError, match="dist.strategy is dp, .*: use ddp"):
-        share_gradients(nn.Linear(1, 1), Dist(strategy="dp"), world, rows)
+    assert share_gradients(model, Dist(strategy="apex"), ALONE, ROWS) is model
+    monkeypatch.setitem(sys.modules, "apex.parallel", SimpleNamespace(DistributedDataParallel=nn.Sequential))
+    assert share_gradients(model, Dist(strategy="apex"), TWO, ROWS)[0] is model
 
 
 def test_unused_gpus_are_told_with_the_command_that_uses_them(monkeypatch, capsys):
@@ -72,6 +67,22 @@ def test_unused_gpus_are_told_with_the_command_that_uses_them(monkeypatch, capsy
     assert "1 of 8 GPUs is in use; torchrun --standalone --nproc-per-node=gpu train.py" in capsys.readouterr().out
     share_gradients(nn.Linear(1, 1), Dist(), ALONE, ROWS)
     assert not capsys.readouterr().out
+
+
+def test_messages(compare_messages, monkeypatch):
+    model = nn.Linear(1, 1)
+    adam = Mock(side_effect=RuntimeError("apex.optimizers.FusedAdam requires\ncuda"))
+    monkeypatch.setitem(sys.modules, "apex.optimizers", SimpleNamespace(FusedAdam=adam))
+    steps = [{"train/loss": torch.ones(())}, {"train/loss": torch.ones(()), "train/norm": torch.ones(())}]
+    compare_messages(
+        {
+            "dp on two ranks": lambda: share_gradients(model, Dist(strategy="dp"), TWO, ROWS),
+            "dp and ragged rows": lambda: share_gradients(model, Dist(strategy="dp"), ALONE, rows_of(mean_values=1.0)),
+            "Apex is not installed": lambda: share_gradients(model, Dist(strategy="apex"), TWO, ROWS),
+            "Apex refuses": lambda: make_optimizer(model, Optim(name="fused_adam")),
+            "a number that only some steps have": lambda: mean_over_ranks(steps, ALONE),
+        }
+    )
 
 
 def draw(*numbers: int, rank: int = 0) -> float:

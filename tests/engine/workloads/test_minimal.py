@@ -4,10 +4,8 @@ import numpy as np
 import pytest
 import torch
 from contract import check_workload
-from harness import copy_project, metrics_of, run_train
 
 import workloads
-from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.arrays import ArrayDataset
 from workloads.minimal import Workload
@@ -32,35 +30,9 @@ def test_the_workload_fits_the_protocol_and_scores_the_mean_squared_error(shape,
     torch.testing.assert_close(workload.score(model, batch)["mse"] / 40, expected)
 
 
-def test_a_workload_is_found_by_the_name_of_its_module():
-    assert workloads.load("minimal") is Workload
-    with pytest.raises(UserError, match=r"workloads/tables.py does not exist; there are: .*minimal"):
-        workloads.load("tables")
-
-
 def test_a_workload_that_lacks_a_method_cannot_be_made():
     class Hollow(workloads.Workload):
         Options = Workload.Options
 
     with pytest.raises(TypeError, match="abstract .*card.*loss"):
         Hollow(Workload.Options(), None, None)
-
-
-@pytest.mark.slow
-def test_a_new_setting_takes_two_lines_in_the_workload(folder):
-    project = copy_project(folder)
-    path = project / "workloads/minimal.py"
-    text = path.read_text()
-    for old, new in (
-        ("class Options(Section):\n", "class Options(Section):\n        loss_scale: float = 1.0\n"),
-        ("return nn.functional.mse", "return self.options.loss_scale * nn.functional.mse"),
-    ):
-        assert old in text
-        text = text.replace(old, new, 1)
-    path.write_text(text)
-    done = run_train("model.loss_scale=0.0", "train.epochs=1", cwd=folder, root=project)
-    assert done.returncode == 0, done.stderr
-    assert metrics_of(folder / "runs/a")[-1]["val/mse"] == 0
-    done = run_train("model.loss_scale=much", "run.name=b", cwd=folder, root=project)
-    assert done.returncode == 2
-    assert done.stderr == 'error: command line: model.loss_scale is "much"; it should be a valid number\n'
