@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fastgpu.convert.images.readers import Masks
+from fastgpu.convert.images.readers import Masks, read_mask
+from fastgpu.images.decode import EncodedImage
 from fastgpu.images.files import decode, read_preprocessing
-from fastgpu.images.parts import Preprocessing
+from fastgpu.images.parts import Box, Preprocessing
 from fastgpu.process.launch import UserError
 
 
@@ -78,6 +79,23 @@ def test_preprocessing_comes_back_from_json(value):
     assert read_preprocessing(value.to_json()) == value
     with pytest.raises(UserError, match="images that were prepared with .* need the version that prepared them"):
         read_preprocessing('{"size": [4, 5], "resize": "pad"}')
+
+
+@pytest.mark.parametrize("n_zeros", [20, 300])
+def test_a_png_file_that_ends_in_zeros_is_damaged_for_all_who_read_it(n_zeros, tmp_path):
+    """Pillow alone decodes many of these, since zeros are pixels, too."""
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 99, (30, 40), np.uint8))
+    data = encoded(image).getvalue()[:-n_zeros] + bytes(n_zeros)
+    path = tmp_path / "x.png"
+    path.write_bytes(data)
+    readers = (
+        lambda: EncodedImage(np.frombuffer(data, np.uint8)).decode(Box(0, 0, 30, 40), (30, 40)),
+        lambda: decode(io.BytesIO(data), Preprocessing()),
+        lambda: read_mask(path, is_binary=False),
+    )
+    for read in readers:
+        with pytest.raises((SyntaxError, OSError, ValueError)):
+            read()
 
 
 # ---------------------------------------------------------------------------------------------- masks
