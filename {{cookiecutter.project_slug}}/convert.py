@@ -56,11 +56,11 @@ def parse(argv: list[str]) -> Namespace:
     add("arrays images pixels", "--split", type=shares, help="shares of train, val and test, 0.8,0.1,0.1; or of train")
     add("images pixels", "--split-by", type=str.strip, default="", help="column that says train, val or test")
     add("arrays", "--layout", choices=("nhwc",), help="of fields with four axes: write them as (N, C, H, W)")
-    add("dataset repack", "--fields", nargs="+", metavar="NAME[=KEY]", help="default: all, or images and labels")
+    add("dataset repack", "--fields", nargs="+", metavar="NAME[=KEY]", help="default: images and labels; repack: all")
     add("images", "--columns", help="of the CSV: the path and its labels; default: path,label")
     add("images", "--size", type=size, metavar="HxW", help="height and width of the rows; default: those of the images")
     add("images", "--resize", choices=("shorter", "exact"), help="cut off the rest (shorter, the default), or stretch")
-    add("images", "--keep-encoded", **switch, help="write the files as they are; those above --size as smaller JPEG")
+    add("images", "--keep-encoded", **switch, help="keep the files; if the shorter side is above --size: smaller JPEG")
     add("images", "--masks", type=Path, metavar="DIR", help="folder with a mask of the same name for each image")
     add("images", "--binary-masks", **switch, help="the masks hold 0 and 255, which is class 1 and not ignored")
     add("images", "--on-error", choices=("stop", "skip"), help="list broken ones (default), or leave out 1 %% at most")
@@ -96,6 +96,8 @@ def main(args: Namespace) -> int:
         try:
             return getattr(import_module(f"fastgpu.convert.{module}"), name)(args) or 0
         except ModuleNotFoundError as error:
+            if error.name not in ("polars", "scipy"):  # a Dataset of your own may import others
+                raise
             raise UserError(f"{error}; convert.py needs: pip install -c constraints.txt -e '.[convert]'") from None
 
 

@@ -21,7 +21,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("checkpoint", metavar="CHECKPOINT")
     add("inputs", metavar="INPUT", nargs="*")
-    add("-o", "--output", default="", help="CSV to the terminal, or FILE.csv, or FILE.jsonl; CSV has ' before formulas")
+    add("-o", "--output", default="-", help="FILE.csv, with ' before formulas, or FILE.jsonl; default: CSV to stdout")
     add("--id", metavar="FIELD", action="append", default=[], help="of INPUT, such as user: written beside each row")
     add("--top", type=int, help="number of classes or items for each row, best first")
     add("--all", action="store_true", help="write the probability of every class, by its name, too")
@@ -33,9 +33,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_intermixed_args(argv)  # flags may stand before INPUT
     if bool(args.inputs) == bool(args.export):
         raise UserError("give INPUT or --export FILE, one of them; see --help")
-    if (args.evaluate or args.export) and (args.output or args.id or args.top or args.all):
+    if (args.evaluate or args.export) and (args.output != "-" or args.id or args.top or args.all):
         raise UserError("-o, --id, --top and --all are for predictions, not for --evaluate and --export")
-    if args.output and not args.output.endswith((".csv", ".jsonl")):
+    if args.export and not args.export.endswith((".pt2", ".onnx")):
+        raise UserError(f"--export is {args.export}; it should end in .pt2 or .onnx")
+    if args.output != "-" and not args.output.endswith((".csv", ".jsonl")):
         raise UserError(f"-o is {args.output}; it should end in .csv or .jsonl")
     if any(number is not None and number < 1 for number in (args.batch_size, args.top)):
         raise UserError("--batch-size and --top should be at least 1")
@@ -107,7 +109,7 @@ def predict(trained: Trained, rows: Dataset, args: argparse.Namespace, file: IO[
     files, failed = (rows.files, rows.failed) if isinstance(rows, ImageRows) else ([], {})
     size = args.batch_size
     with ExitStack() as stack:
-        if args.output:
+        if args.output != "-":
             partial = stack.enter_context(new_file(Path(args.output), replace=args.force))
             file = stack.enter_context(partial.open("w", encoding="utf-8", errors="surrogateescape"))
         pools = stack.enter_context(open_pools(rows, size, device))
@@ -122,7 +124,8 @@ def predict(trained: Trained, rows: Dataset, args: argparse.Namespace, file: IO[
             is_read = [row not in failed for row in places]
             write_rows(file, columns, is_read, is_csv=not args.output.endswith(".jsonl"), is_first=not number)
         print(f"{len(rows) - len(failed):,} rows")
-        left_out = "\n  ".join([f"{len(failed):,} of {len(rows):,} images are left out", *sorted(failed.values())])
+        reasons = "\n  ".join(failed[row] for row in sorted(failed))
+        left_out = f"{len(failed):,} of {len(rows):,} images are left out\n  {reasons}"
         if len(failed) == len(rows):
             raise UserError(left_out)
     if failed:

@@ -76,15 +76,6 @@ def test_a_sparse_matrix_becomes_ragged_rows(tmp_path, convert, kind, ones):
     found = open_store("x", "y.h5", {name: name for name in ["items", "items_values"][: 2 - ones]})
     assert found.fields["items"].n_items == 12
     np.testing.assert_array_equal(as_dense(read_rows(found)), dense)
-    if kind != "coo":
-        with h5py.File(tmp_path / "x.h5", "w") as file:
-            for name in ("indptr", "indices", "data"):
-                file[f"X/{name}"] = getattr(made, name)
-            file["X"].attrs.update({"encoding-type": f"{kind}_matrix", "shape": dense.shape})
-            file["obs/number"] = np.arange(30)
-        found = arrays_of(open_arrays(["items=x.h5::X", "number=x.h5::obs/number"]))
-        np.testing.assert_array_equal(as_dense(found), dense)
-        assert found["number"][:].tolist() == list(range(30))
 
 
 def test_values_that_stand_twice_are_summed_and_zeros_are_none(tmp_path):

@@ -85,9 +85,10 @@ def of_tables() -> Mistakes:
     for value in ("12.0", "256", "-1", "", "cat"):
         text = f"n,note\n7,a\n{value},b\n"
         made[f"whole numbers, {value!r}"] = lambda text=text: table(text).whole_numbers("n", 255)
-    columns = "0 1|1 2; 0 1|0 -1; 0 1|yes no; 0.5 n/a 0.25; cat 3; 1.5 1e300; nan 0.5; 1 20260101; 1 -2"
+    columns = "0 1|1 2; 0 1|0 -1; 0 1|yes no; 0.5 n/a 0.25; cat 3; 1.5 1e300; nan 0.5; 1 20260101; 1 -2; 1 01"
     for case in columns.split("; "):
         made[f"labels {case}"] = lambda case=case: parse_labels(table(csv_of(case)), names_of(case))
+    made["labels with a comma"] = lambda: parse_labels(table("a;b\n0,5;x\n"), ["a"])
     made["splits"] = partial(read_splits, "x.csv", ["train", "../x", "fold-3"])
     return made
 
@@ -137,15 +138,17 @@ def of_events() -> Mistakes:
 def of_images() -> Mistakes:
     Path("photos").mkdir()
     Image.new("RGB", (4, 4)).save("photos/x.png")
-    for folder in ("images", "masks", "others", "turned", "deep"):
+    for folder in ("images", "masks", "others", "turned", "deep", "lossy"):
         Path(folder).mkdir()
         turned = folder == "turned"
         Image.new("L" if turned else "RGB", (30, 40) if turned else (40, 30)).save(f"{folder}/x.png")
     Image.fromarray(np.full((30, 40), 256, np.uint16)).save("deep/x.png")
     Image.new("L", (40, 30)).save("others/y.png")
     Path("others/x.png").unlink()
+    Image.open("lossy/x.png").save("lossy/x.jpg")
+    Path("lossy/x.png").unlink()
     made: Mistakes = {
-        f"masks, {each}": partial(Masks, "images", each) for each in ("masks", "others", "turned", "deep")
+        f"masks, {each}": partial(Masks, "images", each) for each in ("masks", "others", "turned", "deep", "lossy")
     }
     made["a folder without classes"] = partial(ImageFolder, "photos")
     made["a table that is not there"] = partial(ImageTable, "none.csv")
@@ -158,6 +161,7 @@ def of_commands() -> Mistakes:
         for group in ("train", "val"):
             file[f"{group}/images"], file[f"{group}/labels"] = numbered(10), np.arange(10)
     Path("text.h5").write_text("text")
+    Path("photos.zip").touch()
     sparse.save_npz("counts.npz", sparse.csr_array(2 * np.eye(9)))
     lines = """
         repack rows.h5 x.h5; repack rows.h5::/test x.h5; repack absent.h5 x.h5; repack none-*.h5 new.h5; info text.h5;

@@ -170,8 +170,12 @@ def test_masks_of_0_and_255_or_of_1_bit_have_two_classes(tmp_path, convert):
     values = np.tile(np.array([0, 255], np.uint8), (4, 2))
     folder_of(tmp_path, {"images": 9}, (4, 4))
     (tmp_path / "masks").mkdir()
+    (tmp_path / "grey").mkdir()
     for number, image in enumerate((tmp_path / "images").iterdir()):
+        Image.fromarray(values).save(tmp_path / "grey" / image.name)
         Image.fromarray(values).convert("1" if number % 3 == 0 else "L").save(tmp_path / "masks" / image.name)
+    refused = convert("images images out.h5 --masks grey", code=2).stderr
+    assert refused == "error: images: no mask has a class above 0; if 255 is one, --binary-masks says so\n"
     convert("images images out.h5 --masks masks --binary-masks")
     with h5py.File(tmp_path / "out.h5") as file:
         np.testing.assert_array_equal(file["masks"][:], np.broadcast_to(values // 255, (9, 4, 4)))
@@ -192,11 +196,13 @@ def test_images_that_lose_something_are_counted_and_those_of_32_bits_refused(tmp
     for flags in ("", "--keep-encoded --force"):
         shown = convert("images", folder, "x.h5 --on-error skip", flags).stdout
         changes = sorted(line for line in shown.splitlines() if line.startswith("  changed"))
+        encoded_anew = "  changed  encoded anew: too large, not upright, or neither RGB nor grey"
         assert [line.rpartition(": ")[::2] for line in changes] == [
             (
                 "  changed  16 bits to 8 (to keep them: a float32 array of the images, `convert.py arrays`)",
                 "1 of 207 images",
             ),
+            *([(encoded_anew, "1 of 207 images")] if flags else []),
             ("  changed  the first of several frames or pages, without the others", "4 of 207 images"),
             ("  changed  without the transparency", "1 of 207 images"),
         ]

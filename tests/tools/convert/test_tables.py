@@ -50,7 +50,7 @@ def test_whole_numbers_may_have_spaces_around_them(table):
     [
         ("dog cat dog", [1, 0, 1], np.int64, {"class_names": ["cat", "dog"]}),
         ("2 0", [2, 0], np.int64, {"class_names": ["0", "1", "2"]}),
-        ("1 01 10 1", [1, 0, 2, 1], np.int64, {"class_names": ["01", "1", "10"]}),
+        ("10 01 10", [1, 0, 1], np.int64, {"class_names": ["01", "10"]}),
         ("0 1|-1 1", [[0, 0], [1, 1]], np.uint8, {"class_names": ["a", "b"]}),
         ("0.5 -1e-3 .25", [0.5, -1e-3, 0.25], np.float32, {}),
         ("0.5 2|7 8", [[0.5, 7], [2, 8]], np.float32, {"target_names": ["a", "b"]}),

@@ -41,7 +41,8 @@ RUN TMP/none.npy
 RUN ROWS::/val --top 3
 RUN a.png
 RUN ROWS::/val -o TMP/old.csv
-RUN --export TMP/old.csv
+RUN --export a.foo
+RUN --export TMP/old.pt2
 RUN TMP/five.npy
 RUN TMP/double.npy
 RUN TMP/pickle.npy
@@ -62,7 +63,8 @@ def test_messages(compare_messages, run, minimal_run, model_of, write_ragged, tm
     np.savez(tmp_path / "few.npz", x=np.zeros((3, 6), np.float32), id=np.zeros(2))
     content = (tmp_path / "few.npz").read_bytes()
     (tmp_path / "crc.npz").write_bytes(content.replace(bytes(72), b"1" * 72))
-    (tmp_path / "old.csv").write_text("old")
+    for name in ("old.csv", "old.pt2"):
+        (tmp_path / name).write_text("old")
     (tmp_path / "run").symlink_to(minimal_run.parents[1])
     calls = {}
     for words in COMMANDS.strip().split("\n"):
@@ -84,7 +86,7 @@ def test_messages(compare_messages, run, minimal_run, model_of, write_ragged, tm
         model = model_of({"y": {}}, **{name: names})
         calls[f"other {name}"] = partial(open_inputs, [f"{tmp_path}/named.h5"], model, labels=name == "class_names")
     compare_messages(calls)
-    assert (tmp_path / "old.csv").read_text() == "old"
+    assert (tmp_path / "old.csv").read_text() == (tmp_path / "old.pt2").read_text() == "old"
 
 
 def test_a_workload_declares_its_inputs(run, minimal_run, monkeypatch):
@@ -230,7 +232,7 @@ def test_the_script_prints_rows_alone_and_leaves_nothing_when_it_is_asked_to_end
     assert not list(tmp_path.iterdir())
     failed = run_to_end([*command, "-o", "none/x.csv"], tmp_path)
     assert failed.returncode == 2
-    assert failed.stderr.splitlines()[1].startswith("error: [Errno 2] No such file or directory: ")
+    assert failed.stderr.endswith("error: none/x.csv cannot be written: No such file or directory\n")
     read_end, write_end = os.pipe()
     os.close(read_end)  # as `| head` does, when it has seen enough
     closed = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, check=False)

@@ -18,7 +18,7 @@ def open_arrays(sources: Sequence[str], *, channels_last: bool = False) -> Array
         name=file.npy            mapped into memory, not read
         file.npz                 arrays that have names, read
         name=file.npz            a sparse matrix (scipy.sparse.save_npz): ragged rows of column numbers, and of values
-        name=file.h5::/dataset   of any HDF5 file; or the group of a CSR or CSC matrix as anndata writes it
+        name=file.h5::/dataset   of any HDF5 file
 
     channels_last: arrays of four axes are (N, H, W, C) and become (N, C, H, W). Raises UserError for other than rows.
     """
@@ -62,16 +62,13 @@ def load(path: str) -> Any:
         content = h5py.File(file)[name] if is_h5 else np.load(path, mmap_mode="r", allow_pickle=False)
         if isinstance(content, np.ndarray | h5py.Dataset):
             return content
-        if not is_h5 and not {"shape", "data", "format"} <= {*content}:
+        if is_h5:
+            raise ValueError("it is a group; `convert.py repack` takes those of CSR matrices")
+        if not {"shape", "data", "format"} <= {*content}:
             return {name: np.asarray(member) for name, member in content.items()}  # a damaged member is bytes
         from scipy import sparse  # of the extra `convert`
 
-        if is_h5:
-            make = sparse.csc_matrix if content.attrs["encoding-type"] == "csc_matrix" else sparse.csr_matrix
-            members = tuple(content[member][:] for member in ("data", "indices", "indptr"))
-            matrix = make(members, shape=tuple(content.attrs["shape"])).tocsr()
-        else:
-            matrix = sparse.load_npz(path).tocsr()
+        matrix = sparse.load_npz(path).tocsr()
         matrix.check_format(full_check=True)
         matrix.sum_duplicates()
         matrix.eliminate_zeros()

@@ -33,7 +33,7 @@ def arrays(args: Namespace) -> None:
 
 def dataset(args: Namespace) -> None:
     """Write the items of a torch Dataset."""
-    fields = {each.partition("=")[0]: each.rpartition("=")[2] for each in args.fields or ("images", "labels")}
+    fields = {word.partition("=")[0]: word.partition("=")[2] or word for word in args.fields or ("images", "labels")}
     source = open_dataset("SOURCE", args.path, fields, factory=args.source)
     source.name = f"{args.source} called with {args.path}"
     write(source, args)
@@ -48,7 +48,8 @@ def repack(args: Namespace) -> None:
     stored = {f"{file}::{group}": inspect(f"{file}::{group}") for file, group in files}
     groups = fields_of(next(iter(stored.values())))
     group = f"/{files[0][1].strip('/')}"
-    fields = {each.partition("=")[0]: each.rpartition("=")[2] for each in args.fields or ()} or groups.get(group, {})
+    named = {word.partition("=")[0]: word.partition("=")[2] or word for word in args.fields or ()}
+    fields = named or groups.get(group, {})
     if not fields:
         raise UserError(f"{args.source[0]} has no rows in {group}, but {', '.join(sorted(groups)) or 'no numbers'}")
     for path, datasets in stored.items():

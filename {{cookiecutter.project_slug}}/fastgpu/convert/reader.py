@@ -1,4 +1,4 @@
-"""What convert.py writes: a source of rows, and its splits. A `Reader` is one whose items may be broken."""
+"""What convert.py writes: a source of rows and its splits; `Reader`, whose items may be broken; parts of messages."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -68,8 +68,8 @@ class Reader(Dataset):
         n_rows = len(self.block_rows)
         first = next(filter(None, (self._try(row, {}) for row in range(n_rows))), None)
         if not first:
-            reasons = list_first(["none of the rows can be read:", *self.broken.values()], "\n  ")
-            raise UserError(f"{self.name}: {reasons}")
+            reasons = list_first([*self.broken.values()], "\n  ")
+            raise UserError(f"{self.name}: none of the rows can be read:\n  {reasons}")
         fields = {name: Field(value.dtype, value.shape) for name, value in first.items()}
         if self.encoded:  # some rows tell how long they are
             items = [self._try(row, {}) for row in np.linspace(0, n_rows - 1, min(32, n_rows)).astype(int).tolist()]

@@ -40,7 +40,8 @@ def _open(path: str) -> Iterator[list[h5py.Dataset]]:
         if not has_rows or not isinstance(name, str) or DIGESTS in name.split("/"):  # bytes: a name that is not UTF-8
             return
         # The values of a CSR matrix of ones are a fill value, and no bytes in the file.
-        if not (item.chunks and item.fillvalue == 1 and not item.id.get_num_chunks()):
+        is_of_csr = name.rpartition("/")[2] == "data" and "indptr" in item.parent
+        if not (is_of_csr and item.fillvalue == 1 and not item.id.get_num_chunks()):
             datasets.append(item)
 
     file_path, group = split_group(path)
@@ -91,9 +92,8 @@ def damaged(path: str) -> list[str]:
             if layout.digests is not None and sha256(out.data).digest() != layout.digests[block].tobytes():
                 raise RankError(f"{layout.name}: block {block} is damaged: its SHA-256 is another one")
         except (RankError, OSError) as error:
-            return (
-                f"rows {start:,} to {start + n_rows - 1:,}: {str(error).partition(';')[0]}"  # without the cure of a run
-            )
+            reason = str(error).partition(";")[0]  # without the cure of a run
+            return f"rows {start:,} to {start + n_rows - 1:,}: {reason}"
         return ""
 
     with _open(path) as datasets, ThreadPoolExecutor(available_cpus()) as pool:
@@ -125,9 +125,10 @@ def _describe_labels(labels: np.ndarray, names: Sequence[str]) -> str:
         finite = labels[np.isfinite(labels)]
         limits = f"{finite.min(initial=np.inf):g} to {finite.max(initial=-np.inf):g}"
         return f"targets from {limits}, {labels.size - finite.size:,} NaN or infinite"
-    kind, (numbers, counts) = "classes", np.unique(labels, return_counts=True)
     if labels.ndim > 1:
         kind, numbers, counts = "attributes", np.arange(labels.shape[1]), labels.astype(bool).sum(0)
+    else:
+        kind, (numbers, counts) = "classes", np.unique(labels, return_counts=True)
     pairs = zip(numbers.tolist(), counts.tolist(), strict=True)
     texts = [f"{names[number] if 0 <= number < len(names) else number} {count:,}" for number, count in pairs]
     return f"{len(numbers):,} of {max(len(names), len(numbers)):,} {kind}: {list_first(texts)}"

@@ -50,8 +50,9 @@ class Table:
     def texts(self, name: str) -> pl.Series:
         """A column of text without the spaces around it. Raises UserError with the line of a value that is missing."""
         if self.names.count(name) != 1 or not len(self._rows):
-            found = f"{self.path} has {len(self._rows):,} rows of the columns {list_first(self.names) or 'none'}"
-            raise UserError(f"{found}; it should have rows and one column {name} (flags name another)")
+            found = f"{len(self._rows):,} rows of the columns {list_first(self.names) or 'none'}"
+            cure = f"it should have rows, and one column {name} (--columns, --label or --split-by names another)"
+            raise UserError(f"{self.path} has {found}; {cure}")
         column = self._rows[:, self.names.index(name)].alias(name).str.strip_chars().replace("", None)
         self.check(column, column.is_not_null(), "it is missing")
         self.check(column, ~column.str.contains("\n", literal=True), "remove the line break or stray quote")
@@ -93,12 +94,15 @@ def parse_labels(table: Table, names: Sequence[str]) -> tuple[np.ndarray, dict[s
         several columns of 0 and 1, or of -1 and 1  attributes, uint8 (N, K), and their names as `class_names`
         decimals in any of the columns              targets, float32 (N,), or (N, K) and `target_names`
 
-    If one whole number is written as `01`, all labels are names. Raises UserError with the line of one that is wrong.
+    Numbers of one length, such as 01 and 10, are names. Raises UserError with the line of a label that is wrong.
     """
     texts = [table.texts(name) for name in names]
     numbers = [text.cast(pl.Float64, strict=False).cast(pl.Float32) for text in texts]
     are_numbers = [number.is_finite().fill_null(False) for number in numbers]
-    if len(names) == 1 and (not are_numbers[0].any() or texts[0].str.contains(r"^0\d+$").any()):
+    has_zero = texts[0].str.contains(r"^0\d+$")
+    are_codes = any(has_zero) and all(are_numbers[0]) and texts[0].str.len_chars().n_unique() == 1
+    if len(names) == 1 and (are_codes or not are_numbers[0].any()):
+        table.check(texts[0], ~texts[0].str.contains(r"^-?\d+,\d+$"), "write a decimal point")
         classes, labels = np.unique(texts[0].to_list(), return_inverse=True)
         return labels, {"class_names": classes.tolist()}
     for text, is_number in zip(texts, are_numbers, strict=True):
@@ -109,6 +113,9 @@ def parse_labels(table: Table, names: Sequence[str]) -> tuple[np.ndarray, dict[s
         return (targets, {"target_names": list(names)}) if len(names) > 1 else (targets[:, 0], {})
     if len(names) == 1:
         labels = whole[0].to_numpy()
+        table.check(
+            texts[0], ~has_zero, "as a class number it has no zero before; as a name it is as long as the others"
+        )
         cure = "classes are numbered from 0 on; for targets, write decimals such as 2.0"
         table.check(whole[0], whole[0].is_between(0, len(labels) + MAX_UNUSED_CLASSES), cure)
         return labels, {"class_names": list(map(str, range(labels.max() + 1)))}

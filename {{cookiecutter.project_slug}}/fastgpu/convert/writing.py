@@ -52,11 +52,8 @@ def write_files(
     if not replace and (reported := [str(path) for path in reports.values() if path.exists()]):
         raise UserError(f"{reported[0]} exists; --force replaces a file")
     with ExitStack() as stack:
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            partial = {name: stack.enter_context(new_file(named[name], replace=replace)) for name in parts}
-        except OSError as error:
-            raise UserError(f"{target} cannot be written: {error.strerror}") from None
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = {name: stack.enter_context(new_file(named[name], replace=replace)) for name in parts}
         written = {}
         for name, part in parts.items():
             facts = {"source": part.name, "row_order": "as in the source", **part.attributes}
@@ -70,6 +67,8 @@ def write_files(
             reasons = list_first([broken[row] for row in sorted(broken)], "\n  ")
             cure = "nothing was written; --on-error skip leaves out 1 % at most"
             raise UserError(f"{len(broken):,} of {n_rows:,} rows are broken; {cure}:\n  {reasons}")
+        if empty := [str(named[name]) for name, n_written in written.items() if not n_written]:
+            raise UserError(f"{empty[0]} would have no rows: all of its images are broken")
         assert sum(written.values()) + len(broken) == n_rows, f"{sum(written.values())} of {n_rows} rows came"
         for name, part in parts.items():
             if isinstance(part, Reader):
@@ -80,7 +79,7 @@ def write_files(
         print(f"{written[name]:,} rows in {named[name]}")
         if isinstance(part, Reader):
             _report(part, reports[name])
-    if old := ", ".join(str(path) for name, path in named.items() if name not in parts and path.exists()):
+    if old := ", ".join(str(path) for name, path in named.items() if name not in parts and path.is_file()):
         warn(f"{old} was here before: if it is of the same source, it has rows of the new files; delete it")
 
 

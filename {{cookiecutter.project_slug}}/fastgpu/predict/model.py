@@ -55,12 +55,13 @@ class Trained(NamedTuple):
 
 
 def load_model(path: str | Path) -> Trained:
-    """Build the model of a checkpoint, a copy of its model.json and model.safetensors, or the best one of a run.
+    """Build the model of a checkpoint, a copy of its model.json and model.safetensors, or the best (or last) of a run.
 
     Raises UserError if there is none, if it is damaged, or if it does not fit the code of the workload.
     """
     run = Path(path)
-    folder = next(iter([*newest_first(run, "best"), *newest_first(run, "last"), run]))
+    saved = [*newest_first(run, "best"), *newest_first(run, "last")]
+    folder = run if not saved or (run / DESCRIPTION).exists() else saved[0]
     try:
         if (folder / "state.json").exists():  # a copy of two files has no checksums to compare with
             digests = json.loads((folder / "state.json").read_bytes())["sha256"]
@@ -77,7 +78,8 @@ def load_model(path: str | Path) -> Trained:
         fill(model, folder / WEIGHTS)
     except (OSError, LookupError, RuntimeError, TypeError, ValueError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise UserError(f"{folder} is no checkpoint, damaged, or of other code than workloads/ has: {reason}") from None
+        text = f"{folder} is no checkpoint, damaged, or of other code than workloads/ has: {reason}"
+        raise UserError(f"{text}; name a checkpoint, or a run that has one, such as runs/first") from None
     return Trained(model.eval(), workload, card, rows, folder)
 
 
@@ -133,14 +135,15 @@ def open_inputs(paths: Sequence[str], trained: Trained, *, ids: Sequence[str] = 
     names = list(stored) if labels else [*trained.workload.inputs, *ids]
     fields = {name: trained.rows.fields[name] for name in names if name in stored}
     preprocessing = trained.rows.attributes.get("preprocessing")
-    if len(paths) == 1 and paths[0].endswith((".npy", ".npz")):
+    if len(paths) == 1 and paths[0].endswith((".npy", ".npz")) and "::" not in paths[0]:
         source = _open_arrays(paths[0], names)
     elif "::" in paths[0] or paths[0].endswith((".h5", ".hdf5")):
         source = open_store("INPUT", paths, {name: stored.get(name, name) for name in names})
     elif len(names) == 1 and fields[names[0]].dtype == np.uint8 and len(fields[names[0]].shape) > 1 and not labels:
         source = ImageRows(names[0], fields[names[0]], paths, preprocessing)
     else:
-        raise UserError(f"{paths[0]} is not an HDF5 file, nor a single NumPy file, with {' and '.join(names)}")
+        needs = " and ".join(names) + (" (images have no labels to evaluate)" if labels else "")
+        raise UserError(f"{paths[0]} is not an HDF5 file, nor a single NumPy file, with {needs}")
     for name, field in fields.items():
         if source.fields[name].codec and len(field.shape) == 3:
             share = json.loads(preprocessing or "{}").get("centre_share")

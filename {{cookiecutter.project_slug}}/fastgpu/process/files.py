@@ -25,7 +25,7 @@ def new_file(target: Path, *, replace: bool = False) -> Iterator[Path]:
     """An empty file beside `target`, under a name that nothing else has, to be written.
 
     At the end it is called `target`; after an exception it is removed, and `target` is as before. Raises UserError if
-    `target` is a folder, or exists and `replace` is false; OSError if the disk refuses.
+    `target` is a folder, cannot be there, or exists and `replace` is false; OSError if the disk refuses the end.
     """
     if target.is_dir():
         raise UserError(f"{target} is a folder; name a file in it, or another one")
@@ -33,7 +33,10 @@ def new_file(target: Path, *, replace: bool = False) -> Iterator[Path]:
         raise UserError(f"{target} exists; --force replaces a file")
     partial = target.with_name(f".{target.stem[:200]}.{uuid4().hex}{target.suffix}")
     try:  # a signal may come as soon as the file is there
-        partial.touch(exist_ok=False)
+        try:
+            partial.touch(exist_ok=False)
+        except OSError as error:  # which names the temporary file
+            raise UserError(f"{target} cannot be written: {error.strerror}") from None
         yield partial
         flush(partial)
         partial.replace(target)

@@ -12,14 +12,14 @@ from fastgpu.process.launch import UserError
 def images(args: Namespace) -> None:
     """Decode image files: of a folder for each class, of a CSV, or with masks."""
     source = Path(args.source)
-    if source.suffix.lower() in (".zip", ".tar", ".tgz", ".gz"):
+    if source.is_file() and source.suffix.lower() in (".zip", ".tar", ".tgz", ".gz"):
         raise UserError(f"{source} is an archive; unpack it and name the folder")
     idle = "columns split_by" if source.is_dir() else "masks"
     idle += " masks resize" if args.keep_encoded else ""
     idle += "" if args.masks else " binary_masks"
     if given := [f"--{name.replace('_', '-')}" for name in idle.split() if getattr(args, name)]:
         raise UserError(f"{given[0]} has no meaning for {source} with these flags; drop it")
-    if args.keep_encoded and len({*(args.size or ())}) > 1:
+    if args.keep_encoded and args.size and args.size[0] != args.size[1]:
         raise UserError("--size should be one number, of the shorter side, with --keep-encoded")
     how = {"prepared": Preprocessing(args.size, args.resize or "shorter"), "encoded": args.keep_encoded}
     if args.masks:

@@ -59,7 +59,10 @@ class ImageFiles(Reader):
             self.losses[row] = describe_losses(file)
             file.seek(0)
             if self.encoded:
-                image = np.frombuffer(keep(file.read(), size and size[0]), np.uint8)
+                data = file.read()
+                image = np.frombuffer(kept := keep(data, size and size[0]), np.uint8)
+                if kept is not data and not self.losses[row]:
+                    self.losses[row].append("encoded anew: too large, not upright, or neither RGB nor grey")
             else:
                 image = decode(file, self.prepared)
         return {"images": image} if self.labels is None else {"images": image, "labels": self.labels[row]}
@@ -76,9 +79,8 @@ class ImageFolder(ImageFiles):
         depth = int({path[0].lower() for path in paths if len(path) > 1} <= SPLIT_OF_WORD.keys())
         inside = [path for path in paths if len(path) > depth + 1]
         if not inside:
-            raise UserError(
-                f"{root} has no images in sub-folders, one for each class; list others in a CSV of path,label"
-            )
+            cure = "list others in a CSV of path,label"
+            raise UserError(f"{root} has no images in sub-folders, one for each class; {cure}")
         if len(inside) < len(paths):
             print(f"images beside the class folders of {root}, which are left out: {len(paths) - len(inside):,}")
         classes, labels = np.unique([path[depth] for path in inside], return_inverse=True)
@@ -122,6 +124,8 @@ class Masks(ImageFiles):
         return item | {"masks": mask_HW}
 
     def facts(self) -> dict[str, Any]:
+        if not self._highest.any():
+            raise UserError(f"{self.name}: no mask has a class above 0; if 255 is one, --binary-masks says so")
         return {"n_classes": int(self._highest.max()) + 1}
 
 
@@ -159,7 +163,7 @@ class PixelTable(Reader):
         from fastgpu.convert.tables import Table, parse_labels
 
         table = Table(Path(path))
-        others = [name for name in table.names if name not in ("pixels", split_by)]
+        others = [name for name in table.names if name not in ("pixels", split_by or "pixels")]
         label = label or (others[0] if len(others) == 1 else "label")
         labels, attributes = parse_labels(table, [label])
         if "pixels" in table.names:
@@ -169,7 +173,7 @@ class PixelTable(Reader):
             cure = f"it should be {n_pixels:,} whole numbers from 0 to 255"
             table.check(texts, np.array([len(row) == n_pixels for row in pixels]), cure)
         else:
-            others.remove(label)
+            others = [name for name in others if name != label]
             numbers = [[int(number) for number in re.findall(r"\d+", name)] for name in others]
             if numbers != sorted(numbers):
                 raise UserError(f"{path} has columns of pixels in another order than their numbers; put them into it")
@@ -201,6 +205,8 @@ def read_mask(path: Path, *, is_binary: bool) -> np.ndarray:
     with path.open("rb") as file, open_whole(file) as mask:
         ImageOps.exif_transpose(mask, in_place=True)
         values = np.array(mask)
+        if mask.format in ("JPEG", "MPO"):
+            raise ValueError("its mask is a JPEG file, which changes the values; save masks as PNG")
         if values.ndim != 2 or values.dtype.kind not in "bui" or values.min() < 0 or values.max() > 255:
             raise ValueError(f"its mask has the mode {mask.mode}; allowed are grey values or a palette, 0 to 255")
     if is_binary and values.max() > 1:
