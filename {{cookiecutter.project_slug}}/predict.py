@@ -35,10 +35,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         raise UserError("give INPUT or --export FILE, one of them; see --help")
     if (args.evaluate or args.export) and (args.output != "-" or args.id or args.top or args.all):
         raise UserError("-o, --id, --top and --all are for predictions, not for --evaluate and --export")
-    if args.export and not args.export.endswith((".pt2", ".onnx")):
-        raise UserError(f"--export is {args.export}; it should end in .pt2 or .onnx")
-    if args.output != "-" and not args.output.endswith((".csv", ".jsonl")):
-        raise UserError(f"-o is {args.output}; it should end in .csv or .jsonl")
+    for flag, file, kinds in (("-o", args.output, (".csv", ".jsonl")), ("--export", args.export, (".pt2", ".onnx"))):
+        if file not in ("-", None) and not file.endswith(kinds):
+            raise UserError(f"{flag} is {file}; it should end in {' or '.join(kinds)}")
     if any(number is not None and number < 1 for number in (args.batch_size, args.top)):
         raise UserError("--batch-size and --top should be at least 1")
     return args
@@ -146,8 +145,7 @@ def to_columns(values: dict[str, Any], attributes: dict[str, Any], top: int | No
         number_column, name_column, attribute, default = RANKED[name]
         n_all = values[name].shape[1]
         names = attributes.get(attribute, ())
-        if len(set(names)) != n_all:
-            names = ()
+        names = names if len({*names}) == n_all else ()
         best, numbers = values[name].topk(min(top or default, n_all))
         numbers = numbers.masked_fill(~(best > -torch.inf), -1)
         columns[number_column] = numbers.squeeze(1).tolist()  # squeezed if there is one for each row
@@ -190,6 +188,5 @@ if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the program
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what is not complete is removed
     terminal = sys.stdout
-    told = (OSError, ModuleNotFoundError)  # a full disk; a library, or a room of the project, that is not there
-    with exit_with_message(*told), redirect_stdout(sys.stderr), init_distributed(Dist(device=args.device)) as world:
+    with exit_with_message(OSError), redirect_stdout(sys.stderr), init_distributed(Dist(device=args.device)) as world:
         main(args, world, terminal)

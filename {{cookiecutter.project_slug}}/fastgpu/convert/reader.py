@@ -38,10 +38,10 @@ class Reader(Dataset):
         self.labels = labels
         self.attributes = {}
         self.block_rows = np.ones(n_rows, np.int32)
-        self.broken: dict[int, str] = {}
-        """{row: why it cannot be read}, of the rows that were read."""
-        self.losses: dict[int, list[str]] = {}
-        """{row: what of its source it does not keep}, of the rows that were read and are whole."""
+        self.broken: dict[int, str] = {}  # {row: why it cannot be read}, of the rows that were read
+        self.losses: dict[
+            int, list[str]
+        ] = {}  # {row: what of its source it does not keep}, of whole rows that were read
 
     @property
     def class_names(self) -> list[str] | None:

@@ -112,8 +112,7 @@ class Column:
             name, shape, field.dtype, maxshape=max_shape, chunks=chunks, shuffle=shuffle, dcpl=plan, **filters
         )
         self._block = np.empty(self._data.chunks, field.dtype)
-        self._n_waiting = 0
-        """Rows of `_block` that are still to be written."""
+        self._n_waiting = 0  # rows of `_block` that are still to be written
         self._digests: list[bytes] = []
 
     def append(self, rows: np.ndarray) -> None:
@@ -188,10 +187,9 @@ class ImageStatistics:
     """Mean and standard deviation of each channel of the first field of images, from rows spread over all."""
 
     def __init__(self, fields: Mapping[str, Field], n_rows: int):
-        def holds_images(field: Field) -> bool:
-            return bool(field.codec) or (field.dtype == np.uint8 and len(field.shape) == 3 and not field.is_ragged)
-
-        self._name = next((name for name, field in fields.items() if holds_images(field)), "")
+        is_pixels = {name: field.dtype == np.uint8 and len(field.shape) == 3 for name, field in fields.items()}
+        of_images = (name for name, field in fields.items() if field.codec or (is_pixels[name] and not field.is_ragged))
+        self._name = next(of_images, "")
         self._row_step = -(-n_rows // STATISTICS_ROWS)
         self._rng = np.random.default_rng(0)
         self._sums: list[np.ndarray] = []  # (3, C) for each row: number of pixels, their sum, the sum of their squares

@@ -78,8 +78,7 @@ def load_model(path: str | Path) -> Trained:
         fill(model, folder / WEIGHTS)
     except (OSError, LookupError, RuntimeError, TypeError, ValueError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
-        text = f"{folder} is no checkpoint, damaged, or of other code than workloads/ has: {reason}"
-        raise UserError(f"{text}; name a checkpoint, or a run that has one, such as runs/first") from None
+        raise UserError(f"{folder} is no run or checkpoint, damaged, or of other code than here: {reason}") from None
     return Trained(model.eval(), workload, card, rows, folder)
 
 
@@ -142,8 +141,7 @@ def open_inputs(paths: Sequence[str], trained: Trained, *, ids: Sequence[str] = 
     elif len(names) == 1 and fields[names[0]].dtype == np.uint8 and len(fields[names[0]].shape) > 1 and not labels:
         source = ImageRows(names[0], fields[names[0]], paths, preprocessing)
     else:
-        needs = " and ".join(names) + (" (images have no labels to evaluate)" if labels else "")
-        raise UserError(f"{paths[0]} is not an HDF5 file, nor a single NumPy file, with {needs}")
+        raise UserError(f"{paths[0]} is not an HDF5 file, nor a single NumPy file, with {' and '.join(names)}")
     for name, field in fields.items():
         if source.fields[name].codec and len(field.shape) == 3:
             share = json.loads(preprocessing or "{}").get("centre_share")
