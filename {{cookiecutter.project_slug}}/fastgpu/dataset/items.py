@@ -4,6 +4,7 @@ Shapes: n rows, N values of all rows together.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -15,6 +16,8 @@ from fastgpu.rows.rows import Field, RaggedArray
 NO_ARRAY = (TypeError, ValueError, RuntimeError, OverflowError)
 """What NumPy and torch raise for values that are no array: lists of unequal length, text, tensors on a GPU."""
 
+INT = Field(np.dtype(np.int64), ())
+"""Whole numbers of Python, as most labels are."""
 Columns = dict[str, np.ndarray | RaggedArray]
 
 
@@ -32,19 +35,25 @@ def field_of(arrays: Sequence[np.ndarray], *, is_ragged: bool) -> Field:
 
 
 def to_column(
-    name: str, field: Field, values: Sequence[object], row_ids: Sequence[int], *, source: str
+    name: str, field: Field, values: Sequence[object], row_ids: np.ndarray, *, source: str
 ) -> np.ndarray | RaggedArray:
     """The values of these rows in their order: (n, *shape), or ragged. name, source: of field and Dataset.
 
     Raises RankError if a row is not of the type and shape of the first row of the Dataset: it would be cut or wrapped.
     """
-    dtype = torch.from_numpy(np.empty(0, field.dtype)).dtype
-    tensors = [value for value in values if type(value) is Tensor and value.dtype == dtype]
-    if len(tensors) == len(values) and not field.is_ragged and all(value.shape == field.shape for value in tensors):
-        return torch.stack(tensors).resolve_conj().resolve_neg().numpy()
+    kinds = {*map(type, values)}
+    with suppress(*NO_ARRAY):  # values that do not fit are told below
+        if kinds == {int} and field == INT:
+            return np.array(values, np.int64)
+        if kinds == {Tensor} and not field.is_ragged:
+            tensors = [value for value in values if isinstance(value, Tensor)]
+            if len({tensor.dtype for tensor in tensors}) == 1:  # stack would give the wider type
+                column = torch.stack(tensors).resolve_conj().resolve_neg().numpy()
+                if (column.dtype, column.shape[1:]) == (field.dtype, field.shape):
+                    return column
     n_free = int(field.is_ragged)  # dimensions that may differ
     arrays = []
-    for value, row in zip(values, row_ids, strict=True):
+    for value, row in zip(values, row_ids.tolist(), strict=True):
         array = to_array(value)
         fits = array is not None and (array.ndim, array.shape[n_free:]) == (n_free + len(field.shape), field.shape)
         if array is None or not fits or not np.can_cast(array.dtype, field.dtype, "safe"):

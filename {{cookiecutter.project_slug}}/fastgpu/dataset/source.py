@@ -72,31 +72,41 @@ class ItemDataset(Dataset):
         self._workers: list[ForkProcess] = []
         self._idle: SimpleQueue[Connection] = SimpleQueue()
         """Pipes to the workers that have nothing to do."""
-        samples = [self._item(row) for row in np.linspace(0, n_rows - 1, min(N_SAMPLES, n_rows)).astype(int).tolist()]
+        samples = np.linspace(0, n_rows - 1, min(N_SAMPLES, n_rows)).astype(int)
         self.fields = {}
         self._first: dict[str, np.ndarray] = {}
         """The item of row 0."""
-        for field in names:
-            arrays = [array for sample in samples if (array := to_array(sample[field])) is not None]
-            if to_array(samples[0][field]) is None:
-                found = type(samples[0][field]).__name__
+        for field, values in zip(names, self._values(samples), strict=True):
+            arrays = [array for value in values if (array := to_array(value)) is not None]
+            if to_array(values[0]) is None:
+                found = type(values[0]).__name__
                 raise UserError(f"data.dataset: {name} has {field} as {found}; use numbers, arrays or CPU tensors")
             self._first[field] = arrays[0]
             self.fields[field] = field_of(arrays, is_ragged=field in getattr(dataset, "ragged", ()))
 
-    def _item(self, row: int) -> dict[str, Any]:
-        """One item, as {field: what the Dataset gives}."""
+    def _item(self, row: int) -> Any:
         try:
-            item = self.dataset[row]
+            return self.dataset[row]
         except Exception as error:
             error.add_note(f"in row {row} of {self.name}")
             raise
+
+    def _values(self, row_ids: np.ndarray) -> list[Sequence[Any]]:
+        """For each field, what the Dataset gives for these rows."""
+        items = [self._item(row) for row in row_ids.tolist()]
+        if {*map(type, items)} == {dict}:  # as most items are
+            with suppress(KeyError):  # told below
+                return [[item[name] for item in items] for name in self._names.values()]
+        return [*zip(*map(self._in_order, items), strict=True)]
+
+    def _in_order(self, item: Any) -> Sequence[Any]:
+        """The values of an item, in the order of the fields."""
         names = self._names.values()
         values = item if isinstance(item, list | tuple) else [item]  # a tensor is one value
         if isinstance(item, Mapping):
             values = [item[name] for name in names if name in item]
         if len(values) == len(names):
-            return dict(zip(self._names, values, strict=True))
+            return values
         found = ", ".join(map(str, item)) if isinstance(item, Mapping) else f"{len(values)} values"
         raise UserError(
             f"data.dataset: the items of {self.name} have {found}; data.fields (--fields of convert.py) names "
@@ -150,12 +160,8 @@ class ItemDataset(Dataset):
         random.seed(int(state[0]))
         np.random.seed(int(state[1]))
         torch.default_generator.manual_seed(int(state[2]))  # torch.manual_seed would seed GPUs, too
-        row_ids = rows.tolist()
-        items = [self._item(row) for row in row_ids]
-        return {
-            name: to_column(name, field, [item[name] for item in items], row_ids, source=self.name)
-            for name, field in self.fields.items()
-        }
+        columns = zip(self.fields.items(), self._values(rows), strict=True)
+        return {name: to_column(name, field, values, rows, source=self.name) for (name, field), values in columns}
 
     def _ask(self, ask: tuple[np.ndarray, int, int]) -> Columns:
         """What an idle worker reads."""
