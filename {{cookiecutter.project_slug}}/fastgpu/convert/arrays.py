@@ -16,9 +16,9 @@ def open_arrays(sources: Sequence[str], *, channels_last: bool = False) -> Array
     """Fields of equal length from any number of
 
         name=file.npy            mapped into memory, not read
-        file.npz                 arrays that have names, read
+        file.npz                 arrays that have names, read; or file.h5::/group
         name=file.npz            a sparse matrix (scipy.sparse.save_npz): ragged rows of column numbers, and of values
-        name=file.h5::/dataset   of any HDF5 file
+        name=file.h5::/dataset   of any HDF5 file; `convert.py repack` takes groups of CSR matrices
 
     channels_last: arrays of four axes are (N, H, W, C) and become (N, C, H, W). Raises UserError for other than rows.
     """
@@ -62,9 +62,7 @@ def load(path: str) -> Any:
         content = h5py.File(file)[name] if is_h5 else np.load(path, mmap_mode="r", allow_pickle=False)
         if isinstance(content, np.ndarray | h5py.Dataset):
             return content
-        if is_h5:
-            raise ValueError("it is a group; `convert.py repack` takes those of CSR matrices")
-        if not {"shape", "data", "format"} <= {*content}:
+        if is_h5 or not {"shape", "data", "format"} <= {*content}:
             return {name: np.asarray(member) for name, member in content.items()}  # a damaged member is bytes
         from scipy import sparse  # of the extra `convert`
 

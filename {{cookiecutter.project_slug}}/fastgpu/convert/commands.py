@@ -59,7 +59,7 @@ def repack(args: Namespace) -> None:
 
 
 def info(args: Namespace) -> None:
-    """Show what files hold, how their rows lie, and what would make reading faster."""
+    """Show what files hold, how their rows lie, and whether these have checksums."""
     for path in args.source:
         stored = inspect(path)
         print(path, *(f"  {each.text}" for each in stored), sep="\n")
@@ -69,8 +69,6 @@ def info(args: Namespace) -> None:
                 print(f"  {group}", *describe_rows({"": rows}), sep="\n")
             except UserError as error:
                 print(f"  {group} cannot be trained on: {error}")
-        if not all(each.has_digests for each in stored):
-            print("  `python convert.py repack` writes such rows in blocks that are read fastest, with checksums")
 
 
 def check(args: Namespace) -> int:

@@ -17,7 +17,6 @@ SPLITS = ("train", "val", "test")
 WORDS = ("train training", "val valid validation dev publictest", "test testing privatetest")
 """What data sets call each split, in small letters. PublicTest and PrivateTest are those of Kaggle."""
 SPLIT_OF_WORD = {word: number for number, words in enumerate(WORDS) for word in words.split()}
-"""{word: the place of its split in SPLITS}"""
 
 
 class Reader(Dataset):

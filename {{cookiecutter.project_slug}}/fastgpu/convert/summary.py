@@ -60,7 +60,8 @@ def inspect(path: str) -> list[Stored]:
             chunk = data.chunks or data.shape
             filters = " + ".join(name for _, _, name in codecs.filters_of(data)) or "plain"
             blocks = f"blocks {chunk} of {prod(chunk) * data.dtype.itemsize / 2**20:.2f} MiB, {filters}"
-            text = f"{data.name}  {data.dtype} {data.shape}  {blocks}, {'SHA-256' if has_digests else 'no checksums'}"
+            checksums = "SHA-256" if has_digests else "no checksums (`python convert.py repack` writes them)"
+            text = f"{data.name}  {data.dtype} {data.shape}  {blocks}, {checksums}"
             stored.append(Stored(path_in_file, has_digests, text))
     return stored
 

@@ -14,8 +14,7 @@ from fastgpu.convert.reader import explain_errors, list_first
 from fastgpu.process.launch import UserError, warn
 
 SEPARATORS = (",", ";", "\t", "|")
-MAX_UNUSED_CLASSES = 1000
-"""Class numbers without a row. If there are more, the labels are likely not class numbers."""
+MAX_UNUSED_CLASSES = 1000  # class numbers without a row; if there are more, the labels are likely no class numbers
 csv.field_size_limit(1 << 30)  # pixels of one image may be a field
 
 

@@ -23,7 +23,6 @@ from fastgpu.rows.rows import CODECS, Field, RaggedArray
 from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, DIGESTS, MIN_BLOCKS
 
 Compression = Literal["none", "gzip"]
-
 RAGGED_BLOCK_BYTES = BLOCK_BYTES // 8
 """Blocks of ragged values are smaller: rows begin and end inside of them, and a block is decoded as a whole."""
 MIN_CHUNK_BYTES = 16 << 10

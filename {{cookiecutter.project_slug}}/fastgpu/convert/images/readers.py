@@ -22,8 +22,7 @@ from fastgpu.images.parts import Box, Preprocessing
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import CODECS
 
-JPEG_QUALITY = 92
-"""Of images that are made smaller and stay encoded."""
+JPEG_QUALITY = 92  # of images that are made smaller and stay encoded
 
 
 class ImageFiles(Reader):
