@@ -20,10 +20,12 @@ from harness import TIMEOUT_S, numbered, numbers_of, open_feed, run_ranks
 from torch.utils.data import Dataset, IterableDataset
 
 from fastgpu.dataset import source as dataset_source
+from fastgpu.dataset.items import to_column
 from fastgpu.dataset.source import ItemDataset, open_dataset
 from fastgpu.feed import Feed, prefetch
 from fastgpu.process.launch import HangError, RankError, UserError
 from fastgpu.rows.order import BlockSampler
+from fastgpu.rows.rows import Field
 
 FIELDS = {"images": "images", "labels": "labels"}
 DRAWN = {"a": "a", "b": "b", "c": "c"}
@@ -374,3 +376,16 @@ def test_a_stopped_worker_of_one_rank_ends_both_with_a_line_each(folder):
     line = r"error: no rows have come from Line\('stop'\) of data.train in loader.timeout_s .*\n"
     assert re.search(line, second.stderr), first.stderr + second.stderr
     assert re.fullmatch(r"error: rank 0 lost the others.*\n", first.stderr)
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "shape"),
+    [
+        ([torch.zeros(2), torch.zeros(2, dtype=torch.int64)], np.float32, (2,)),  # which torch stacks to floats
+        ([torch.zeros(3), torch.zeros(3)], np.float32, (2,)),
+        ([1, 2], np.float32, ()),
+    ],
+)
+def test_values_of_another_type_or_shape_than_those_of_the_first_row_are_refused(values, dtype, shape):
+    with pytest.raises(RankError, match="row . has x as "):
+        to_column("x", Field(np.dtype(dtype), shape), values, np.array([5, 6]), source="mine")
