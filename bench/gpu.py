@@ -195,7 +195,7 @@ def table(spec: DataSpec, contenders: dict[str, Any]) -> publish.Table:
     rows = []
     for name, rounds in contenders.items():
         if isinstance(rounds, str):
-            rows.append([name, rounds, *[""] * (2 + len(COUNTERS))])
+            rows.append([name, rounds, *[""] * (1 + len(COUNTERS))])
             continue
         cells = [spread(speeds(contenders, name), ",.0f"), spread(compare(contenders, name, FIXED), ".4f")]
         cells += [spread([each[tag] for each in rounds if tag in each], ".2f") for tag in COUNTERS]
