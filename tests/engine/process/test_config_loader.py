@@ -113,6 +113,7 @@ def test_messages(compare_messages, load):
         read_options(read(), options)
 
     calls = {text: partial(check, partial(load, text)) for text in MISTAKES_IN_A_FILE}
+    calls["nested too deeply"] = partial(check, partial(load, "{" * 5000))
     calls |= {words: partial(check, partial(load_config, words.split())) for words in MISTAKES_IN_WORDS}
     without_settings = partial(check, partial(load, "model: {zzz: 1}"), Section)
     compare_messages(calls | {"model: {zzz: 1}, of a workload without settings": without_settings})
