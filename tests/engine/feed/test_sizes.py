@@ -1,3 +1,5 @@
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -9,7 +11,7 @@ from torch.utils.data import TensorDataset
 from fastgpu.dataset.source import ItemDataset
 from fastgpu.feed import sizes
 from fastgpu.feed.sizes import Sizes, choose_sizes, choose_tier
-from fastgpu.process.config import Config, Data, Loader, Optim
+from fastgpu.process.config import Config, Data, Loader, Optim, Section
 from fastgpu.process.launch import UserError
 from fastgpu.process.machine import GIB
 from fastgpu.process.world import World
@@ -40,10 +42,15 @@ def data(**values: Any) -> Data:
 
 
 def sizes_of(
-    source: Dataset, world: World = ALONE, val_source: Dataset | None = None, *, sections: Any = None, **values: Any
+    source: Dataset,
+    world: World = ALONE,
+    val_source: Dataset | None = None,
+    *,
+    sections: Mapping[str, Section] = MappingProxyType({}),
+    **values: Any,
 ) -> Sizes:
     """values: of section `data`. sections: other ones."""
-    config = Config(workload="images", data=data(**values), **(sections or {}))
+    config = Config(workload="images", data=data(**values), **sections)
     return choose_sizes(config, source, val_source or Shape(0), world)
 
 

@@ -10,12 +10,14 @@ from typing import Any
 
 import predict as script
 import pytest
+import torch
 import train
 from harness import ALONE, write_minimal
 from torch import nn
 
 from fastgpu.predict.model import Trained, load_model, training_rows
 from fastgpu.process.config_loader import load_config
+from fastgpu.rows.rows import Rows
 
 
 @pytest.fixture(scope="session")
@@ -53,6 +55,9 @@ def run() -> Callable[..., str]:
     return call
 
 
+Predict = Callable[[nn.Module, Rows], dict[str, torch.Tensor]]
+
+
 @pytest.fixture(scope="session")
 def model_of() -> Callable[..., Trained]:
     """model_of({field: part of its description in model.json}, model, predict, attribute=...) is a trained model.
@@ -61,7 +66,10 @@ def model_of() -> Callable[..., Trained]:
     """
 
     def make(
-        fields: dict[str, dict[str, Any]], model: nn.Module | None = None, predict: Any = None, **attributes: Any
+        fields: dict[str, dict[str, Any]],
+        model: nn.Module | None = None,
+        predict: Predict | None = None,
+        **attributes: Any,
     ) -> Trained:
         default = {"dtype": "uint8", "shape": [], "is_ragged": False, "n_items": None}
         card = {"fields": {name: default | {"dataset": name} | field for name, field in fields.items()}}

@@ -69,7 +69,7 @@ def test_a_copy_that_does_not_fit_is_one_line(copy_model, name, content, reason)
     elif isinstance(content, dict):
         content = json.dumps(json.loads(path.read_text()) | content).encode()
     path.write_bytes(content)
-    told = f"copy is no run or checkpoint, damaged, or of other code than here: .*{reason}"
+    told = f"copy is no run or checkpoint, is damaged, or was saved by other code: .*{reason}"
     with pytest.raises(UserError, match=told) as caught:
         load_model(path.parent)
     assert "\n" not in str(caught.value)

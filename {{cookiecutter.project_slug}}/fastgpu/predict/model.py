@@ -78,7 +78,7 @@ def load_model(path: str | Path) -> Trained:
         fill(model, folder / WEIGHTS)
     except (OSError, LookupError, RuntimeError, TypeError, ValueError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise UserError(f"{folder} is no run or checkpoint, damaged, or of other code than here: {reason}") from None
+        raise UserError(f"{folder} is no run or checkpoint, is damaged, or was saved by other code: {reason}") from None
     return Trained(model.eval(), workload, card, rows, folder)
 
 
