@@ -28,7 +28,7 @@ BLOCK_BYTES = 2 << 20
 DEFAULT_LAYOUT = "blocks of 2 MiB"
 
 
-def fastgpu(task: Task, *, tier: Tier) -> Contender:
+def fastgpu(task: Task, *, tier: Tier = "disk") -> Contender:
     """This project. `auto` chooses the sizes."""
     return from_feed(ours.open_feed(ours.open_rows(task.h5), task.batch_size, tier=tier), [task.h5])
 
@@ -102,7 +102,6 @@ LOADERS: dict[str, Callable[[Task], Contender]] = {
     "h5py, in process": partial(loader, rows=h5py_rows, workers=0),
     "h5py, in process, no cache": partial(loader, rows=partial(h5py_rows, cache_bytes=0), workers=0),
     H5PY: partial(loader, rows=h5py_rows),
-    "h5py, workers, no cache": partial(loader, rows=partial(h5py_rows, cache_bytes=0)),
     "h5py, workers, 1 GiB cache": partial(loader, rows=partial(h5py_rows, cache_bytes=1 << 30)),
     RAM: partial(loader, rows=ram_rows),
     MEMCPY: memcpy,

@@ -10,9 +10,8 @@ from itertools import repeat
 from typing import Any
 
 import numpy as np
-import ours
 import torch
-from contenders import in_memory
+from contenders import fastgpu, in_memory
 from peers import Contender, Items, Task, loader
 from PIL import Image
 from torch import Tensor
@@ -105,28 +104,27 @@ def before_device(task: Task, *, prefetch_factor: int) -> Contender:
     return Contender([], epoch)
 
 
-def feed(task: Task, *, augments: bool = False) -> Contender:
-    """This project; with augments, batches are cropped, flipped and normalised on this CPU."""
-    pools = ours.open_feed(ours.open_rows(task.h5), task.batch_size)
+def augmented(task: Task) -> Contender:
+    """This project. Batches are cropped, flipped and normalised on this CPU."""
+    feed = fastgpu(task)
     rng = torch.Generator().manual_seed(0)
 
     def epoch(number: int) -> Iterator[Any]:
-        for batch in ours.batches(pools, number):
-            x_BCHW = batch["images"]
-            yield [random_flip(random_crop(x_BCHW, 4, rng), rng) * (1 / 63.75) - 2 if augments else x_BCHW]
+        for x_BCHW, _ in feed.epoch(number):
+            yield [random_flip(random_crop(x_BCHW, 4, rng), rng) * (1 / 63.75) - 2]
 
-    return Contender([task.h5], epoch)
+    return Contender(feed.files, epoch)
 
 
 CONTENDERS: dict[str, Callable[[Task], Contender]] = {
     "cifar: each image in the Dataset, 0 workers": partial(loader, rows=tutorial, workers=0),
     "cifar: each image in the Dataset, 2 workers": partial(loader, rows=tutorial, workers=2),
-    "cifar: disk tier, batches augmented on this CPU": partial(feed, augments=True),
-    "cifar: disk tier, without augmentation": feed,
+    "cifar: disk tier, batches augmented on this CPU": augmented,
+    "cifar: disk tier, without augmentation": fastgpu,
     "faces: pixel strings of a CSV, 0 workers": partial(loader, rows=pixel_strings, workers=0),
     "faces: pixel strings of a CSV, 2 workers": partial(loader, rows=pixel_strings, workers=2),
     **{f"faces: PNG files, {n} workers": partial(loader, rows=png_files, workers=n) for n in (0, 1, 2, 4)},
-    "faces: disk tier, converted once": feed,
+    "faces: disk tier, converted once": fastgpu,
     **{f"waiting: 1 ms a row, {n} workers": partial(loader, rows=waiting, workers=n) for n in (0, 1, 2, 4, 8)},
     "uneven: the device alone": partial(before_device, prefetch_factor=0),
     **{f"uneven: prefetch_factor {n}": partial(before_device, prefetch_factor=n) for n in (1, 2, 8, 32)},

@@ -73,23 +73,17 @@ def shape_of(h5: Path) -> tuple[int, ...]:
         return tuple(map(int, file["images"].shape))
 
 
-def npy_arrays(h5: Path, folder: Path) -> Path:
-    """A folder with images.npy and labels.npy, for peers without a file format of their own."""
-
-    def write(target: Path) -> None:
-        target.mkdir()
-        with h5py.File(h5) as file:
-            for name in ("images", "labels"):
-                np.save(target / f"{name}.npy", file[name][:])
-
-    return convert_once(folder / "arrays", write)
-
-
 class Arrays:
-    """The memory-mapped rows of a task."""
+    """The memory-mapped rows of a task, for peers without a file format of their own."""
 
     def __init__(self, task: Task) -> None:
-        folder = npy_arrays(task.h5, task.folder)
+        def write(target: Path) -> None:
+            target.mkdir()
+            with h5py.File(task.h5) as file:
+                for name in ("images", "labels"):
+                    np.save(target / f"{name}.npy", file[name][:])
+
+        folder = convert_once(task.folder / "arrays", write)
         self.files = sorted(folder.iterdir())
         self.images = np.asarray(np.load(folder / "images.npy", mmap_mode="r"))
         self.labels = np.load(folder / "labels.npy")

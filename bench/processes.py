@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from data import DataSpec
+from peers import is_peer
 from publish import FailedError
 
 HERE = Path(__file__).parent
@@ -29,12 +30,12 @@ class Process:
     are measured.
     """
 
-    def __init__(self, name: str, spec: DataSpec, *, n_workers: int, is_peer: bool) -> None:
+    def __init__(self, name: str, spec: DataSpec, n_workers: int) -> None:
         """Start the process. The first command makes the contender itself. Raises FailedError without the peers."""
-        if is_peer and not PEERS_PYTHON.exists():
+        if is_peer(name) and not PEERS_PYTHON.exists():
             raise FailedError("not installable: bench/.venv-peers is not there; make bench-peers makes it")
         self.log = spec.folder / f"{name.replace(', ', '-').replace(' ', '-')}.log"
-        python = str(PEERS_PYTHON) if is_peer else sys.executable
+        python = str(PEERS_PYTHON) if is_peer(name) else sys.executable
         args = [name, spec.h5, spec.folder, spec.batch_size, n_workers]
         with self.log.open("w") as log:
             command = [python, HERE / "worker.py", *map(str, args)]

@@ -25,7 +25,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 README = ROOT / "bench" / "README.md"
-IN_README = ("loader", "order", "decode", "encoded", "recsys", "diagnose", "gpu")
+IN_README = ("loader", "order", "encoded", "recsys", "gpu")
 """The benchmarks with targets in bench/README.md, in this order."""
 MARKERS = re.compile(r"(?s)(?<=<!-- results:begin -->\n).*(?=<!-- results:end -->\n)")
 TARGET_COLUMNS = ["what", "measured", "required / goal"]

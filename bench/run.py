@@ -106,11 +106,6 @@ class Run(NamedTuple):
         return [self.time_share * seconds for seconds in span]
 
 
-def start(name: str, spec: DataSpec) -> Process:
-    """The process of a contender. Raises FailedError if the peers are not installed."""
-    return Process(name, spec, n_workers=ours.CPUS, is_peer=is_peer(name))
-
-
 class Lineup(ExitStack):
     """Contenders on one data set. Each is started and checked when it is measured for the first time."""
 
@@ -123,7 +118,7 @@ class Lineup(ExitStack):
     def measure(self, name: str, span_s: tuple[float, float], step_s: float = 0.0) -> dict[str, float]:
         """The result of `worker.run` on files in the page cache. Raises FailedError."""
         if name not in self.started:
-            process = self.enter_context(start(name, self.spec))
+            process = self.enter_context(Process(name, self.spec, ours.CPUS))
             files = process.ask("files")["files"]
             if name in contenders.CONTENDERS or name in peers.PEERS:  # labels are row numbers
                 process.ask("check", max_s=CHECK_S)
@@ -162,7 +157,7 @@ def measure_cold(run: Run, spec: DataSpec) -> dict[str, Any]:
         return {"rows": spec.n_rows, "seconds": read_through(spec.h5), "cpu_s": 0, "cached": cached}
 
     def measure(name: str) -> dict[str, float]:
-        with start(name, spec) as process:
+        with Process(name, spec, ours.CPUS) as process:
             cached = make_cold(process.ask("files")["files"])
             return process.ask("run", lead_s=None, span_s=run.seconds(*COLD_S), step_s=0) | {"cached": cached}
 

@@ -1,6 +1,6 @@
 """The results of bench/run.py as tables: medians, spreads, and ratios that are taken round by round."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -8,7 +8,7 @@ import jpegs
 import ours
 import recsys
 from contenders import MEMCPY, OURS
-from peers import FIXED, is_peer
+from peers import FIXED, PEERS
 from publish import NOT_MEASURED, TARGET_COLUMNS, Table, spread
 
 Results = Mapping[str, list[dict[str, float]] | str]
@@ -32,13 +32,13 @@ def loader_targets(results: Mapping[str, Any]) -> list[list[str]]:
     memcpy = spread(compare(celeba, OURS, MEMCPY), ".2f")
     sequential = spread(compare(cold, OURS, SEQUENTIAL), ".2f")
     rows = [
-        ["CelebA rows, warm: disk tier / best h5py + DataLoader", against(celeba, OURS, is_h5py), "4x / 6x"],
+        ["CelebA rows, warm: disk tier / best h5py + DataLoader", against(celeba, OURS, "h5py"), "4x / 6x"],
         ["CelebA rows, warm: disk tier / memcpy by as many threads", memcpy, "0.75 / 0.9"],
-        ["CelebA rows, warm: disk tier / best peer", against(celeba, OURS, is_peer), "1x / 1.3x"],
-        ["CIFAR rows, warm: disk tier / best h5py + DataLoader", against(cifar, OURS, is_h5py), "8x / 15x"],
-        ["CIFAR rows, warm: disk tier / best peer", against(cifar, OURS, is_peer), "1.2x / 2x"],
+        ["CelebA rows, warm: disk tier / best peer", against(celeba, OURS, *PEERS), "1x / 1.3x"],
+        ["CIFAR rows, warm: disk tier / best h5py + DataLoader", against(cifar, OURS, "h5py"), "8x / 15x"],
+        ["CIFAR rows, warm: disk tier / best peer", against(cifar, OURS, *PEERS), "1.2x / 2x"],
         ["CelebA rows, cold: disk tier / sequential read", sequential, "0.8 / 0.95"],
-        ["CelebA rows, cold: disk tier / best peer", against(cold, OURS, is_peer), "1.2x / 1.5x"],
+        ["CelebA rows, cold: disk tier / best peer", against(cold, OURS, *PEERS), "1.2x / 1.5x"],
     ]
     return [*rows, worst_feed_ratio(results, OURS)]
 
@@ -46,25 +46,22 @@ def loader_targets(results: Mapping[str, Any]) -> list[list[str]]:
 def encoded_targets(results: Mapping[str, Any]) -> list[list[str]]:
     large, small = (results["warm"].get(name, {}) for name in ("500x375", "256x256"))
 
-    def ratio(warm: Results, name: str, *, of: str = jpegs.OURS) -> str:
-        return spread(compare(warm, of, name), ".2f")
+    def ratio(warm: Results, name: str) -> str:
+        return spread(compare(warm, jpegs.OURS, name), ".2f")
 
+    converted = spread(compare(large, jpegs.CONVERT, jpegs.CENTRE), ".2f")
     costs = spread(ratios(cpu_us(large, jpegs.OURS), cpu_us(large, jpegs.FFCV)), ".2f")
     parts = "JPEG of 500 x 375 to random parts: "
     whole = "JPEG of 256 x 256, whole: "
     return [
         [parts + "feed / DataLoader + Pillow", ratio(large, jpegs.PILLOW), "3 / 5"],
-        [parts + "feed / best of FFCV, DALI, SPDL", against(large, jpegs.OURS, is_peer), "1 / 1.3"],
+        [parts + "feed / best of FFCV, DALI, SPDL", against(large, jpegs.OURS, *PEERS), "1 / 1.3"],
         [parts + "feed / decoder and resize in bare threads", ratio(large, jpegs.BARE), "0.9 / 0.97"],
         [parts + "CPU time of the feed / FFCV", costs, "1 / 0.8"],
         worst_feed_ratio(results, jpegs.OURS),
-        [whole + "feed / best of FFCV, DALI, SPDL", against(small, jpegs.OURS, is_peer), "0.95 / 1.2"],
+        [whole + "feed / best of FFCV, DALI, SPDL", against(small, jpegs.OURS, *PEERS), "0.95 / 1.2"],
         [whole + "feed / decoder in bare threads", ratio(small, jpegs.BARE), "0.97"],
-        [
-            "JPEG files converted / decoded by Pillow in bare threads",
-            ratio(large, jpegs.CENTRE, of=jpegs.CONVERT),
-            "0.9",
-        ],
+        ["JPEG files converted / decoded by Pillow in bare threads", converted, "0.9"],
     ]
 
 
@@ -144,9 +141,9 @@ def ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
     return [a / b for a, b in zip(values, others, strict=True)] if values and others else []
 
 
-def against(contenders: Results, name: str, belongs: Callable[[str], bool]) -> str:
-    """A contender against the fastest one of a kind, which is named."""
-    others = [other for other in contenders if belongs(other) and speeds(contenders, other)]
+def against(contenders: Results, name: str, *kinds: str) -> str:
+    """A contender against the fastest of those whose names begin with a kind. It is named."""
+    others = [other for other in contenders if other.startswith(kinds) and speeds(contenders, other)]
     best = max(others, key=lambda other: median(speeds(contenders, other)), default=None)
     return f"{spread(compare(contenders, name, best), '.2f', 'x')} ({best})" if best else NOT_MEASURED
 
@@ -157,7 +154,3 @@ def worst_feed_ratio(results: Mapping[str, Any], name: str) -> list[str]:
     counted = [compare(each, name, FIXED) for load, each in by_load.items() if float(load) <= MAX_LOAD]
     worst = spread(min(filter(None, counted), key=median, default=[]), ".3f")
     return ["worst feed ratio where supply >= 1.15 x demand", worst, "0.99 / 0.995"]
-
-
-def is_h5py(name: str) -> bool:
-    return name.startswith("h5py")

@@ -94,7 +94,7 @@ def test_a_paced_stream_takes_no_less_than_the_device(monkeypatch):
 
 
 def test_a_process_answers_and_says_what_went_wrong(tiny):
-    with processes.Process(OURS, tiny, n_workers=1, is_peer=False) as process:
+    with processes.Process(OURS, tiny, 1) as process:
         assert process.ask("files")["files"] == [str(tiny.h5)]
         with pytest.raises(publish.FailedError, match="failed: TypeError"):
             process.ask("check")
