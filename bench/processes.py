@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ READ_BYTES = 8 << 20
 """Size of a read of the sequential limit: large enough that the disk limits the speed, not the system calls."""
 
 
-class Process:
+class Process(AbstractContextManager["Process"]):
     """A contender in a process group of its own, which always ends with the `with` block of this object.
 
     The group is stopped (SIGSTOP) while it has no command, because some peers keep prefetching or spinning while others
@@ -56,9 +56,6 @@ class Process:
             reason = "not installable" if answer["absent"] else "failed"
             raise FailedError(" ".join(f"{reason}: {answer['error']}".split())[:200])
         return answer
-
-    def __enter__(self) -> "Process":
-        return self
 
     def __exit__(self, *error: object) -> None:
         """End the process and everything that it started."""

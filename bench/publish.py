@@ -89,14 +89,13 @@ def spread(values: Sequence[float], form: str, unit: str = "") -> str:
 def machine() -> dict[str, str]:
     """Hardware, versions, date and commit, on which the numbers depend. Nothing in it names a host or a person."""
     model = re.search(r"(?m)^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text())
-    has_gpu = torch.cuda.is_available()
     git = ["git", "describe", "--always", "--abbrev=12", "--dirty", "--exclude=*"]
     commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=False)
     return {
         "cpu": model[1] if model else platform.machine(),
         "cores": str(len(os.sched_getaffinity(0))),
         "ram": f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / (1 << 30):.0f} GiB",
-        "gpu": torch.cuda.get_device_name(0) if has_gpu else "none",
+        "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none",
         "kernel": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         **{name: version(name) for name in ("torch", "numpy", "h5py")},

@@ -38,6 +38,31 @@ class Shard(NamedTuple):
     """A multiple of world_size that divides the global batch. None: world_size."""
 
 
+class Line(NamedTuple):
+    """The rows of an epoch: extents in an order of their own, one after the other."""
+
+    extents: Extents
+    order: np.ndarray
+    """(extents,) their numbers."""
+    ends: np.ndarray
+    """(extents,) where each ends on the line."""
+
+    def cut(self, start: int, places: np.ndarray) -> Reads:
+        """The rows start, start + 1, ... of the line, which go to these places."""
+        if not len(places):
+            return Reads(places, places, places)
+        stop = start + len(places)
+        first, last = np.searchsorted(self.ends, [start, stop - 1], "right")
+        numbers = self.order[first : last + 1]
+        starts = self.extents.starts[numbers].astype(np.int64)
+        counts = self.extents.counts[numbers].astype(np.int64)
+        n_before = start + counts[0] - self.ends[first]  # the first and the last extent may be in this pool in part
+        counts[-1] -= self.ends[last] - stop
+        starts[0] += n_before
+        counts[0] -= n_before
+        return Reads(starts, counts, places)
+
+
 class BlockSampler(DistributedSampler):
     """Plans an epoch in an order that a disk can follow. A drop-in for torch's DistributedSampler.
 
@@ -106,13 +131,15 @@ class BlockSampler(DistributedSampler):
 
     def pools(self, epoch: int, first_pool: int = 0) -> Iterator[PoolPlan]:
         """The pools of an epoch, beginning with pool `first_pool`."""
-        line = self.selection.extents(epoch)
+        extents = self.selection.extents(epoch)
+        units = np.arange(extents.n_units, dtype=np.int32)
         if self.shuffle:
-            line = line.permuted(self._rng(epoch).permutation(np.arange(len(line.units), dtype=np.int32)))
-        ends = line.counts.astype(np.int64)
-        np.cumsum(ends, out=ends)  # in place: there may be ten million blocks
+            self._rng(epoch).shuffle(units)
+        order = extents.of_units(units)
+        ends = extents.counts[order].astype(np.int64)
+        line = Line(extents, order, np.cumsum(ends, out=ends))  # in place: there may be ten million blocks
         for number in range(first_pool, self.pools_per_epoch):
-            yield self._plan(epoch, number, line, ends)
+            yield self._plan(epoch, number, line)
 
     def plans(self, epoch: int, first_pool: int = 0) -> Iterator[PoolPlan]:
         """The pools of an epoch, beginning with pool `first_pool`, and those of the epochs after it."""
@@ -120,8 +147,8 @@ class BlockSampler(DistributedSampler):
         for later in range(epoch + 1, self.n_epochs):
             yield from self.pools(later)
 
-    def _plan(self, epoch: int, number: int, line: Extents, ends: np.ndarray) -> PoolPlan:
-        """Plan one pool of this rank. line: the rows of the epoch. ends: (extents,) where each extent ends on the line.
+    def _plan(self, epoch: int, number: int, line: Line) -> PoolPlan:
+        """Plan one pool of this rank. line: the rows of the epoch.
 
         Example with two canonical ranks a and b on this rank, batches of 4 rows (2 of each canonical rank) and 3
         batches in a pool, the last of which has one row of each only. Unshuffled, the places of the pool hold
@@ -146,9 +173,9 @@ class BlockSampler(DistributedSampler):
         reads: list[Reads] = []
         for rank, start, in_order in zip(ranks.tolist(), starts.tolist(), places_of_slots, strict=True):
             places = self._rng(epoch, rank, number).permutation(in_order) if self.shuffle else in_order
-            reads.append(_cut(line, ends, start, places))
+            reads.append(line.cut(start, places))
             if len(places) < n_each:
-                reads.append(_cut(line, ends, max(start + len(places) - 1, 0), np.array([next_padding])))
+                reads.append(line.cut(max(start + len(places) - 1, 0), np.array([next_padding])))
                 next_padding += 1
         return PoolPlan(
             epoch=epoch,
@@ -163,18 +190,3 @@ class BlockSampler(DistributedSampler):
     def _rng(self, epoch: int, *part: int) -> np.random.Generator:
         """`spawn_key` keeps the streams of an epoch apart: (0, 0) and (0, 0, 0, 0) are the same seed to NumPy."""
         return np.random.default_rng(np.random.SeedSequence((self.seed, epoch), spawn_key=part))
-
-
-def _cut(line: Extents, ends: np.ndarray, start: int, places: np.ndarray) -> Reads:
-    """The rows start, start + 1, ... of a line, which go to these places."""
-    if not len(places):
-        return Reads(places, places, places)
-    stop = start + len(places)
-    first, last = np.searchsorted(ends, [start, stop - 1], "right")
-    starts = line.starts[first : last + 1].astype(np.int64)
-    counts = line.counts[first : last + 1].astype(np.int64)
-    counts[-1] -= ends[last] - stop  # the first and the last extent may be in this pool in part
-    n_before = start + line.counts[first] - ends[first]
-    starts[0] += n_before
-    counts[0] -= n_before
-    return Reads(starts, counts, places)

@@ -29,15 +29,18 @@ class Extents(NamedTuple):
     """(extents,) the first row of each."""
     counts: np.ndarray
     """(extents,) the number of rows of each."""
-    units: np.ndarray
-    """(units,) the first extent of each unit, which stays together: a block, or a pass over it."""
+    units: np.ndarray | None = None
+    """(units,) the first extent of each unit, which stays together: a block, or a pass over it. None: each is one."""
 
-    def permuted(self, order: np.ndarray) -> "Extents":
-        """The units in another order."""
-        index = order
-        if len(self.units) < len(self.starts):
-            index = runs(self.units[order], np.diff(self.units, append=len(self.starts))[order])
-        return Extents(self.starts[index], self.counts[index], self.units)
+    @property
+    def n_units(self) -> int:
+        return len(self.starts if self.units is None else self.units)
+
+    def of_units(self, units: np.ndarray) -> np.ndarray:
+        """(extents,) the numbers of the extents of these units, one unit after the other."""
+        if self.units is None:
+            return units
+        return runs(self.units[units], np.diff(self.units, append=len(self.starts))[units])
 
 
 class Share:
@@ -48,7 +51,7 @@ class Share:
         block_rows = np.asarray(block_rows, np.int32)
         block_start = np.cumsum(block_rows, dtype=np.int64) - block_rows
         if is_member is None:
-            self._extents = Extents(block_start, block_rows, np.arange(len(block_rows), dtype=np.int32))
+            self._extents = Extents(block_start, block_rows)
             self.checksum = zlib.crc32(block_rows.tobytes())
         else:
             self._extents = _extents_of(np.flatnonzero(is_member), block_start)
