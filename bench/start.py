@@ -99,9 +99,9 @@ def main() -> None:
         rows.append([case, *cells, f"< {limit_s:g}"])
     columns = ["case", TORCH, "first point of the log", "rest", "required"]
     note = (
-        "Seconds from the start of a process; median, minimum and maximum. Rest: the time to the first point without that of "
-        "the import: other imports, config, files, model, the first pool of up to 256 MiB and the first step, on "
-        "a CPU in one thread."
+        "Seconds from the start of a process; median, minimum and maximum. Rest: the time to the first point without "
+        "that of the import: other imports, config, files, model, the first pool of up to 256 MiB and the first step, "
+        "on a CPU in one thread."
     )
     publish.write_result("start", [publish.Table("seconds to the first point", columns, rows, note)], results, args)
 
