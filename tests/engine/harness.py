@@ -1,6 +1,7 @@
 """Rows that carry their own numbers, whole runs, and runs of several processes."""
 
 import atexit
+import io
 import json
 import os
 import random
@@ -28,6 +29,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 import train as script
+from PIL import Image
 
 from fastgpu.feed import Feed, Sizes, open_loaders
 from fastgpu.process.config import Dist, Loader, Tier
@@ -189,6 +191,33 @@ def write_ragged(path: Path, rows: int = 100, start: int = 0, *, items: int = IT
         group["indptr"] = array.offsets
         group.create_dataset("indices", data=array.values, **options)
         file["number"] = np.arange(start, start + rows)
+    return str(path)
+
+
+def image_file(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
+    """The bytes of an image file. options: of Pillow."""
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+@cache
+def photo(number: int) -> bytes:
+    """A small image file of a size of its own: PNG, or JPEG."""
+    rng = np.random.default_rng(number)
+    height, width = rng.integers(20, 60, 2)
+    corners = Image.fromarray(rng.integers(0, 256, (3, 3, 3), np.uint8))
+    return image_file(corners.resize((width, height)), "PNG" if number % 5 == 0 else "JPEG")
+
+
+def write_encoded(path: Path, files: list[bytes], **columns: np.ndarray) -> str:
+    """Write an HDF5 file whose `images` are image files, with other columns. Returns its path."""
+    with h5py.File(path, "w") as file:
+        file["images/indptr"] = np.cumsum([0, *map(len, files)])
+        file["images/values"] = np.frombuffer(b"".join(files), np.uint8)
+        file["images"].attrs["codec"] = "jpeg+png+webp"
+        for name, column in columns.items():
+            file[name] = column
     return str(path)
 
 

@@ -1,6 +1,5 @@
 """A seed gives the same rows in the same order, bit for bit: one matrix over all kinds of rows, and whole runs."""
 
-import io
 import json
 import signal
 import subprocess
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import h5py
 import numpy as np
 import pytest
 import torch
@@ -23,6 +21,7 @@ from harness import (
     needs_gpu,
     numbered,
     open_feed,
+    photo,
     ragged,
     run_train,
     same_weights,
@@ -34,10 +33,10 @@ from harness import (
     val_points,
     wait_for_step,
     weights_of,
+    write_encoded,
     write_ragged,
     write_rows,
 )
-from PIL import Image
 from torch.utils.data import Dataset as TorchDataset
 
 from fastgpu.feed import Feed
@@ -61,17 +60,6 @@ SEED = 5
 TIERS = ("device", "host", "disk")
 
 Row = dict[str, np.ndarray | np.generic]
-
-
-@cache
-def photo(number: int) -> bytes:
-    """A small image file of a size of its own: PNG, or JPEG."""
-    rng = np.random.default_rng(number)
-    height, width = rng.integers(20, 60, 2)
-    file = io.BytesIO()
-    corners = Image.fromarray(rng.integers(0, 256, (3, 3, 3), np.uint8))
-    corners.resize((width, height)).save(file, "PNG" if number % 5 == 0 else "JPEG")
-    return file.getvalue()
 
 
 # ---------------------------------------------------------------------------------------------- rows, read plainly
@@ -146,15 +134,6 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[int, int], Row], tuple[Tier, ..
 """{kind: (settings of section `data`, what a row holds in an epoch, where the rows may stay)}"""
 
 
-def write_photos(path: Path, start: int, stop: int) -> None:
-    files = [photo(number) for number in range(start, stop)]
-    with h5py.File(path, "w") as file:
-        file["images/indptr"] = np.cumsum([0, *map(len, files)])
-        file["images/values"] = np.frombuffer(b"".join(files), np.uint8)
-        file["images"].attrs["codec"] = "jpeg+png"
-        file["labels"] = np.arange(start, stop)
-
-
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> Path:
     """A folder with two files of each kind, which lie in other pieces."""
@@ -164,7 +143,8 @@ def files(tmp_path_factory) -> Path:
         write_rows(folder / f"dense-{number}.h5", n_rows, chunk=chunk, start=start)
         write_rows(folder / f"large-{number}.h5", n_rows, LARGE, chunk, start=start)
         write_ragged(folder / f"ragged-{number}.h5", n_rows, start, **options)
-        write_photos(folder / f"photos-{number}.h5", start, start + n_rows)
+        numbers = np.arange(start, start + n_rows)
+        write_encoded(folder / f"photos-{number}.h5", [photo(row) for row in numbers], labels=numbers)
     return folder
 
 

@@ -8,7 +8,6 @@ threads in epoch after epoch, as random parts; the memory of the process is read
 """
 
 import argparse
-import io
 import sys
 import tempfile
 from contextlib import closing
@@ -16,15 +15,14 @@ from itertools import chain, count
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "{{cookiecutter.project_slug}}"))
+sys.path[:0] = [str(ROOT / folder) for folder in ("{{cookiecutter.project_slug}}", "tests/engine")]
 
-import h5py
 import numpy as np
 import psutil
 import torch
+from harness import image_file, open_feed, write_encoded
 from PIL import Image
 
-from fastgpu.feed import PrefetchLoader
 from fastgpu.images.column import decoded
 from fastgpu.process.machine import available_cpus
 from fastgpu.rows.order import BlockSampler
@@ -45,10 +43,8 @@ def make_image(number: int) -> bytes:
     on_its_side[0x0112] = 6
     ways = [("L", "JPEG", {}), ("RGB", "JPEG", {"progressive": True}), ("RGB", "JPEG", {"exif": on_its_side})]
     ways += [("CMYK", "JPEG", {}), ("RGB", "PNG", {}), ("RGB", "WEBP", {}), *4 * [("RGB", "JPEG", {})]]
-    mode, form, options = ways[number % len(ways)]
-    file = io.BytesIO()
-    pixels.convert(mode).save(file, form, **options)
-    return file.getvalue()
+    mode, kind, options = ways[number % len(ways)]
+    return image_file(pixels.convert(mode), kind, **options)
 
 
 def main() -> int:
@@ -58,16 +54,11 @@ def main() -> int:
     files = [make_image(number) for number in range(min(N_DISTINCT, n_images))]
     memory: list[float] = []
     with tempfile.TemporaryDirectory(prefix="images-") as folder:
-        path = Path(folder) / "rows.h5"
-        with h5py.File(path, "w") as file:
-            file["images/indptr"] = np.cumsum([0, *map(len, files)])
-            file["images/values"] = np.frombuffer(b"".join(files), np.uint8)
-            file["images"].attrs["codec"] = "jpeg+png+webp"
-        source = decoded(open_store("FILE", str(path), {"images": "images"}), (32, 32), min_scale=0.08)
+        path = write_encoded(Path(folder) / "rows.h5", files)
+        source = decoded(open_store("FILE", path, {"images": "images"}), (32, 32), min_scale=0.08)
         order = BlockSampler(source.block_rows, 256, pool_batches=4, drop_last=False)
-        feed = PrefetchLoader(source, order, torch.device("cpu"), available_cpus())
         n_done = 0
-        with closing(feed):
+        with closing(open_feed(source, order, n_readers=available_cpus())) as feed:
             for pool in chain.from_iterable(map(feed.pools, count())):
                 n_done += len(pool.rows)
                 while len(memory) < len(MARKS) and n_done >= MARKS[len(memory)] * n_images:

@@ -6,7 +6,7 @@ import pytest
 
 
 @pytest.mark.slow
-def test_rows_bytes_and_mistakes_are_what_they_were():
-    command = [sys.executable, str(Path(__file__).with_name("goldens.py")), "--only", "g1", "g2", "g4"]
+def test_rows_and_bytes_are_what_they_were():
+    command = [sys.executable, str(Path(__file__).with_name("goldens.py")), "--only", "g1", "g2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert not done.returncode, done.stdout + done.stderr
