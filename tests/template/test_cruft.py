@@ -5,29 +5,21 @@ import shutil
 import sys
 
 import pytest
-from harness import run_to_end
+from harness import printed_by
 from template import FOLDER
 
 
-@pytest.fixture
-def run(tmp_path, monkeypatch):
-    """run(folder, *command) is the output of a command that must succeed, away from the settings of this user."""
+@pytest.mark.slow
+def test_an_update_merges_the_template_and_the_user(template, tmp_path):
+    """Away from the settings of this user."""
     (tmp_path / "cookiecutter.yaml").write_text(f"cookiecutters_dir: {tmp_path}/c\nreplay_dir: {tmp_path}/r\n")
-    settings = {"COOKIECUTTER_CONFIG": str(tmp_path / "cookiecutter.yaml"), "GIT_CONFIG_GLOBAL": os.devnull}
-    names = {f"GIT_{who}_{what}": "a@b.c" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
-    for name, value in (settings | names | {"HOME": str(tmp_path), "GIT_CONFIG_NOSYSTEM": "1"}).items():
-        monkeypatch.setenv(name, value)
+    settings = {f"GIT_{who}_{what}": "a@b.c" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    settings |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "HOME": str(tmp_path)}
+    settings["COOKIECUTTER_CONFIG"] = str(tmp_path / "cookiecutter.yaml")
 
     def run(folder, *command):
-        done = run_to_end([*command], folder)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        return printed_by(command, folder, **settings)
 
-    return run
-
-
-@pytest.mark.slow
-def test_an_update_merges_the_template_and_the_user(run, template, tmp_path):
     def commit(folder):
         run(folder, "git", "init", "-q", "-b", "main")  # once more does no harm
         run(folder, "git", "add", "-A")

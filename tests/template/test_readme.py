@@ -24,22 +24,6 @@ def test_the_tree_in_a_project_is_the_tree_on_disk(baked, answer):
     assert {path.name for path in project.glob("*.py")} | folders | rooms <= shown
 
 
-@pytest.mark.parametrize("name", ["README.md", f"{FOLDER}/README.md", f"{FOLDER}/docs/tutorial.md"])
-def test_no_word_of_this_project_alone_comes_before_the_first_number(name):
-    """Nor is one in what train.py prints before it: tests/engine/run/test_record.py."""
-    before = re.split(r"(?m)^\|.*\d,\d{3} \|$|^epoch \d", (ROOT / name).read_text())[0]
-    assert re.findall(r"(?i)\b(?:pools?|tiers?|fresh|echo\w*|canonical)\b", before.split("## Train\n")[0]) == []
-
-
-def test_torchvision_is_said_to_come_from_the_index_of_torch():
-    said = "torchvision.*same index as torch|torchvision.*index that torch came"
-    for name in ("README.md", f"{FOLDER}/README.md", f"{FOLDER}/constraints.txt"):
-        assert re.search(said, (ROOT / name).read_text())
-
-
-# ---------------------------------------------------------------------------------------------- commands and links
-
-
 def test_make_targets_exist():
     makefile = (ROOT / "Makefile").read_text()
     text = (ROOT / "README.md").read_text() + (ROOT / "CONTRIBUTING.md").read_text()

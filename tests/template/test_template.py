@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import h5py
+import make_interactions
+import numpy as np
 import pytest
 import yaml
 from baking import bake_project, resolve
@@ -42,12 +44,11 @@ def parses(project: Path) -> dict:
 # ---------------------------------------------------------------------------------------------- questions and answers
 
 
-def test_questions_are_few_and_each_choice_is_explained():
-    public = [name for name in QUESTIONS if not name.startswith("_")]
-    assert len(public) <= 7
-    assert set(QUESTIONS["__prompts__"]) == set(public)
+def test_each_choice_is_explained():
+    prompts = QUESTIONS["__prompts__"]
+    assert set(prompts) == {name for name in QUESTIONS if not name.startswith("_")}
     for name in ("workload", "tools", "launch", "license"):
-        assert ["__prompt__", *QUESTIONS[name]] == list(QUESTIONS["__prompts__"][name])
+        assert ["__prompt__", *QUESTIONS[name]] == list(prompts[name])
 
 
 def load_hook(**answers: str) -> dict[str, Any]:
@@ -60,13 +61,7 @@ def load_hook(**answers: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("name", "slug"),
-    [
-        ("  Müller's “x” ", "muller_s_x"),
-        ("123 go", "project_123_go"),
-        ("!!! ... ???", "project_one"),
-        ("a " * 60, "a_" * 20 + "a"),
-        ("1" * 60, "project_" + "1" * 42),
-    ],
+    [("  Müller's “x” ", "muller_s_x"), ("!!! ... ???", "project_one"), ("1 " * 60, "project_1" + "_1" * 20)],
 )
 def test_the_slug_that_is_suggested_for_a_name_is_accepted(name, slug):
     assert resolve({"project_name": name})["project_slug"] == slug
@@ -85,7 +80,6 @@ def test_the_hook_refuses_the_names_of_the_packages_that_a_project_installs():
     [
         ("project_slug", "../evil", 'use lower-case letters, digits and "_"'),
         ("project_slug", "1st", "a letter first"),
-        ("project_slug", "cats_", "no _ last"),
         ("project_slug", "a" * 51, "at most 50"),
         ("project_slug", "match", "a word of the Python language"),
         ("project_slug", "nvidia_ml_py", "add a word, such as nvidia_ml_py_project"),
@@ -115,11 +109,9 @@ def test_all_mistakes_are_told_at_once_and_nothing_is_made(bake, tmp_path, capfd
 def test_default_answers_bake_a_clean_project_and_tell_the_next_three_commands(template, tmp_path, capfd):
     """Also from a folder in which the project was run and built."""
     dirty = shutil.copytree(template, tmp_path / "dirty")
-    leftovers = (
-        *("fastgpu/__pycache__/x.pyc", "stray.pyc", ".mypy_cache/x.json", "runs/a/metrics.jsonl", "build/lib/x.py"),
-        *("x.egg-info/PKG-INFO", ".hypothesis/x", ".coverage", "data/.DS_Store", ".venv/template.html"),
-    )
-    for name in leftovers:
+    leftovers = "fastgpu/__pycache__/x.pyc stray.pyc .mypy_cache/x.json runs/a/metrics.jsonl build/lib/x.py"
+    leftovers += " x.egg-info/PKG-INFO .hypothesis/x .coverage data/.DS_Store .venv/template.html"
+    for name in leftovers.split():
         path = dirty / FOLDER / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("{% broken {{")
@@ -170,3 +162,14 @@ def test_the_included_digits_are_all_of_them_and_name_their_source():
     with h5py.File(PROJECT / "data/digits.h5") as file:
         assert sum(len(file[split]["images"]) for split in ("train", "val")) == 1797
         assert "CC BY 4.0" in file.attrs["source"]
+
+
+def test_the_included_interactions_are_made_by_the_tool_and_their_law_beats_popularity(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["", str(tmp_path / "interactions.h5"), "--compression", "gzip"])
+    make_interactions.main()
+    assert "val: popularity_ndcg_at_100 0.194, oracle_ndcg_at_100 0.399" in capsys.readouterr().out
+    for name, field in (("train", "items"), ("val", "items"), ("val", "held_out")):
+        file = f"interactions-{name}.h5"
+        with h5py.File(tmp_path / file) as made, h5py.File(PROJECT / "data" / file) as included:
+            for member in included[field]:
+                np.testing.assert_array_equal(made[field][member], included[field][member])
