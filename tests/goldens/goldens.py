@@ -50,6 +50,7 @@ sys.path[:0] = [str(PROJECT), str(ROOT / "tests" / "engine")]
 
 import harness
 from PIL import Image
+from torch.utils.data import Dataset
 
 from fastgpu.feed import sizes, sources, tiers
 from fastgpu.process.config import Config
@@ -111,20 +112,17 @@ def write_jpegs(path: Path, rows: int, start: int = 0) -> str:
     return harness.write_encoded(path, files, number=np.arange(start, start + rows))
 
 
-OWN_DATASET = """
-from torch.utils.data import Dataset
-from harness import numbered
-
 class Own(Dataset):
-    def __init__(self, path):
-        self.images = numbered(int(path))
+    """As many numbered rows as its path says."""
 
-    def __len__(self):
+    def __init__(self, path: str):
+        self.images = harness.numbered(int(path))
+
+    def __len__(self) -> int:
         return len(self.images)
 
-    def __getitem__(self, row):
+    def __getitem__(self, row: int) -> tuple[np.ndarray, int]:
         return self.images[row], row % 5
-"""
 
 
 def write_all(folder: Path) -> None:
@@ -139,7 +137,6 @@ def write_all(folder: Path) -> None:
     harness.write_ragged(folder / "ragged-val.h5", 90, 5000, chunks=(64,))
     write_jpegs(folder / "jpegs.h5", 400)
     write_jpegs(folder / "jpegs-val.h5", 50, 5000)
-    (folder / "golden_dataset.py").write_text(OWN_DATASET)
 
 
 DATA = {"train": "rows.h5", "val": "val.h5", "fields": {"images": "images", "labels": "labels"}}
@@ -147,7 +144,7 @@ DATA |= {"batch_size": BATCH_SIZE, "pool_batches": POOL_BATCHES}
 PARTS = ["part-0.h5", "part-1.h5", "part-2.h5"]
 RAGGED = {"train": "ragged.h5", "val": "ragged-val.h5", "fields": {"items": "items", "number": "number"}}
 JPEGS = {"train": "jpegs.h5", "val": "jpegs-val.h5", "fields": {"images": "images", "number": "number"}}
-DATASET = {"train": str(N_ROWS), "val": "90", "dataset": "golden_dataset:Own"}
+DATASET = {"train": str(N_ROWS), "val": "90", "dataset": "__main__:Own"}
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "several-files": {"train": PARTS},
@@ -190,9 +187,9 @@ def read_ids(case: str, world_size: int) -> dict[str, list[list[int]]]:
 
 def ids(feed: Any, batch_size: int, epoch: int, first: int = 0) -> list[list[int]]:
     """The row numbers of each batch of a rank. Fails if images are not those of their numbers."""
-    found = batches(feed, batch_size, epoch, first)
     return [
-        batch["number"][0].tolist() if "number" in batch else harness.numbers_of(batch["images"][0]) for batch in found
+        batch["number"][0].tolist() if "number" in batch else harness.numbers_of(batch["images"][0])
+        for batch in batches(feed, batch_size, epoch, first)
     ]
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from harness import run_to_end
+from harness import printed_by
 from template import ROOT, WORKLOAD_ANSWERS
-from test_readme import convert_commands
+from test_documents import convert_commands
 from test_template import expected, files, parses
 
 WORDS_OF_THE_OTHER = {
@@ -24,9 +24,7 @@ SPEAK_OF_BOTH = {"constraints.txt", "convert.py"}
 def run_in(project: Path, *command: str) -> str:
     """What `python -m ...` or a script of the project prints; it must succeed."""
     caches = {"MYPY_CACHE_DIR": str(ROOT / ".cache/mypy-baked"), "RUFF_NO_CACHE": "true"}
-    done = run_to_end([sys.executable, *command], project, **caches, PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1")
-    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    return printed_by([sys.executable, *command], project, **caches, PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1")
 
 
 def run_pytest(project: Path, *arguments: str) -> None:
@@ -56,14 +54,14 @@ def test_a_project_has_what_was_asked_for_and_names_nothing_else(baked, answers)
     workload = answers["workload"]
     license = answers.get("license", "MIT")
     assert files(project) == expected(**answers)
-    wanted = {  # `expected` asks the hook itself
+    for name, is_wanted in {  # `expected` asks the hook itself
         "convert.py": answers.get("tools") != "none",
         "launch/slurm.sh": answers["launch"] in ("slurm", "both"),
         "launch/kubernetes.yaml": answers["launch"] in ("kubernetes", "both"),
         "workloads/images.py": workload in ("images", "both"),
         "workloads/recsys.py": workload in ("recsys", "both"),
-    }
-    assert {name: (project / name).exists() for name in wanted} == wanted
+    }.items():
+        assert (project / name).exists() == is_wanted
     assert all(any(path.iterdir()) for path in project.rglob("*") if path.is_dir())
     meta = parses(project)["project"]
     assert any(name.startswith("pillow") for name in meta["dependencies"]) == (workload in ("images", "both"))
@@ -85,9 +83,7 @@ def test_a_project_has_what_was_asked_for_and_names_nothing_else(baked, answers)
         assert {name: found for name in texts if (found := pattern.findall((project / name).read_text()))} == {}
 
 
-# ---------------------------------------------------------------------------------------------- changed by its owner
-
-
+# ---------------------------------------------------------------------------------------------- at work
 OWNERS_CONFIG = """
 workload: mine
 run: {seed: 7}
@@ -116,8 +112,6 @@ def change(project: Path, workload: str) -> None:
     minimal = re.sub(r'(?ms)^ *""".*?"""\n', "", (project / "workloads/minimal.py").read_text())
     (project / "workloads/mine.py").write_text(f'import os\n\n{minimal}\nDEBUG = os.environ.get("DEBUG")\n')
 
-
-# ---------------------------------------------------------------------------------------------- at work
 
 COMMANDS_OF = {"images": {"images", "pixels"}, "recsys": {"events"}}
 COMMANDS_OF |= {"both": COMMANDS_OF["images"] | COMMANDS_OF["recsys"], "own": set()}
