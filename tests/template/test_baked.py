@@ -40,12 +40,8 @@ BAKES = [
     {"workload": "own", "tools": "all", "launch": "kubernetes"},
     {"workload": "own", "tools": "none", "launch": "none"},
 ]
-LICENSES = {
-    "MIT": "MIT License",
-    "BSD-3-Clause": "BSD 3-Clause License",
-    "Apache-2.0": "Apache License",
-    "proprietary": "All rights reserved",
-}
+LICENSES = {"MIT": "MIT License", "BSD-3-Clause": "BSD 3-Clause License", "Apache-2.0": "Apache License"}
+LICENSES |= {"proprietary": "All rights reserved"}
 
 
 @pytest.mark.parametrize("answers", BAKES, ids=lambda answers: "-".join(answers.values()))

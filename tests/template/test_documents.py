@@ -115,25 +115,11 @@ def follow(project: Path, blocks: list[Block]) -> None:
             assert not missing_lines(block.text, printed), printed
 
 
-def to_run(project: Path) -> list[Block]:
-    """The blocks of its tutorial that are run."""
-    return [block for block in read_blocks(project / "docs/tutorial.md") if not block.reason]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("workload", ["images", "recsys"])
-def test_every_step_of_the_tutorial_works(own_copy, baked, workload):
-    """For users and items: the steps that only they have."""
+def test_every_step_of_the_tutorial_works(own_copy, workload):
     project = own_copy(workload)
-    blocks = to_run(project)
-    if workload == "recsys":
-        known = to_run(baked("images"))
-        following = [*blocks[1:], None]
-        is_own = [
-            block not in known or (after and after.language == "console" and after not in known)
-            for block, after in zip(blocks, following, strict=True)
-        ]
-        blocks = [*itertools.compress(blocks, is_own)]
+    blocks = [block for block in read_blocks(project / "docs/tutorial.md") if not block.reason]
     assert {block.language for block in blocks} == {"bash", "console", "python"}
     follow(project, blocks)
 

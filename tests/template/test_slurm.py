@@ -23,7 +23,6 @@ is_installed = os.geteuid() == 0 and all(map(shutil.which, ("slurmctld", "slurmd
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(not is_installed, reason="needs root, slurmctld and slurmd")]
 NODES = ("c1", "c2")
 TIMEOUT_S = 400
-GPUS = 8
 WORDS = ("workload=slow", "train.epochs=20")
 SLOW_WORKLOAD = """\
 import os
@@ -48,12 +47,8 @@ AuthInfo=cred_expire=5
 CredType=cred/none
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
-MpiDefault=none
-SwitchType=switch/none
-JobAcctGatherType=jobacct_gather/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
-GresTypes=gpu
 SlurmdParameters=config_overrides
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool.%n
@@ -67,8 +62,8 @@ ReturnToService=2
 KillWait=30
 SlurmdTimeout=10
 SchedulerParameters=bf_interval=1,sched_interval=1
-NodeName=c1 NodeAddr=127.0.0.1 Port={port_1} CPUs=64 Gres=gpu:{gpus}
-NodeName=c2 NodeAddr=127.0.0.1 Port={port_2} CPUs=64 Gres=gpu:{gpus}
+NodeName=c1 NodeAddr=127.0.0.1 Port={port_1} CPUs=64
+NodeName=c2 NodeAddr=127.0.0.1 Port={port_2} CPUs=64
 PartitionName=low Nodes=c1,c2 Default=YES PriorityTier=1 GraceTime=30 State=UP
 PartitionName=high Nodes=c1,c2 PriorityTier=2 State=UP
 """
@@ -76,8 +71,7 @@ PartitionName=high Nodes=c1,c2 PriorityTier=2 State=UP
 
 
 class Cluster:
-    """Two nodes of 64 CPUs and 8 GPUs each (files that stand for them), and the partitions `low` and `high`: jobs of
-    `high` preempt those of `low`."""
+    """Two nodes of 64 CPUs each, and the partitions `low` and `high`: jobs of `high` preempt those of `low`."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -85,11 +79,7 @@ class Cluster:
         ports = {name: free_port() for name in ("port", "port_1", "port_2")}
         host = socket.gethostname().split(".")[0]
         (folder / "state").mkdir(parents=True)
-        (folder / "slurm.conf").write_text(CONFIG.format(**ports, host=host, folder=folder, gpus=GPUS))
-        gpus = [f"NodeName={node} Name=gpu File={folder}/gpu[0-{GPUS - 1}]\n" for node in NODES]
-        (folder / "gres.conf").write_text("".join(gpus))
-        for number in range(GPUS):
-            os.mknod(folder / f"gpu{number}", 0o20666, os.makedev(1, 3))
+        (folder / "slurm.conf").write_text(CONFIG.format(**ports, host=host, folder=folder))
 
     @property
     def variables(self) -> dict[str, str]:

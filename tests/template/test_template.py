@@ -4,6 +4,7 @@ import ast
 import itertools
 import re
 import shutil
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import yaml
 from baking import bake_project, resolve
 from cookiecutter.environment import StrictEnvironment
 from cookiecutter.exceptions import FailedHookException
-from template import FOLDER, KEEP, PROJECT, QUESTIONS, ROOT, is_inside, project_files, removed_files
+from template import FOLDER, PROJECT, QUESTIONS, ROOT, project_files, removed_files
 
 
 def files(folder: Path) -> set[str]:
@@ -78,7 +79,6 @@ def test_the_hook_refuses_the_names_of_the_packages_that_a_project_installs():
 @pytest.mark.parametrize(
     ("name", "answer", "reason"),
     [
-        ("project_slug", "../evil", 'use lower-case letters, digits and "_"'),
         ("project_slug", "1st", "a letter first"),
         ("project_slug", "a" * 51, "at most 50"),
         ("project_slug", "match", "a word of the Python language"),
@@ -94,9 +94,9 @@ def test_answers_that_break_are_refused(name, answer, reason):
     assert reason in mistake
 
 
-def test_all_mistakes_are_told_at_once_and_nothing_is_made(bake, tmp_path, capfd):
+def test_all_mistakes_are_told_at_once_and_nothing_is_made(template, tmp_path, capfd):
     with pytest.raises(FailedHookException):
-        bake(project_slug="../evil", project_name="", author="a\nb")
+        bake_project(tmp_path, template, project_slug="../evil", project_name="", author="a\nb")
     said = capfd.readouterr().err
     assert all(f"error: {name}" in said for name in ("project_slug", "project_name", "author"))
     assert not list((tmp_path / "out").iterdir())
@@ -124,13 +124,13 @@ def test_default_answers_bake_a_clean_project_and_tell_the_next_three_commands(t
     assert sum(line.startswith("  ") for line in printed.splitlines()) == 3
 
 
-def test_odd_answers_still_make_a_project(bake, tmp_path):
+def test_odd_answers_still_make_a_project(template, tmp_path):
     text = (
         "-leading dash, quotes \" and ' and \"\"\" and ''', back\\slash \\n \\, Ünïcödé 日本語 😀 # hash : colon "
         "{{ cookiecutter.project_slug }} {% if x %} {brace} [b] & amp; <b> ${HOME} $(touch hacked) `touch hacked` "
         "'''; import os; os.mkdir('hacked'); '''"
     )
-    project = bake(project_name=text, project_slug="odd", author=text)
+    project = bake_project(tmp_path, template, project_name=text, project_slug="odd", author=text)
     meta = tomllib.loads((project / "pyproject.toml").read_text())  # and are kept as they were given
     assert meta["project"]["authors"][0]["name"] == " ".join(text.split())
     assert (project / "README.md").read_text().startswith(f"# {text}\n\n")
@@ -141,13 +141,10 @@ def test_odd_answers_still_make_a_project(bake, tmp_path):
 # ---------------------------------------------------------------------------------------------- files
 
 
-def test_the_hooks_name_paths_and_answers_that_exist_and_need_nothing_but_python():
-    for path, questions in KEEP.items():
-        assert any(is_inside(name, path) for name in project_files()), path
-        assert all(set(answers) < set(QUESTIONS[question]) for question, answers in questions.items()), path
+def test_the_hooks_need_nothing_but_python():
     for path in (ROOT / "hooks").glob("*.py"):
         imported = re.findall(r"(?m)^(?:import|from) (\w+)", path.read_text())
-        assert set(imported) <= {"json", "keyword", "re", "sys", "shutil", "tempfile", "pathlib"}
+        assert set(imported) <= sys.stdlib_module_names
 
 
 def test_the_version_is_the_newest_in_the_changelog():
