@@ -54,7 +54,7 @@ def main() -> None:
     add("--items", type=int, default=1000, help="number of items; default: 1,000")
     add("--mean-items", type=float, default=30, help="mean number of items of a user; default: 30")
     add("--train-share", type=float, default=0.9, help="share of the users to train on; default: 0.9")
-    add("--sed", type=int, default=0)
+    add("--seed", type=int, default=0)
     add("--compression", choices=("none", "gzip"), default="none")
     args = parser.parse_args()
     parts = make_interactions(args.users, args.items, args.mean_items, train_share=args.train_share, seed=args.seed)

@@ -34,17 +34,19 @@ MARKS = (0.1, 0.5, 1.0)  # shares of the images
 MAX_GROWTH = 1.25  # of the memory, from the first of these marks to the last
 
 
+WAYS = [("RGB", "JPEG", {"progressive": True}), ("RGB", "PNG", {}), ("RGB", "WEBP", {}), *6 * [("RGB", "JPEG", {})]]
+WAYS += [("L", "JPEG", {}), ("CMYK", "JPEG", {})]
+"""[(mode, format, options)]"""
+
+
 def make_image(number: int) -> bytes:
     """An image of any size, format, mode and orientation."""
     rng = np.random.default_rng(number)
-    height, width = rng.integers(*SIDES, 2)
-    pixels = Image.fromarray(rng.integers(0, 256, (4, 4, 3), np.uint8)).resize((width, height))
-    on_its_side = Image.Exif()
-    on_its_side[0x0112] = 6
-    ways = [("L", "JPEG", {}), ("RGB", "JPEG", {"progressive": True}), ("RGB", "JPEG", {"exif": on_its_side})]
-    ways += [("CMYK", "JPEG", {}), ("RGB", "PNG", {}), ("RGB", "WEBP", {}), *4 * [("RGB", "JPEG", {})]]
-    mode, kind, options = ways[number % len(ways)]
-    return image_file(pixels.convert(mode), kind, **options)
+    pixels = Image.fromarray(rng.integers(0, 256, (4, 4, 3), np.uint8)).resize(rng.integers(*SIDES, 2))
+    mode, kind, options = WAYS[number % len(WAYS)]
+    orientation = Image.Exif()
+    orientation[0x0112] = 1 + number % 8
+    return image_file(pixels.convert(mode), kind, exif=orientation, **options)
 
 
 def main() -> int:
@@ -59,12 +61,11 @@ def main() -> int:
         order = BlockSampler(source.block_rows, 256, pool_batches=4, drop_last=False)
         n_done = 0
         with closing(open_feed(source, order, n_readers=available_cpus())) as feed:
-            for pool in chain.from_iterable(map(feed.pools, count())):
-                n_done += len(pool.rows)
-                while len(memory) < len(MARKS) and n_done >= MARKS[len(memory)] * n_images:
-                    memory.append(psutil.Process().memory_info().rss / 2**20)
-                if len(memory) == len(MARKS):
-                    break
+            pools = chain.from_iterable(map(feed.pools, count()))
+            for mark in MARKS:
+                while n_done < mark * n_images:
+                    n_done += len(next(pools).rows)
+                memory.append(psutil.Process().memory_info().rss / 2**20)
     print(f"memory in MiB after {MARKS} of the images: {memory}")
     return int(memory[-1] > MAX_GROWTH * memory[0])
 

@@ -1,4 +1,4 @@
-"""Every recipe in configs/ and every example in docs/examples trains on data in the published format, by the commands that
+"""Every recipe in configs/ and example in docs/examples trains on data in the published format, by the commands that
 its head names; that with a network of timm says how to get it.
 
 timm needs torchvision, which does not import beside the CPU build of torch that is pinned here, so a test installs
@@ -144,7 +144,7 @@ def test_a_recipe_trains_on_data_in_the_published_format(name, own_copy):
         printed_by([sys.executable, "-c", program], project)
     for command in commands_in(text, r"python convert\.py") if name != "recsys" else []:  # its data are included
         printed_by([sys.executable, "convert.py", *command], project)
-    command = commands_in(text, r"python train\.py")[0]
+    command = commands_in(text, r"train\.py")[0]
     assert command[command.index("--config") + 1] == f"configs/{name}.yaml"
     (project / "timm.py").write_text('raise ImportError("No module named timm")')  # it may be installed here
     done = run_train(*command, *SMALL, *recipe.settings.split(), cwd=project, root=project)
