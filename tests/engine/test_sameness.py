@@ -3,6 +3,7 @@
 import json
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from functools import cache, partial
@@ -33,7 +34,7 @@ from harness import (
     val_points,
     wait_for_step,
     weights_of,
-    write_encoded,
+    write_photos,
     write_ragged,
     write_rows,
 )
@@ -143,8 +144,7 @@ def files(tmp_path_factory) -> Path:
         write_rows(folder / f"dense-{number}.h5", n_rows, chunk=chunk, start=start)
         write_rows(folder / f"large-{number}.h5", n_rows, LARGE, chunk, start=start)
         write_ragged(folder / f"ragged-{number}.h5", n_rows, start, **options)
-        numbers = np.arange(start, start + n_rows)
-        write_encoded(folder / f"photos-{number}.h5", [photo(row) for row in numbers], labels=numbers)
+        write_photos(folder / f"photos-{number}.h5", n_rows, start)
     return folder
 
 
@@ -210,6 +210,11 @@ def test_rows_and_their_order_depend_on_the_seed_alone(files, monkeypatch, kind,
                 if first_pool:
                     for feed in feeds:
                         next(feed.pools(2), None)  # the loop leaves an epoch early
+
+
+@pytest.mark.slow
+def test_rows_and_bytes_are_what_they_were():
+    printed_by([sys.executable, "goldens.py", "--only", "g1", "g2"], Path(__file__).parents[1] / "goldens")
 
 
 # ---------------------------------------------------------------------------------------------- whole runs

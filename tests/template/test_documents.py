@@ -102,10 +102,15 @@ def missing_lines(shown: str, printed: str) -> list[str]:
     return missing
 
 
-def follow(project: Path, blocks: list[Block]) -> None:
-    """Do what a page says, in its order, as a person types it, in the environment of these tests."""
+@pytest.mark.slow
+@pytest.mark.parametrize("workload", ["images", "recsys"])
+def test_every_step_of_the_tutorial_works(own_copy, workload):
+    """As a person types it, in the environment of these tests."""
+    project = own_copy(workload)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {"PATH": path, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    blocks = [block for block in read_blocks(project / "docs/tutorial.md") if not block.reason]
+    assert {block.language for block in blocks} == {"bash", "console", "python"}
     for block in blocks:
         if block.target:
             (project / block.target).write_text(block.text)
@@ -113,15 +118,6 @@ def follow(project: Path, blocks: list[Block]) -> None:
             printed = printed_by(["bash", "-euc", f"exec 2>&1; {block.text}"], project, **environment)
         else:
             assert not missing_lines(block.text, printed), printed
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("workload", ["images", "recsys"])
-def test_every_step_of_the_tutorial_works(own_copy, workload):
-    project = own_copy(workload)
-    blocks = [block for block in read_blocks(project / "docs/tutorial.md") if not block.reason]
-    assert {block.language for block in blocks} == {"bash", "console", "python"}
-    follow(project, blocks)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import yaml
 from baking import bake_project, resolve
 from cookiecutter.environment import StrictEnvironment
 from cookiecutter.exceptions import FailedHookException
-from template import FOLDER, PROJECT, QUESTIONS, ROOT, project_files, removed_files
+from template import FOLDER, PROJECT, ROOT, project_files, removed_files
 
 
 def files(folder: Path) -> set[str]:
@@ -43,13 +43,6 @@ def parses(project: Path) -> dict:
 
 
 # ---------------------------------------------------------------------------------------------- questions and answers
-
-
-def test_each_choice_is_explained():
-    prompts = QUESTIONS["__prompts__"]
-    assert set(prompts) == {name for name in QUESTIONS if not name.startswith("_")}
-    for name in ("workload", "tools", "launch", "license"):
-        assert ["__prompt__", *QUESTIONS[name]] == list(prompts[name])
 
 
 def load_hook(**answers: str) -> dict[str, Any]:
