@@ -1,4 +1,6 @@
-"""Rules for the template's own code. They bind its authors, not its users, so a project does not carry them."""
+"""Rules for the template's own code, which bind its authors, not its users, so a project does not carry them. Keys are
+the same in the classes that declare them, in config files, and in all texts.
+"""
 
 import ast
 import graphlib
@@ -6,13 +8,14 @@ import re
 import sys
 from pathlib import Path
 
+import config_page
 import pytest
 from harness import run_to_end
 from template import LEAF_ROOMS, PROJECT, ROOT, project_files, tracked
 
 import workloads
 from fastgpu.process.config import Config
-from fastgpu.process.config_loader import keys
+from fastgpu.process.config_loader import keys, load_config
 
 SOURCES = [name for name in project_files() if name.endswith(".py") and not name.startswith("tests/")]
 """The project's Python files without its tests, relative to its folder."""
@@ -68,14 +71,57 @@ def test_modules_do_what_they_may_and_public_names_have_docstrings(rules, exempt
 
 
 def test_nothing_is_unpickled_and_everything_is_formatted():
-    for name in tracked():
-        text = (ROOT / name).read_text() if name.endswith(".py") and not name.startswith("tests/") else ""
-        assert all("weights_only=True" in call for call in re.findall(r"torch\.load\(.*", text)), name
-        assert "allow_pickle=True" not in text, name
+    for name in [each for each in tracked() if each.endswith(".py")]:
+        text = (ROOT / name).read_text()
         assert not re.search("# fmt: (skip|off)", text), name
+        assert all("weights_only=True" in call for call in re.findall(r"torch\.load\(.*", text)), name
+        assert "allow_pickle=" + "True" not in text, name
 
 
-# ---------------------------------------------------------------------------------------------- keys named in text
+# ---------------------------------------------------------------------------------------------- keys
+
+NOT_SHIPPED = {
+    *("run.check", "log.wandb", "loader.num_workers", "loader.timeout_s", "model.timm", "model.pretrained"),
+    *("data.val_fields", "data.balance", "data.dataset", "data.image_size", "data.min_crop_scale", "data.pool_batches"),
+    *("dist.strategy", "dist.device", "dist.find_unused_parameters", "dist.timeout_s"),
+}
+"""Keys whose defaults are right for most, or that belong on a command line: docs/config.md has them."""
+
+
+def named_in(name: str) -> dict[str, object]:
+    """{dotted key that a file names: value}"""
+    tree = load_config(["--config", str(PROJECT / name)]).model_dump(exclude_unset=True)
+    workload = {"workload": tree.pop("workload")}
+    return workload | {f"{name}.{key}": value for name, section in tree.items() for key, value in section.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "workload", "recipe"),
+    [
+        ("config.yaml", "images", ""),
+        ("config.own.yaml", "minimal", ""),
+        ("config.recsys.yaml", "recsys", "configs/recsys.yaml"),
+    ],
+)
+def test_a_shipped_file_names_every_key_in_the_same_order_with_its_default_or_the_value_of_a_recipe(
+    name, workload, recipe
+):
+    declared = keys() | keys(workloads.load(workload).Options, "model.")
+    values = named_in(name)
+    of_recipe = named_in(recipe) if recipe else {}
+    assert values["workload"] == workload
+    assert values.keys() == (declared.keys() - NOT_SHIPPED) | of_recipe.keys()
+    assert values | of_recipe == values
+    for key in values.keys() - of_recipe.keys():
+        assert declared[key].is_required() or values[key] == declared[key].get_default(call_default_factory=True), key
+    shared = [key for key in named_in("config.yaml") if not key.startswith("model.")]
+    assert [key for key in values if not key.startswith(("model.", "data.val_fields"))] == shared
+
+
+def test_the_page_of_keys_is_up_to_date(capsys):
+    config_page.main()
+    assert capsys.readouterr().out == (PROJECT / "docs/config.md").read_text()
+
 
 OPTIONS = [workloads.load(path.stem).Options for path in sorted(PROJECT.glob("workloads/[a-z]*.py"))]
 KNOWN_KEYS = {"workload", *keys()} | {key for options in OPTIONS for key in keys(options, "model.")}
