@@ -37,12 +37,6 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
-@pytest.fixture
-def bake(template: Path, tmp_path: Path) -> Callable[..., Path]:
-    """bake(**answers) makes a project in tmp_path/out and returns its folder."""
-    return functools.partial(bake_project, tmp_path, template)
-
-
 @pytest.fixture(scope="session")
 def baked(template: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """baked(workload, **answers) is a project that all tests share and leave as it is; it has ALL_FILES by default."""

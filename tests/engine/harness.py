@@ -1,6 +1,7 @@
 """Rows that carry their own numbers, whole runs, and runs of several processes."""
 
 import atexit
+import io
 import json
 import os
 import random
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -28,6 +29,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 import train as script
+from PIL import Image
 
 from fastgpu.feed import Feed, Sizes, open_loaders
 from fastgpu.process.config import Dist, Loader, Tier
@@ -192,6 +194,39 @@ def write_ragged(path: Path, rows: int = 100, start: int = 0, *, items: int = IT
     return str(path)
 
 
+def image_file(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
+    """The bytes of an image file. options: of Pillow."""
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+@cache
+def photo(number: int) -> bytes:
+    """A PNG or JPEG file of a size of its own. That of number 1, a JPEG file, has 16 x 16 pixels."""
+    rng = np.random.default_rng(number)
+    height, width = (16, 16) if number == 1 else rng.integers(8, 60, 2)
+    corners = Image.fromarray(rng.integers(0, 256, (3, 3, 3), np.uint8))
+    return image_file(corners.resize((width, height)), "PNG" if number % 5 == 0 else "JPEG")
+
+
+def write_encoded(path: Path, files: list[bytes], **columns: np.ndarray) -> str:
+    """Write an HDF5 file whose `images` are image files, with other columns. Returns its path."""
+    with h5py.File(path, "w") as file:
+        file["images/indptr"] = np.cumsum([0, *map(len, files)])
+        file["images/values"] = np.frombuffer(b"".join(files), np.uint8)
+        file["images"].attrs["codec"] = "jpeg+png+webp"
+        for name, column in columns.items():
+            file[name] = column
+    return str(path)
+
+
+def write_photos(path: Path, rows: int, start: int = 0) -> str:
+    """Write an HDF5 file with photos as encoded `images`, and their numbers as `labels`. Returns its path."""
+    numbers = range(start, start + rows)
+    return write_encoded(path, [photo(number) for number in numbers], labels=np.array(numbers))
+
+
 # ---------------------------------------------------------------------------------------------- whole runs
 
 
@@ -337,6 +372,13 @@ def run_train(
 def run_to_end(command: list[str], cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     env = os.environ | environment
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+
+
+def printed_by(command: Sequence[str | Path], cwd: Path, **environment: str) -> str:
+    """What a program prints, which must succeed."""
+    done = run_to_end([*map(str, command)], cwd, **environment)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
 
 
 def run_ranks(

@@ -1,9 +1,9 @@
 """A seed gives the same rows in the same order, bit for bit: one matrix over all kinds of rows, and whole runs."""
 
-import io
 import json
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from functools import cache, partial
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
-import h5py
 import numpy as np
 import pytest
 import torch
@@ -23,8 +22,9 @@ from harness import (
     needs_gpu,
     numbered,
     open_feed,
+    photo,
+    printed_by,
     ragged,
-    run_train,
     same_weights,
     saved_steps,
     signalled,
@@ -34,10 +34,10 @@ from harness import (
     val_points,
     wait_for_step,
     weights_of,
+    write_photos,
     write_ragged,
     write_rows,
 )
-from PIL import Image
 from torch.utils.data import Dataset as TorchDataset
 
 from fastgpu.feed import Feed
@@ -61,17 +61,6 @@ SEED = 5
 TIERS = ("device", "host", "disk")
 
 Row = dict[str, np.ndarray | np.generic]
-
-
-@cache
-def photo(number: int) -> bytes:
-    """A small image file of a size of its own: PNG, or JPEG."""
-    rng = np.random.default_rng(number)
-    height, width = rng.integers(20, 60, 2)
-    file = io.BytesIO()
-    corners = Image.fromarray(rng.integers(0, 256, (3, 3, 3), np.uint8))
-    corners.resize((width, height)).save(file, "PNG" if number % 5 == 0 else "JPEG")
-    return file.getvalue()
 
 
 # ---------------------------------------------------------------------------------------------- rows, read plainly
@@ -146,15 +135,6 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[int, int], Row], tuple[Tier, ..
 """{kind: (settings of section `data`, what a row holds in an epoch, where the rows may stay)}"""
 
 
-def write_photos(path: Path, start: int, stop: int) -> None:
-    files = [photo(number) for number in range(start, stop)]
-    with h5py.File(path, "w") as file:
-        file["images/indptr"] = np.cumsum([0, *map(len, files)])
-        file["images/values"] = np.frombuffer(b"".join(files), np.uint8)
-        file["images"].attrs["codec"] = "jpeg+png"
-        file["labels"] = np.arange(start, stop)
-
-
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> Path:
     """A folder with two files of each kind, which lie in other pieces."""
@@ -164,7 +144,7 @@ def files(tmp_path_factory) -> Path:
         write_rows(folder / f"dense-{number}.h5", n_rows, chunk=chunk, start=start)
         write_rows(folder / f"large-{number}.h5", n_rows, LARGE, chunk, start=start)
         write_ragged(folder / f"ragged-{number}.h5", n_rows, start, **options)
-        write_photos(folder / f"photos-{number}.h5", start, start + n_rows)
+        write_photos(folder / f"photos-{number}.h5", n_rows, start)
     return folder
 
 
@@ -230,6 +210,11 @@ def test_rows_and_their_order_depend_on_the_seed_alone(files, monkeypatch, kind,
                 if first_pool:
                     for feed in feeds:
                         next(feed.pools(2), None)  # the loop leaves an epoch early
+
+
+@pytest.mark.slow
+def test_rows_and_bytes_are_what_they_were():
+    printed_by([sys.executable, "goldens.py", "--only", "g1", "g2"], Path(__file__).parents[1] / "goldens")
 
 
 # ---------------------------------------------------------------------------------------------- whole runs
@@ -313,13 +298,11 @@ def test_two_ranks_train_the_weights_of_one_also_if_they_take_over_inside_an_epo
 def test_a_run_of_four_ranks_that_is_killed_is_resumed_to_the_same_weights(folder):
     """Sums of two ranks have one order only."""
     words = ("data.echo=2.5", "run.checkpoint_every_steps=1", "data.tier=disk", "train.epochs=6", "train.ema=0.9")
-    assert run_train("run.name=whole", *words, ranks=4, cwd=folder).returncode == 0
+    printed_by(train_command("run.name=whole", *words, ranks=4), folder)
     run = folder / "runs/a"
     with subprocess.Popen(train_command(*words, ranks=4), cwd=folder, stdout=subprocess.DEVNULL) as process:
         wait_for_step(run, 60, process)  # inside the second epoch, which has 52 or 53 steps
         kill_tree(process)
     last_step = saved_steps(run)[-1]
-    done = run_train(*words, "run.resume=auto", ranks=4, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    assert f"at step {last_step}" in done.stdout
+    assert f"at step {last_step}" in printed_by(train_command(*words, "run.resume=auto", ranks=4), folder)
     assert_same_end(folder / "runs/whole", run, "ema")

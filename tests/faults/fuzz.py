@@ -23,7 +23,7 @@ import sys
 import tempfile
 import traceback
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from importlib import import_module
@@ -70,15 +70,13 @@ TEXTS = (".json", ".yaml", ".txt", ".csv")
 class Kind(NamedTuple):
     """A kind of file. `make` writes whole files to the current folder, and `use` reads them and returns their digest.
 
-    files: those of which one is damaged. is_covered: whether checksums cover what is read. only_flips: whether nothing
-    but bits is flipped, and each such file must be refused.
+    files: those of which one is damaged. is_covered: whether checksums cover what is read.
     """
 
     make: Callable[[], object]
     use: Callable[[], object]
     files: str
     is_covered: bool = False
-    only_flips: bool = False
 
 
 # ---------------------------------------------------------------------------------------------- whole files
@@ -94,6 +92,11 @@ def make_hdf5(compression: str) -> None:
 def make_csr() -> None:
     fields = {"items": Field(np.dtype(np.int32), (), 2.0, ITEMS)}
     writer.write_rows(Path("x.h5"), N_ROWS, fields, [{"items": ragged(range(N_ROWS))}], attributes={})
+
+
+def make_arrays() -> None:
+    np.save("x.npy", numbered(40))
+    np.savez("y.npz", labels=np.arange(40))
 
 
 def make_foreign() -> None:
@@ -122,11 +125,6 @@ def make_images(*suffixes: str) -> None:
 def make_encoded() -> None:
     make_images("jpg")
     command("images photos x.h5 --keep-encoded")()
-
-
-def make_arrays() -> None:
-    np.save("x.npy", numbered(40))
-    np.savez("y.npz", labels=np.arange(40))
 
 
 def make_checkpoint() -> None:
@@ -214,7 +212,7 @@ KINDS = {
     "photos": Kind(partial(make_images, "png", "jpg"), command("images photos out.h5 --size 8"), PHOTOS),
     "arrays": Kind(make_arrays, command("arrays images=x.npy y.npz out.h5"), "x.npy y.npz"),
     "checkpoint": Kind(make_checkpoint, read_checkpoint, STATES, is_covered=True),
-    "flips": Kind(make_checkpoint, read_checkpoint, f"{STATES} {MODEL}", is_covered=True, only_flips=True),
+    "flips": Kind(make_checkpoint, read_checkpoint, f"{STATES} {MODEL}"),
     "model": Kind(make_checkpoint, read_model, MODEL, is_covered=True),
 }
 
@@ -226,7 +224,7 @@ def attempt(folder: Path, work: Callable[[], object]) -> str:
     """What becomes of a function that a process of its own calls in a folder: "accepted" with what it returned,
     "refused", or a fault. What it said is in the file `said`."""
     report = folder / ".report"
-    report.unlink(missing_ok=True)
+    report.write_text("ended without a report: no memory")
     pid = os.fork()
     if not pid:
         try:
@@ -235,13 +233,17 @@ def attempt(folder: Path, work: Callable[[], object]) -> str:
             os._exit(0)
     _, status = os.waitpid(pid, 0)
     words = (folder / "said").read_text(errors="replace")
+    outcome = report.read_text()
     if os.WIFSIGNALED(status):
-        return f"{words[-3000:]}\nended by {signal.Signals(os.WTERMSIG(status)).name}"
-    outcome = report.read_text() if report.exists() else f"{words[-3000:]}\nended without a report: no memory"
-    if outcome == "refused" and (("error: " not in words and "damaged" not in words) or len(words) > MAX_MESSAGE_BYTES):
-        return f"{words[-500:]}\nno message, or an endless one"
-    left = [path.name for path in folder.glob("*partial*")]
-    return f"{outcome}\nleft behind: {left}" if left else outcome
+        outcome = f"ended by {signal.Signals(os.WTERMSIG(status)).name}"
+    elif outcome == "refused" and not ("error: " in words or "damaged" in words):
+        outcome = "no message"
+    elif outcome == "refused" and len(words) > MAX_MESSAGE_BYTES:
+        outcome = "an endless message"
+    elif left := [path.name for path in folder.glob("*partial*")]:
+        outcome = f"left behind: {left}"
+    is_right = outcome == "refused" or outcome.startswith("accepted")
+    return outcome if is_right else f"{words[-3000:]}\n{outcome}"
 
 
 def outcome_of(folder: Path, work: Callable[[], object]) -> str:
@@ -270,42 +272,36 @@ def damage(kind: str, number: int, folder: Path) -> None:
     """Damage a whole file of this kind in the folder."""
     rng = random.Random(f"0:{kind}:{number}")
     path = folder / rng.choice(KINDS[kind].files.split())
-    change = flip if KINDS[kind].only_flips else partial(mutate, is_text=path.suffix in TEXTS)
     data = damaged = path.read_bytes()
     while damaged == data:
-        damaged = change(data, rng)
+        damaged = flip(data, rng) if kind == "flips" else mutate(data, rng, is_text=path.suffix in TEXTS)
     path.write_bytes(damaged)
 
 
 def try_file(base: Path, expected: Mapping[str, str], case: tuple[str, int]) -> str:
     """Damage a copy of a whole file, and let it be read. Returns the outcome: one word if it is right."""
-    name, number = case
-    kind = KINDS[name]
-    folder = base / f"{name}-{number}"
-    shutil.copytree(base / name, folder)
-    damage(name, number, folder)
-    outcome = attempt(folder, kind.use)
+    kind, number = case
+    folder = shutil.copytree(base / kind, base / f"{kind}-{number}")
+    damage(kind, number, folder)
+    outcome = attempt(folder, KINDS[kind].use)
     shutil.rmtree(folder)
-    if not outcome.startswith("accepted") or "\n" in outcome:
+    if not outcome.startswith("accepted"):
         return outcome
-    if kind.only_flips:
+    if kind == "flips":
         return "a flipped bit is not noticed"
-    return "wrong rows" if kind.is_covered and outcome != expected[name] else "accepted"
+    return "wrong rows" if KINDS[kind].is_covered and outcome != expected[kind] else "accepted"
 
 
-def make_whole(base: Path, names: Collection[str]) -> dict[str, str]:
-    """Write whole files of these kinds. Returns {kind: outcome of reading them}."""
-    expected = {}
-    for name in names:
-        folder = base / name
-        folder.mkdir()
-        for work in (KINDS[name].make, KINDS[name].use):
-            expected[name] = attempt(folder, work)
-            if not expected[name].startswith("accepted"):
-                sys.exit(f"error: a whole file of the kind {name} is not accepted: {expected[name]}")
-        for path in folder.glob("out*"):
-            path.unlink()
-    return expected
+def make_whole(folder: Path) -> str:
+    """Write whole files of the kind that the folder names. Returns the outcome of reading them."""
+    folder.mkdir()
+    for work in (KINDS[folder.name].make, KINDS[folder.name].use):
+        outcome = attempt(folder, work)
+        if not outcome.startswith("accepted"):
+            sys.exit(f"error: a whole file of the kind {folder.name} is not accepted: {outcome}")
+    for path in folder.glob("out*"):
+        path.unlink()
+    return outcome
 
 
 # ---------------------------------------------------------------------------------------------- all of them
@@ -313,7 +309,7 @@ def make_whole(base: Path, names: Collection[str]) -> dict[str, str]:
 
 def try_all(base: Path, names: list[str], n_files: int) -> int:
     """Print how many files of each kind were accepted and refused. Returns the number of faults, which are told."""
-    expected = make_whole(base, names)
+    expected = {name: make_whole(base / name) for name in names}
     cases = [(name, number) for number in range(-(-n_files // len(names))) for name in names]
     counts: Counter[tuple[str, str]] = Counter()
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("fork")) as pool:
@@ -343,10 +339,10 @@ def main() -> int:
     gc.freeze()
     if args.only:
         kind, _, number = args.only.partition(":")
-        base = Path(tempfile.mkdtemp(prefix="fuzz-"))
-        make_whole(base, [kind])
-        damage(kind, int(number), base / kind)
-        print(attempt(base / kind, KINDS[kind].use), f"the file is in {base / kind}", sep="\n")
+        folder = Path(tempfile.mkdtemp(prefix="fuzz-")) / kind
+        make_whole(folder)
+        damage(kind, int(number), folder)
+        print(attempt(folder, KINDS[kind].use), f"the file is in {folder}", sep="\n")
         return 0
     with tempfile.TemporaryDirectory(prefix="fuzz-") as name:
         return int(try_all(Path(name), args.kinds or list(KINDS), args.files) > 0)

@@ -8,7 +8,6 @@ threads in epoch after epoch, as random parts; the memory of the process is read
 """
 
 import argparse
-import io
 import sys
 import tempfile
 from contextlib import closing
@@ -16,15 +15,14 @@ from itertools import chain, count
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "{{cookiecutter.project_slug}}"))
+sys.path[:0] = [str(ROOT / folder) for folder in ("{{cookiecutter.project_slug}}", "tests/engine")]
 
-import h5py
 import numpy as np
 import psutil
 import torch
+from harness import image_file, open_feed, write_encoded
 from PIL import Image
 
-from fastgpu.feed import PrefetchLoader
 from fastgpu.images.column import decoded
 from fastgpu.process.machine import available_cpus
 from fastgpu.rows.order import BlockSampler
@@ -36,19 +34,19 @@ MARKS = (0.1, 0.5, 1.0)  # shares of the images
 MAX_GROWTH = 1.25  # of the memory, from the first of these marks to the last
 
 
+WAYS = [("RGB", "JPEG", {"progressive": True}), ("RGB", "PNG", {}), ("RGB", "WEBP", {}), *6 * [("RGB", "JPEG", {})]]
+WAYS += [("L", "JPEG", {}), ("CMYK", "JPEG", {})]
+"""[(mode, format, options)]"""
+
+
 def make_image(number: int) -> bytes:
     """An image of any size, format, mode and orientation."""
     rng = np.random.default_rng(number)
-    height, width = rng.integers(*SIDES, 2)
-    pixels = Image.fromarray(rng.integers(0, 256, (4, 4, 3), np.uint8)).resize((width, height))
-    on_its_side = Image.Exif()
-    on_its_side[0x0112] = 6
-    ways = [("L", "JPEG", {}), ("RGB", "JPEG", {"progressive": True}), ("RGB", "JPEG", {"exif": on_its_side})]
-    ways += [("CMYK", "JPEG", {}), ("RGB", "PNG", {}), ("RGB", "WEBP", {}), *4 * [("RGB", "JPEG", {})]]
-    mode, form, options = ways[number % len(ways)]
-    file = io.BytesIO()
-    pixels.convert(mode).save(file, form, **options)
-    return file.getvalue()
+    pixels = Image.fromarray(rng.integers(0, 256, (4, 4, 3), np.uint8)).resize(rng.integers(*SIDES, 2))
+    mode, kind, options = WAYS[number % len(WAYS)]
+    orientation = Image.Exif()
+    orientation[0x0112] = 1 + number % 8
+    return image_file(pixels.convert(mode), kind, exif=orientation, **options)
 
 
 def main() -> int:
@@ -58,22 +56,16 @@ def main() -> int:
     files = [make_image(number) for number in range(min(N_DISTINCT, n_images))]
     memory: list[float] = []
     with tempfile.TemporaryDirectory(prefix="images-") as folder:
-        path = Path(folder) / "rows.h5"
-        with h5py.File(path, "w") as file:
-            file["images/indptr"] = np.cumsum([0, *map(len, files)])
-            file["images/values"] = np.frombuffer(b"".join(files), np.uint8)
-            file["images"].attrs["codec"] = "jpeg+png+webp"
-        source = decoded(open_store("FILE", str(path), {"images": "images"}), (32, 32), min_scale=0.08)
+        path = write_encoded(Path(folder) / "rows.h5", files)
+        source = decoded(open_store("FILE", path, {"images": "images"}), (32, 32), min_scale=0.08)
         order = BlockSampler(source.block_rows, 256, pool_batches=4, drop_last=False)
-        feed = PrefetchLoader(source, order, torch.device("cpu"), available_cpus())
         n_done = 0
-        with closing(feed):
-            for pool in chain.from_iterable(map(feed.pools, count())):
-                n_done += len(pool.rows)
-                while len(memory) < len(MARKS) and n_done >= MARKS[len(memory)] * n_images:
-                    memory.append(psutil.Process().memory_info().rss / 2**20)
-                if len(memory) == len(MARKS):
-                    break
+        with closing(open_feed(source, order, n_readers=available_cpus())) as feed:
+            pools = chain.from_iterable(map(feed.pools, count()))
+            for mark in MARKS:
+                while n_done < mark * n_images:
+                    n_done += len(next(pools).rows)
+                memory.append(psutil.Process().memory_info().rss / 2**20)
     print(f"memory in MiB after {MARKS} of the images: {memory}")
     return int(memory[-1] > MAX_GROWTH * memory[0])
 

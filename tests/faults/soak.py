@@ -28,7 +28,6 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 
@@ -56,14 +55,6 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 TORCHRUN += ["--max-restarts=1", "--signals-to-handle=SIGTERM,SIGINT,SIGUSR2"]
 
 
-class Untouched(NamedTuple):
-    """A run without faults: its result, seconds to its first step, and from there to its last checkpoint."""
-
-    result: str
-    start_s: float
-    train_s: float
-
-
 class Run:
     """A run in a folder of its own, whose name is that of the run."""
 
@@ -76,6 +67,7 @@ class Run:
         self.faults: list[str] = []
         self.n_saved = 0  # signals that have left a checkpoint of their step
         self.problems: list[str] = []
+        self.start_s = self.train_s = 0.0  # to the first step, and from there to the last checkpoint
         folder.mkdir()
         write_minimal(folder, n_val_rows=2000)
 
@@ -112,6 +104,12 @@ class Run:
     def checkpoints(self) -> list[Path]:
         return sorted(self.folder.glob("runs/*/checkpoints/last-*"))
 
+    @property
+    def result(self) -> str:
+        """SHA-256 over the weights and the optimizer of the last checkpoint."""
+        files = sorted(self.checkpoints[-1].glob("*.pt"))
+        return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+
     def processes(self) -> list[psutil.Process]:
         """All processes with the name of the run on their command line: torchrun, its ranks, and their workers."""
         living = [each for each in psutil.process_iter(["cmdline", "status"]) if each.info["status"] != "zombie"]
@@ -122,11 +120,6 @@ class Run:
         until = time.monotonic() + seconds
         while time.monotonic() < until and self.launcher.poll() is None and self.phase != phase:
             time.sleep(0.001)
-
-    def result(self) -> str:
-        """SHA-256 over the weights and the optimizer of the last checkpoint."""
-        files = sorted(self.checkpoints[-1].glob("*.pt"))
-        return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
 
 
 # ---------------------------------------------------------------------------------------------- faults
@@ -158,7 +151,7 @@ def inflict(run: Run, name: str) -> None:
             process.send_signal(number)
 
 
-def meet(run: Run, name: str, usual: Untouched) -> None:
+def meet(run: Run, name: str, usual: Run) -> None:
     """Let a fault meet the run at a moment of a phase, both drawn."""
     phase = run.rng.choice(PHASES)
     if phase == "starting":
@@ -169,14 +162,15 @@ def meet(run: Run, name: str, usual: Untouched) -> None:
         run.wait_for("training", END_S)
         time.sleep(run.rng.uniform(0, usual.train_s))
         run.wait_for(phase, usual.train_s)
-    if run.launcher.poll() is None:
-        met_at = run.phase
-        run.faults.append(f"{name} while {met_at}")
-        inflict(run, name)
-        if name.startswith(STOPS):
-            run.launcher.wait(END_S)
-            if problem := wrong_answer(run, name, met_at):
-                run.problems.append(f"{run.faults[-1]}: {problem}: {run.log[-300:]}")
+    if run.launcher.poll() is not None:
+        return
+    met_at = run.phase
+    run.faults.append(f"{name} while {met_at}")
+    inflict(run, name)
+    if name.startswith(STOPS):
+        run.launcher.wait(END_S)
+        if problem := wrong_answer(run, name, met_at):
+            run.problems.append(f"{run.faults[-1]}: {problem}: {run.log[-300:]}")
 
 
 def wrong_answer(run: Run, fault: str, met_at: str) -> str:
@@ -194,7 +188,7 @@ def wrong_answer(run: Run, fault: str, met_at: str) -> str:
     return "" if is_told else f"exit code {code}"
 
 
-def soak(run: Run, usual: Untouched, names: list[str]) -> None:
+def soak(run: Run, usual: Run, names: list[str]) -> None:
     """A run with one or two of these faults, drawn by its name. Notes what is wrong with it."""
     if run.kind == "process":  # it has no torchrun, and may be stopped, as by Ctrl-Z
         names = [name for name in names if "torchrun" not in name and name != "SIGSTOP to a rank"]
@@ -217,23 +211,26 @@ def soak(run: Run, usual: Untouched, names: list[str]) -> None:
     inflict(run, "SIGKILL to all")
     if leftovers := [path.name for path in run.folder.glob("runs/**/*partial*")]:
         run.problems.append(f"files are left: {leftovers}")
-    if not run.is_done or run.result() != usual.result:
+    if not run.is_done or run.result != usual.result:
         run.problems.append(f"another end than that of a run without faults: {run.log[-600:]}")
 
 
 # ---------------------------------------------------------------------------------------------- all runs
 
 
-def untouched(base: Path, kind: str, settings: list[str]) -> Untouched:
+def untouched(base: Path, kind: str, settings: list[str]) -> Run:
     """A run without faults."""
     run = Run(base / f"untouched-{kind}", kind, settings)
     began_at = time.time()
     run.start()
+    run.wait_for("training", END_S)
+    stepped_at = time.time()
     run.launcher.wait()
     if not run.is_done:
         sys.exit(f"error: a run without faults fails: {run.log}")
-    stepped_at = min(float(line) for line in (run.folder / "steps").read_text().splitlines())
-    return Untouched(run.result(), stepped_at - began_at, run.checkpoints[-1].stat().st_mtime - stepped_at)
+    run.start_s = stepped_at - began_at
+    run.train_s = run.checkpoints[-1].stat().st_mtime - stepped_at
+    return run
 
 
 def main() -> int:

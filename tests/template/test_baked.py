@@ -1,5 +1,7 @@
-"""Projects as users have them: pruned to one workload, changed by their owners, without a room that nobody needs."""
+"""Projects as users have them: pruned to one workload, changed by their owners, without a room that nobody needs, and
+updated by cruft."""
 
+import os
 import re
 import shutil
 import sys
@@ -7,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from harness import run_to_end
-from template import ROOT, WORKLOAD_ANSWERS
-from test_readme import convert_commands
+from harness import printed_by
+from template import FOLDER, ROOT, WORKLOAD_ANSWERS
+from test_documents import convert_commands
 from test_template import expected, files, parses
 
 WORDS_OF_THE_OTHER = {
@@ -24,9 +26,7 @@ SPEAK_OF_BOTH = {"constraints.txt", "convert.py"}
 def run_in(project: Path, *command: str) -> str:
     """What `python -m ...` or a script of the project prints; it must succeed."""
     caches = {"MYPY_CACHE_DIR": str(ROOT / ".cache/mypy-baked"), "RUFF_NO_CACHE": "true"}
-    done = run_to_end([sys.executable, *command], project, **caches, PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1")
-    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    return printed_by([sys.executable, *command], project, **caches, PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1")
 
 
 def run_pytest(project: Path, *arguments: str) -> None:
@@ -42,12 +42,8 @@ BAKES = [
     {"workload": "own", "tools": "all", "launch": "kubernetes"},
     {"workload": "own", "tools": "none", "launch": "none"},
 ]
-LICENSES = {
-    "MIT": "MIT License",
-    "BSD-3-Clause": "BSD 3-Clause License",
-    "Apache-2.0": "Apache License",
-    "proprietary": "All rights reserved",
-}
+LICENSES = {"MIT": "MIT License", "BSD-3-Clause": "BSD 3-Clause License", "Apache-2.0": "Apache License"}
+LICENSES |= {"proprietary": "All rights reserved"}
 
 
 @pytest.mark.parametrize("answers", BAKES, ids=lambda answers: "-".join(answers.values()))
@@ -56,14 +52,14 @@ def test_a_project_has_what_was_asked_for_and_names_nothing_else(baked, answers)
     workload = answers["workload"]
     license = answers.get("license", "MIT")
     assert files(project) == expected(**answers)
-    wanted = {  # `expected` asks the hook itself
+    for name, is_wanted in {  # `expected` asks the hook itself
         "convert.py": answers.get("tools") != "none",
         "launch/slurm.sh": answers["launch"] in ("slurm", "both"),
         "launch/kubernetes.yaml": answers["launch"] in ("kubernetes", "both"),
         "workloads/images.py": workload in ("images", "both"),
         "workloads/recsys.py": workload in ("recsys", "both"),
-    }
-    assert {name: (project / name).exists() for name in wanted} == wanted
+    }.items():
+        assert (project / name).exists() == is_wanted
     assert all(any(path.iterdir()) for path in project.rglob("*") if path.is_dir())
     meta = parses(project)["project"]
     assert any(name.startswith("pillow") for name in meta["dependencies"]) == (workload in ("images", "both"))
@@ -85,9 +81,7 @@ def test_a_project_has_what_was_asked_for_and_names_nothing_else(baked, answers)
         assert {name: found for name in texts if (found := pattern.findall((project / name).read_text()))} == {}
 
 
-# ---------------------------------------------------------------------------------------------- changed by its owner
-
-
+# ---------------------------------------------------------------------------------------------- at work
 OWNERS_CONFIG = """
 workload: mine
 run: {seed: 7}
@@ -116,8 +110,6 @@ def change(project: Path, workload: str) -> None:
     minimal = re.sub(r'(?ms)^ *""".*?"""\n', "", (project / "workloads/minimal.py").read_text())
     (project / "workloads/mine.py").write_text(f'import os\n\n{minimal}\nDEBUG = os.environ.get("DEBUG")\n')
 
-
-# ---------------------------------------------------------------------------------------------- at work
 
 COMMANDS_OF = {"images": {"images", "pixels"}, "recsys": {"events"}}
 COMMANDS_OF |= {"both": COMMANDS_OF["images"] | COMMANDS_OF["recsys"], "own": set()}
@@ -167,3 +159,65 @@ def test_each_tool_goes_with_one_folder_and_one_script(own_copy):
     assert "epoch 1/1" in run_in(project, "train.py", "train.epochs=1", "model.width=4", "run.name=first")
     assert (project / "runs/first/metrics.jsonl").exists()
     run_pytest(project)
+
+
+@pytest.mark.slow
+def test_an_update_merges_the_template_and_the_user(template, tmp_path):
+    """Away from the settings of this user."""
+    (tmp_path / "cookiecutter.yaml").write_text(f"cookiecutters_dir: {tmp_path}/c\nreplay_dir: {tmp_path}/r\n")
+    settings = {f"GIT_{who}_{what}": "a@b.c" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    settings |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "HOME": str(tmp_path)}
+    settings["COOKIECUTTER_CONFIG"] = str(tmp_path / "cookiecutter.yaml")
+
+    def run(folder, *command):
+        return printed_by(command, folder, **settings)
+
+    def commit(folder):
+        run(folder, "git", "init", "-q", "-b", "main")  # once more does no harm
+        run(folder, "git", "add", "-A")
+        run(folder, "git", "commit", "-qm", "as it is")
+
+    def edit(path, line, text):
+        lines = path.read_text().splitlines()
+        lines[line] = text
+        path.write_text("\n".join([*lines, ""]))
+
+    source = shutil.copytree(template, tmp_path / "template")
+    commit(source)
+    cruft = (sys.executable, "-m", "cruft")
+    answers = '{"project_name": "Cat finder", "workload": "both"}'
+    assert "Next:" in run(tmp_path, *cruft, "create", str(source), "--no-input", "--extra-context", answers)
+    project = tmp_path / "cat_finder"
+    commit(project)
+
+    # The user edits, deletes and adds.
+    edit(project / "config.yaml", 12, "# the user's line")
+    edit(project / "README.md", -1, "The user's last line.")
+    (project / ".github/workflows/ci.yml").unlink()
+    (project / "workloads/mine.py").write_text("MINE = True\n")
+    commit(project)
+
+    # The template edits two lines above the user, edits what the user deleted, removes, adds, and edits a binary file.
+    inside = source / FOLDER
+    edit(inside / "config.yaml", 10, "# the template's line")
+    edit(inside / "README.md", 0, "# {{ cookiecutter.project_name }}: the template's title")
+    edit(inside / ".github/workflows/ci.yml", 0, "name: the template")
+    (inside / "configs/celeba.yaml").unlink()
+    (inside / "fastgpu/new.py").write_text("NEW = True\n")
+    (inside / "data/digits.h5").write_bytes(bytes(range(256)))
+    commit(source)
+    assert "Next:" not in run(project, *cruft, "update", "-y")
+
+    lines = (project / "config.yaml").read_text().splitlines()
+    assert (lines[10], lines[12]) == ("# the template's line", "# the user's line")
+    lines = (project / "README.md").read_text().splitlines()
+    assert (lines[0], lines[-1]) == ("# Cat finder: the template's title", "The user's last line.")
+    assert (project / "fastgpu/new.py").read_text() == "NEW = True\n"
+    assert (project / "data/digits.h5").read_bytes() == bytes(range(256))
+    assert not list(project.rglob("*.rej"))
+    changed = set(run(project, "git", "status", "--porcelain").split()[1::2])
+    assert changed == {
+        *(".cruft.json", "fastgpu/new.py", "README.md", "config.yaml", "configs/celeba.yaml", "data/digits.h5")
+    }  # and neither the user's module nor the one that the user deleted
+    commit(project)
+    run(project, *cruft, "check")

@@ -3,6 +3,7 @@
 kubernetes.yaml fits the published schema, and its command line trains: two nodes are two processes here.
 """
 
+import json
 import os
 import re
 import shutil
@@ -29,9 +30,6 @@ def write_programs(folder: Path, **lines: str) -> None:
         (folder / name).chmod(0o755)
 
 
-# ---------------------------------------------------------------------------------------------- slurm.sh
-
-
 SRUN = 'echo "$LAUNCH_STEP" >> steps\n[ "$LAUNCH_STEP" = train ] && exit "$CODE"\nexit "${CHECK_CODE:-0}"\n'
 """It writes down what it was asked for, and ends with $CHECK_CODE for the check and with $CODE for the training."""
 SCONTROL = 'if [ "$1" = requeue ]; then echo "requeue $2"; else echo node-a; fi\n'
@@ -43,10 +41,8 @@ JOB = {"SLURM_NNODES": "1", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node-a",
     [
         ("CODE=0", False, 0, False, ""),
         ("CODE=0", True, 0, True, ""),
-        ("CODE=1", False, 1, False, ""),
         ("CODE=1", True, 1, False, ""),
         ("CODE=137", False, 137, True, ""),
-        ("CODE=143", True, 143, True, ""),
         ("CODE=137 SLURM_RESTART_COUNT=50", False, 1, False, "queued again 50 times"),
         ("CHECK_CODE=2", False, 2, False, ""),
         ("SLURM_GPUS_ON_NODE=", False, 1, False, "PROCS=4 sbatch"),
@@ -61,14 +57,11 @@ def test_slurm_queues_what_a_new_start_can_cure_and_not_for_ever(tmp_path, given
         (tmp_path / "runs/slurm-7/stopped.json").touch()
     variables = JOB | dict(word.split("=") for word in given.split())
     done = run_to_end([str(LAUNCH / "slurm.sh")], tmp_path, **variables)
-    assert done.returncode == code, done.stderr
-    assert ("requeue 7" in done.stdout) == is_requeued
+    assert (done.returncode, "requeue 7" in done.stdout) == (code, is_requeued), done.stderr
     assert said in done.stderr
     steps = tmp_path / "steps"
     assert not steps.exists() or steps.read_text().split() == ["check", "train"][: 1 + ("CODE" in variables)]
 
-
-# ---------------------------------------------------------------------------------------------- node.sh
 
 NODE = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "1", "PET_RDZV_ENDPOINT": "localhost:0", "RUN_NAME": "a"}
 TORCHRUN = "if [ $1 = --help ]; then echo '{help}'; else echo \"$@\"; fi\n"
@@ -77,24 +70,20 @@ TORCHRUN = "if [ $1 = --help ]; then echo '{help}'; else echo \"$@\"; fi\n"
 @pytest.mark.parametrize(
     ("programs", "chosen", "expected"),
     [
-        (("nvidia-smi", "numactl"), {}, "--numa-binding=node train.py"),
-        (("nvidia-smi", "numactl"), {"NUMA_BINDING": "socket"}, "--numa-binding=socket train.py"),
-        (("nvidia-smi", "numactl"), {"NUMA_BINDING": ""}, "train.py"),
-        (("nvidia-smi",), {}, "train.py"),
-        (("numactl",), {}, "train.py"),
-        (("nvidia-smi", "numactl", "old torchrun"), {}, "train.py"),
+        ("nvidia-smi numactl", {}, "--numa-binding=node train.py"),
+        ("nvidia-smi numactl", {"NUMA_BINDING": ""}, "train.py"),
+        ("nvidia-smi", {}, "train.py"),
+        ("numactl", {}, "train.py"),
+        ("nvidia-smi numactl old-torchrun", {}, "train.py"),
     ],
 )
 def test_ranks_are_bound_to_numa_nodes_where_that_is_possible(tmp_path, programs, chosen, expected):
-    shown = "--standalone" if "old torchrun" in programs else "--numa-binding {node}"
-    write_programs(tmp_path, **dict.fromkeys(("python", *programs), ""), torchrun=TORCHRUN.format(help=shown))
+    shown = "--standalone" if "old-torchrun" in programs else "--numa-binding {node}"
+    write_programs(tmp_path, **dict.fromkeys(["python", *programs.split()], ""), torchrun=TORCHRUN.format(help=shown))
     for name in ("bash", "env"):
         (tmp_path / name).symlink_to(shutil.which(name))
-    environment = {**NODE, **chosen, "PATH": str(tmp_path), "HOME": os.environ.get("HOME", "/")}
-    command = [tmp_path / "bash", LAUNCH / "node.sh"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"{expected} run.folder=runs run.name=a run.resume=auto")
+    done = run_to_end([str(tmp_path / "bash"), str(LAUNCH / "node.sh")], tmp_path, **NODE, **chosen, PATH=str(tmp_path))
+    assert done.stdout.startswith(f"{expected} run.folder=runs run.name=a run.resume=auto"), done.stderr
 
 
 # ---------------------------------------------------------------------------------------------- kubernetes.yaml
@@ -124,12 +113,10 @@ def test_kubernetes_takes_the_job_which_fails_at_once_for_a_mistake_and_ignores_
     assert SERVICE["metadata"]["name"] == POD["subdomain"]
 
 
-def test_the_image_is_pinned_and_runs_without_root():
+def test_the_image_runs_without_root():
     text = (LAUNCH / "Dockerfile").read_text()
-    assert re.findall(r"(?m)^(?:FROM|USER) (.*)$", text) == ["python:3.11.14-slim-bookworm", "1000"]
-    copied = re.search(r"(?m)^COPY (.*) \S+$", text)[1].split()
-    assert all((PROJECT / name).is_file() for name in copied)
-    assert set(re.findall(r"(?m)^RUN (\w+)", text)) == {"useradd", "pip"}  # nothing else is downloaded
+    assert re.findall(r"(?m)^USER (.*)$", text) == ["1000"]
+    assert all((PROJECT / name).is_file() for name in re.search(r"(?m)^COPY (.*) \S+$", text)[1].split())
 
 
 @pytest.fixture
@@ -147,15 +134,13 @@ def start_node(folder: Path) -> Iterator[Callable[..., subprocess.Popen]]:
     processes = []
 
     def start(port: int, *words: str) -> subprocess.Popen:
-        def moved(text: str) -> str:
-            for old, new in (here | {"29500": str(port)}).items():
-                text = text.replace(old, new)
-            return text
-
-        command = [*map(moved, CONTAINER["command"] + CONTAINER["args"]), *words]
-        environment = os.environ | {each["name"]: moved(each["value"]) for each in CONTAINER["env"]} | own
+        text = json.dumps([CONTAINER["command"] + CONTAINER["args"], CONTAINER["env"]])
+        for old, new in (here | {"29500": str(port)}).items():
+            text = text.replace(old, new)
+        command, variables = json.loads(text)
+        environment = os.environ | {each["name"]: each["value"] for each in variables} | own
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        processes.append(subprocess.Popen(command, env=environment, **pipes))
+        processes.append(subprocess.Popen([*command, *words], env=environment, **pipes))
         return processes[-1]
 
     yield start

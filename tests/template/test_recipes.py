@@ -1,19 +1,29 @@
-"""Every recipe in configs/ trains on data in the published format, by the two commands that its head names; that with a
-network of timm says how to get it."""
+"""Every recipe in configs/ and example in docs/examples trains on data in the published format, by the commands that
+its head names; that with a network of timm says how to get it.
+
+timm needs torchvision, which does not import beside the CPU build of torch that is pinned here, so a test installs
+them, gigabytes, in an environment of their own.
+"""
 
 import re
 import shlex
 import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import pytest
-from harness import convert, run_train
+from harness import printed_by, run_train
 from PIL import Image
 from template import PROJECT, ROOT
 
-RECIPES = sorted((PROJECT / "configs").glob("*.yaml"))
-SMALL = ["data.batch_size=8", "train.epochs=1", "log.every_steps=2", "dist.device=cpu"]
-SMALL_MODEL = {"images": "model.width=4 model.blocks=1", "recsys": "model.hidden_dim=4 model.latent_dim=4"}
+EXAMPLES = ROOT / "docs/examples"
+SMALL = ["data.batch_size=8", "train.epochs=1", "log.every_steps=2", "dist.device=cpu", "run.name=a"]
 
 TORCHVISION = """
 import torch
@@ -58,21 +68,57 @@ def draw_imagenet(folder: Path) -> None:
         draw(folder / f"imagenet/{'train' if number < 40 else 'val'}/n0{number % 3}/{number}.JPEG", (20, 16), number)
 
 
-def draw_photos(folder: Path) -> None:
-    """A CSV and images of several sizes."""
+def draw_shots(folder: Path) -> None:
+    """Images of several sizes, and a CSV with the label of each, and one with a number."""
     for number in range(60):
-        draw(folder / f"shots/{number}.jpg", (130 + number, 190 - number), 4 * number)
-    lines = [f"shots/{number}.jpg,{['cat', 'dog'][number % 2]}" for number in range(60)]
-    (folder / "photos.csv").write_text("\n".join(["path,label", *lines]))
+        draw(folder / f"{number}.jpg", (130 + number, 190 - number), 4 * number)
+    for name, label in (("photos.csv", ["cat", "dog"] * 30), ("faces.csv", np.linspace(0.1, 2.1, 60))):
+        lines = [f"{number}.jpg,{label[number]}" for number in range(60)]
+        (folder / name).write_text("\n".join([f"path,{'label' if name == 'photos.csv' else 'age'}", *lines]))
 
 
-MAKE_DATA = {
-    "cifar10": write_published,
-    "celeba": write_published,
-    "csv-images": draw_photos,
-    "imagenet": draw_imagenet,
-    "recsys": lambda folder: (folder / "data").symlink_to(PROJECT / "data"),
+def draw_masks(folder: Path) -> None:
+    """Photographs, and masks of their bright pixels."""
+    for name in ("photos/a", "masks/a"):
+        (folder / name).mkdir(parents=True)
+    for number in range(40):
+        pixels = np.indices((150, 140)).sum(0) * (number + 1) % 256
+        Image.fromarray(pixels.astype(np.uint8)).convert("RGB").save(folder / f"photos/a/{number}.jpg")
+        Image.fromarray((pixels > 128).astype(np.uint8)).save(folder / f"masks/a/{number}.png")
+
+
+def write_book(folder: Path) -> None:
+    (folder / "book.txt").write_text("a rose is a rose is a rose. " * 300)
+
+
+class Recipe(NamedTuple):
+    """What makes its data, settings of a small model, what training shows, words for predict.py and what it prints."""
+
+    make: Callable[[Path], None]
+    settings: str
+    shown: str = "train/loss "
+    predict: str = ""
+    printed: str = ""
+
+
+NETWORK = "model.width=4 model.blocks=1"
+DISKS = "images: uint8 (N, 3, 128, 128), masks: uint8 (N, 128, 128)"
+RECIPES = {
+    "cifar10": Recipe(write_published, NETWORK),
+    "celeba": Recipe(write_published, NETWORK),
+    "csv-images": Recipe(draw_shots, NETWORK),
+    "imagenet": Recipe(draw_imagenet, NETWORK),
+    "recsys": Recipe(lambda folder: None, "model.hidden_dim=4 model.latent_dim=4"),
+    "segmentation": Recipe(draw_masks, "model.width=4", DISKS, "--evaluate data/segmentation-val.h5", "miou_pct "),
+    "letters": Recipe(write_book, "model.dim=8", predict="data/text.h5", printed="row,next\n"),
+    "image_numbers": Recipe(draw_shots, "model.width=4", predict="0.jpg", printed="file,prediction\n"),
 }
+
+
+def take(project: Path, name: str) -> None:
+    """Copy the workload and the config of an example into a project."""
+    for path in EXAMPLES.glob(f"{name}.*"):
+        shutil.copyfile(path, project / {".py": "workloads", ".yaml": "configs"}.get(path.suffix, "") / path.name)
 
 
 def commands_in(text: str, program: str) -> list[list[str]]:
@@ -82,34 +128,56 @@ def commands_in(text: str, program: str) -> list[list[str]]:
     return [shlex.split(command) for command in commands if not command.endswith("...")]
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_names_its_data_its_command_and_its_result(path):
-    head = path.read_text().split("workload:")[0]
-    assert all(f"# {word}: " in head for word in ("Data", "Train", "Result"))
-    arguments = commands_in(head, r"train\.py")[0]
-    assert arguments[arguments.index("--config") + 1] == f"configs/{path.name}"
+def test_all_recipes_are_known():
+    assert {path.stem for path in (PROJECT / "configs").glob("*.yaml")} <= RECIPES.keys()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_trains_on_data_in_the_published_format(path, tmp_path):
-    text = path.read_text()
-    MAKE_DATA[path.stem](tmp_path)
-    (tmp_path / "configs").symlink_to(PROJECT / "configs")
-    if not (tmp_path / "data").exists():
-        (tmp_path / "data").mkdir()
-        for command in commands_in(text, r"python convert\.py"):
-            done = convert(*command, cwd=tmp_path)
-            assert done.returncode == 0, done.stderr
-    workload = re.search(r"(?m)^workload: (\w+)$", text)[1]
-    (tmp_path / "timm.py").write_text('raise ImportError("No module named timm")')  # it may be installed here
-    arguments = commands_in(text, r"train\.py")[0]
-    done = run_train(*arguments, *SMALL, *SMALL_MODEL[workload].split(), cwd=tmp_path, PYTHONPATH=str(tmp_path))
-    if path.stem == "imagenet":
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_trains_on_data_in_the_published_format(name, own_copy):
+    project = own_copy("both")
+    take(project, name)
+    recipe = RECIPES[name]
+    recipe.make(project)
+    text = (project / f"configs/{name}.yaml").read_text()
+    for program in re.findall(r'python -c "(.*)"\n', text):
+        printed_by([sys.executable, "-c", program], project)
+    for command in commands_in(text, r"python convert\.py") if name != "recsys" else []:  # its data are included
+        printed_by([sys.executable, "convert.py", *command], project)
+    command = commands_in(text, r"train\.py")[0]
+    assert command[command.index("--config") + 1] == f"configs/{name}.yaml"
+    (project / "timm.py").write_text('raise ImportError("No module named timm")')  # it may be installed here
+    done = run_train(*command, *SMALL, *recipe.settings.split(), cwd=project, root=project)
+    if name == "imagenet":
         assert done.returncode == 2
-        assert done.stderr.splitlines() == [
-            "error: model.timm is resnet50: No module named timm; pip install timm; see timm.list_models()"
-        ]
+        message = "error: model.timm is resnet50: No module named timm; pip install timm; see timm.list_models()\n"
+        assert done.stderr == message
         return
     assert done.returncode == 0, done.stderr
-    assert re.search(r"epoch 1/1 train/loss \S+, val/\w+ \d", done.stdout + done.stderr)
+    assert recipe.shown in done.stdout
+    assert re.search(r"epoch 1/1 train/loss \S+, val/\w+ \d", done.stdout)
+    if recipe.predict:
+        words = ["predict.py", "runs/a", *recipe.predict.split()]
+        assert printed_by([sys.executable, *words], project).startswith(recipe.printed)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.skipif(sys.platform != "linux", reason="the packages are those of Linux")
+def test_a_network_of_timm_trains_is_resumed_and_predicted_from(tmp_path):
+    venv.create(tmp_path / "venv", with_pip=True)
+    packages = ["torch==2.14.1", "torchvision==0.29.1", "timm"]
+    subprocess.run([tmp_path / "venv/bin/pip", "install", "-q", *packages], check=True)
+    (site,) = tmp_path.glob("venv/lib/python*/site-packages")
+    (site / "others.pth").write_text(sysconfig.get_paths()["purelib"])  # behind its own
+
+    def run(script: str, *words: str) -> str:
+        return printed_by([tmp_path / "venv/bin/python", PROJECT / script, *words], tmp_path)
+
+    for name in ("data", "config.yaml"):
+        (tmp_path / name).symlink_to(PROJECT / name)
+    words = ("run.name=a", "model.timm=resnet18", "dist.device=cpu", "data.batch_size=256")
+    assert "epoch 1/1" in run("train.py", *words, "train.epochs=1")
+    assert "epoch 2/2" in run("train.py", "run.resume=runs/a", "train.epochs=2")
+    shown = run("predict.py", "runs/a", "--evaluate", "data/digits.h5::/val", "--device", "cpu")
+    assert shown.startswith("top1_pct ")

@@ -1,18 +1,21 @@
-"""Rules for the template's own code. They bind its authors, not its users, so a project does not carry them."""
+"""Rules for the template's own code, which bind its authors, not its users, so a project does not carry them. Keys are
+the same in the classes that declare them, in config files, and in all texts.
+"""
 
 import ast
 import graphlib
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+import config_page
 import pytest
+from harness import run_to_end
 from template import LEAF_ROOMS, PROJECT, ROOT, project_files, tracked
 
 import workloads
 from fastgpu.process.config import Config
-from fastgpu.process.config_loader import keys
+from fastgpu.process.config_loader import keys, load_config
 
 SOURCES = [name for name in project_files() if name.endswith(".py") and not name.startswith("tests/")]
 """The project's Python files without its tests, relative to its folder."""
@@ -38,52 +41,87 @@ def test_rooms_import_from_lower_rooms_only_and_leaves_are_imported_by_their_scr
     assert not [room for room, imported in graph.items() if imported & set(LEAF_ROOMS)]
 
 
-def test_the_config_is_read_without_torch():
-    code = "import sys, fastgpu.process.config_loader, fastgpu.process.launch; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=PROJECT, check=False).returncode == 0
-
-
 # ---------------------------------------------------------------------------------------------- what a module may do
 
-SCRIPTS = [name for name in SOURCES if "/" not in name]
-SEE_CONFIG = ",".join(["fastgpu/feed/sizes.py", "fastgpu/process/config*", "fastgpu/diagnose/*", *SCRIPTS])
-SEE_CONFIG += ",workloads/__init__.py"
-"""Modules that see the whole config: those that define it or build a part by it, and the diagnosis."""
-BANNED = {
-    "fastgpu.process.config.Config": SEE_CONFIG,
-    "fastgpu.process.config_loader.load_config": SEE_CONFIG,
-    **dict.fromkeys(("os.environ", "os.environb", "os.getenv"), "fastgpu/process/launch.py"),
-    **dict.fromkeys(("cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"), "none"),
-    "pickle": "fastgpu/dataset/source.py",  # names an error that worker processes cause
-}
-"""{name: modules that may use it}"""
+SEE_CONFIG = ",".join(name for name in SOURCES if "/" not in name)
+SEE_CONFIG += ",workloads/__init__.py,fastgpu/feed/sizes.py,fastgpu/process/config*,fastgpu/diagnose/*"
+"""Modules that see the whole config: the scripts, those that define it or build a part by it, and the diagnosis."""
 
 
-def assert_clean(*words: str) -> None:
-    """Ruff finds nothing in the project's code."""
-    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--output-format=concise", *words]
-    found = subprocess.run([*command, *SOURCES], cwd=PROJECT, capture_output=True, text=True, check=False).stdout
-    assert "All checks passed" in found, found
+def banned(*names: str) -> list[str]:
+    """Words for ruff."""
+    settings = [f"--config=lint.flake8-tidy-imports.banned-api.'{name}'.msg = 'not here'" for name in names]
+    return ["--select=TID251", *settings]
 
 
-@pytest.mark.parametrize("name", BANNED)
-def test_a_module_does_what_it_may(name):
-    config = f"lint.flake8-tidy-imports.banned-api.'{name}'.msg = 'not here'"
-    assert_clean("--select=TID251", "--config", config, "--force-exclude", f"--exclude={BANNED[name]}")
+@pytest.mark.parametrize(
+    ("rules", "exempt"),
+    [
+        (banned("fastgpu.process.config.Config", "fastgpu.process.config_loader.load_config"), SEE_CONFIG),
+        (banned("os.environ", "os.environb", "os.getenv"), "fastgpu/process/launch.py"),
+        (["--preview", "--select=S301,S302,S403,S506"], "fastgpu/dataset/source.py"),  # nothing is unpickled
+        (["--select=D100,D101,TID252"], ""),
+        (["--select=D103"], "train.py"),  # the story of the program, which comments tell section by section
+    ],
+)
+def test_modules_do_what_they_may_and_public_names_have_docstrings(rules, exempt):
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--output-format=concise", *rules]
+    found = run_to_end([*command, f"--exclude={exempt}", "--force-exclude", *SOURCES], PROJECT)
+    assert "All checks passed" in found.stdout, found.stdout
 
 
-def test_public_names_have_docstrings_nothing_is_unpickled_and_everything_is_formatted():
-    """But the story of the program: comments tell it, section by section."""
-    assert_clean("--select=D100,D101,D103,S506,TID252", "--per-file-ignores=train.py:D103")
-    for name in SOURCES:
-        text = (PROJECT / name).read_text()
+def test_nothing_is_unpickled_and_everything_is_formatted():
+    for name in [each for each in tracked() if each.endswith(".py")]:
+        text = (ROOT / name).read_text()
+        assert not re.search("# fmt: (skip|off)", text), name
         assert all("weights_only=True" in call for call in re.findall(r"torch\.load\(.*", text)), name
-        assert "allow_pickle=True" not in text, name
-    for name in tracked():
-        assert not name.endswith(".py") or not re.search("# fmt: (skip|off)", (ROOT / name).read_text()), name
+        assert "allow_pickle=" + "True" not in text, name
 
 
-# ---------------------------------------------------------------------------------------------- keys named in text
+# ---------------------------------------------------------------------------------------------- keys
+
+NOT_SHIPPED = {
+    *("run.check", "log.wandb", "loader.num_workers", "loader.timeout_s", "model.timm", "model.pretrained"),
+    *("data.val_fields", "data.balance", "data.dataset", "data.image_size", "data.min_crop_scale", "data.pool_batches"),
+    *("dist.strategy", "dist.device", "dist.find_unused_parameters", "dist.timeout_s"),
+}
+"""Keys whose defaults are right for most, or that belong on a command line: docs/config.md has them."""
+
+
+def named_in(name: str) -> dict[str, object]:
+    """{dotted key that a file names: value}"""
+    tree = load_config(["--config", str(PROJECT / name)]).model_dump(exclude_unset=True)
+    workload = {"workload": tree.pop("workload")}
+    return workload | {f"{name}.{key}": value for name, section in tree.items() for key, value in section.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "workload", "recipe"),
+    [
+        ("config.yaml", "images", ""),
+        ("config.own.yaml", "minimal", ""),
+        ("config.recsys.yaml", "recsys", "configs/recsys.yaml"),
+    ],
+)
+def test_a_shipped_file_names_every_key_in_the_same_order_with_its_default_or_the_value_of_a_recipe(
+    name, workload, recipe
+):
+    declared = keys() | keys(workloads.load(workload).Options, "model.")
+    values = named_in(name)
+    of_recipe = named_in(recipe) if recipe else {}
+    assert values["workload"] == workload
+    assert values.keys() == (declared.keys() - NOT_SHIPPED) | of_recipe.keys()
+    assert values | of_recipe == values
+    for key in values.keys() - of_recipe.keys():
+        assert declared[key].is_required() or values[key] == declared[key].get_default(call_default_factory=True), key
+    shared = [key for key in named_in("config.yaml") if not key.startswith("model.")]
+    assert [key for key in values if not key.startswith(("model.", "data.val_fields"))] == shared
+
+
+def test_the_page_of_keys_is_up_to_date(capsys):
+    config_page.main()
+    assert capsys.readouterr().out == (PROJECT / "docs/config.md").read_text()
+
 
 OPTIONS = [workloads.load(path.stem).Options for path in sorted(PROJECT.glob("workloads/[a-z]*.py"))]
 KNOWN_KEYS = {"workload", *keys()} | {key for options in OPTIONS for key in keys(options, "model.")}

@@ -26,6 +26,7 @@ MISTAKES_IN_A_FILE = (
     "run: {folder: !!python/object:os.system x}",
 )
 MISTAKES_IN_WORDS = (
+    "data.echo=0.5 data.val=10 optim.lr=-1 optim.warmup_share=2 train.epochs=-1 run.seed=-1 workload=Mine",
     "data.batch_siz=3 zzz.lr=3 run.resume= data.batch_size=0 data.fields.x=y =1",
     'data.echo={"a":1,"a":2}',
     "optim.lr=1 optim.lr=2",

@@ -1,0 +1,129 @@
+"""What the documents show exists: trees of files, commands and links. The tutorial does what it says: its blocks are
+run in order, and what it shows is what is printed.
+
+A block in the language `bash` is run. A block whose first line names a file, such as `# workloads/mynet.py`, is that
+file. A block in the language `console` is a part of what the block before has printed: three dots stand for lines and
+ends of lines that it leaves out, and numbers may differ. A block below `<!-- not run: reason -->` is skipped.
+"""
+
+import functools
+import itertools
+import os
+import re
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from harness import printed_by
+from template import FOLDER, PROJECT, ROOT, WORKLOAD_ANSWERS, project_files, tracked
+
+DOCUMENTS = [name for name in tracked() if name.endswith(".md") and not name.startswith("bench/results/")]
+
+
+@pytest.mark.parametrize("answer", WORKLOAD_ANSWERS)
+def test_the_tree_in_a_project_is_the_tree_on_disk(baked, answer):
+    project = baked(answer)
+    section = (project / "docs/code.md").read_text().split("## What is where\n")[1]
+    shown = set(re.findall(r"(?<![\w/])\w+(?:/|\.py|\.yaml)", section.split("```")[1]))
+    assert {name for name in shown if not any(project.rglob(name.rstrip("/")))} == set()
+    folders = {f"{path.name}/" for path in project.iterdir() if path.is_dir() and not path.name.startswith(".")}
+    rooms = {f"{path.parent.name}/" for path in project.glob("fastgpu/*/__init__.py")}
+    assert {path.name for path in project.glob("*.py")} | folders | rooms <= shown
+
+
+def test_make_targets_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    text = (ROOT / "README.md").read_text() + (ROOT / "CONTRIBUTING.md").read_text()
+    exist = set(re.findall(r"(?m)^([a-z-]+):", makefile))
+    assert set(re.findall(r"(?m)(?:^|`)make ([a-z-]+)", text)) <= exist
+    assert set(re.findall(r"(?m)^# make ([a-z-]+)", makefile)) == exist - {"clean"}
+
+
+@functools.cache
+def convert_commands(project: Path) -> set[str]:
+    """The sub-commands of convert.py."""
+    shown = printed_by([sys.executable, "convert.py", "--help"], project)
+    return set(re.findall(r"(?m)^    (\w+)(?: |$)", shown.split("COMMAND\n")[-1]))
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_links_lead_somewhere_and_commands_for_users_name_what_exists(name):
+    text = (ROOT / name).read_text()
+    for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text):
+        target = (ROOT / name).parent / link if link else ROOT / name
+        assert target.exists(), link
+        headings = re.findall(r"(?m)^#+ (.+)$", target.read_text()) if anchor else [""]
+        anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+        assert anchor in anchors, f"{link}#{anchor}"
+    blocks = re.findall(r"(?ms)^```(?:bash|sh)\n(.*?)^```$", re.sub(r"{%.*?%}", "", text))
+    exist = {*project_files(), *re.findall(r"(?m)^```\w+\n# ([\w./-]+)$", text)}  # or are made on the page
+    for command in "\n".join(blocks).replace("\\\n", " ").splitlines() if name.startswith(FOLDER) else []:
+        words = command.split(" #")[0].split()
+        assert {word for word in words if re.fullmatch(r"\w+\.py|configs/\S+", word)} <= exist, command
+        for word, after in itertools.pairwise(words):
+            assert word != "convert.py" or after in convert_commands(PROJECT), command
+
+
+# ---------------------------------------------------------------------------------------------- blocks that are run
+
+
+class Block(NamedTuple):
+    """A fenced block of a page. reason: why it is not run; target: the file that it is; both may be empty."""
+
+    reason: str
+    language: str
+    text: str
+    target: str
+
+
+def read_blocks(page: Path) -> list[Block]:
+    """The fenced blocks of a page, in order."""
+    pattern = r"(?ms)^(?:<!-- not run: ([^>]+?) -->\n)?```(\w*)\n((?:# ([\w./-]+\.(?:py|yaml))\n)?.*?)^```$"
+    return [Block(*found) for found in re.findall(pattern, page.read_text())]
+
+
+def normalised(line: str) -> str:
+    """A line in which every number is 0 and every run of spaces one space, without the note on an equal value, which
+    depends on the last digits, and these on the CPU."""
+    line = re.sub(r"; \S+ equals that of epoch \d+, (which stays the best one|but the loss is .* best now)", "", line)
+    return re.sub(r"\s+", " ", re.sub(r"\d[\d,.]*(?:e[+-]?\d+)?", "0", line)).strip()
+
+
+def missing_lines(shown: str, printed: str) -> list[str]:
+    """The lines of a console block that the command did not print, or not in this order."""
+    remaining = iter([normalised(line) for line in re.split(r"[\n\r]", printed)])
+    missing = []
+    for line in shown.splitlines():
+        start, dots, _ = normalised(line).partition("...")
+        fits = (lambda text, start=start: text.startswith(start.strip())) if dots else start.__eq__
+        if (start or not dots) and not any(map(fits, remaining)):
+            missing.append(line)
+    return missing
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workload", ["images", "recsys"])
+def test_every_step_of_the_tutorial_works(own_copy, workload):
+    """As a person types it, in the environment of these tests."""
+    project = own_copy(workload)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {"PATH": path, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    blocks = [block for block in read_blocks(project / "docs/tutorial.md") if not block.reason]
+    assert {block.language for block in blocks} == {"bash", "console", "python"}
+    for block in blocks:
+        if block.target:
+            (project / block.target).write_text(block.text)
+        elif block.language == "bash":
+            printed = printed_by(["bash", "-euc", f"exec 2>&1; {block.text}"], project, **environment)
+        else:
+            assert not missing_lines(block.text, printed), printed
+
+
+@pytest.mark.parametrize(
+    ("original", "translation"),
+    [("README.md", "docs/ko/README.md"), (f"{FOLDER}/docs/tutorial.md", f"{FOLDER}/docs/ko/tutorial.md")],
+)
+def test_a_translation_has_the_same_commands(original, translation):
+    ours, theirs = ([block.text for block in read_blocks(ROOT / page)] for page in (original, translation))
+    assert ours == theirs
