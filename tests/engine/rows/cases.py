@@ -25,7 +25,7 @@ class Case(NamedTuple):
         return int(self.block_rows.sum())
 
     def samplers(self, world_size: int | None = None, seed: int | None = 0, **options) -> list[BlockSampler]:
-        """A sampler for each rank. Another world size must divide the number of canonical ranks."""
+        """A sampler for each rank."""
         world_size = world_size or self.world_size
         canonical_ranks = self.world_size * self.canonical_per_rank
         batch_size = self.share * canonical_ranks // world_size

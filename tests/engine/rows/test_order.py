@@ -2,6 +2,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
+import torch
 from cases import mixed, plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,11 +15,8 @@ seeds = st.none() | st.integers(0, 9)
 many = settings(max_examples=300, deadline=None)
 
 
-# ---------------------------------------------------------------------------------------------- which rows
-
-
 @many
-@given(plain | mixed(), seeds, st.none() | st.booleans(), st.integers(0, 2), st.integers(1, 50))
+@given(plain | mixed(), seeds, st.none() | st.booleans(), st.integers(0, 3), st.integers(1, 50))
 def test_each_place_of_a_pool_is_filled_once_also_in_portions_and_pools_agree_on_all_ranks(
     case, seed, drop_last, epoch, portion_rows
 ):
@@ -82,14 +80,13 @@ def test_resuming_goes_on_where_it_stopped(case, data):
     assert rest == list(sampler)[sampler.rows_before(0, first_pool) // case.world_size :]
 
 
-# ---------------------------------------------------------------------------------------------- which order
-
-
-def test_every_block_is_read_once_per_epoch_except_at_the_borders_of_pools():
+def test_blocks_are_read_as_a_whole_and_all_of_their_rows_are_mixed_in_a_pool():
     sampler = BlockSampler(np.full(64, 16), 32, pool_batches=8)
-    reads = [(start // 16, len(places)) for plan in sampler.pools(0) for start, places in plan.reads.ranges()]
-    assert sorted(block for block, _ in reads) == list(range(64))
-    assert {n_rows for _, n_rows in reads} == {16}
+    plans = list(sampler.pools(0))
+    reads = [(start // 16, len(places)) for plan in plans for start, places in plan.reads.ranges()]
+    assert sorted(reads) == [(block, 16) for block in range(64)]
+    for plan in plans:  # neighbours in the file are neighbours in the pool by chance only: 2 of 256
+        assert (np.abs(np.diff(plan.row_ids)) == 1).sum() < 12
 
 
 @pytest.mark.parametrize("weights", [None, (3, 1)])
@@ -115,42 +112,22 @@ def test_the_order_of_a_seed_and_its_names_in_checkpoints_never_change():
     assert list(sampler) == [3, 5, 9, 8, 4, 7, 6, 8, 9, 6]
 
 
-def test_without_a_seed_rows_come_in_the_order_of_the_file():
-    assert list(BlockSampler(np.array([3, 4, 2]), 4, seed=None, drop_last=False)) == list(range(9))
+def test_without_a_seed_rows_come_in_the_order_of_the_file_and_the_last_one_of_a_rank_is_repeated():
     samplers = [BlockSampler(np.array([3, 4]), 1, Shard(rank, 2), seed=None, drop_last=False) for rank in range(2)]
-    assert [list(sampler) for sampler in samplers] == [[0, 1, 2, 2], [3, 4, 5, 6]]  # the last row is repeated
-
-
-@pytest.mark.parametrize("block_rows", [1, 2, 7])
-def test_a_pool_of_all_rows_is_in_random_order(block_rows):
-    """Neighbours in the pool are not neighbours in the file, whatever the blocks."""
-    for seed, epoch in [(0, 0), (0, 1), (3, 0), (5, 7)]:
-        sampler = BlockSampler(np.full(2000 // block_rows, block_rows), 16, pool_batches=200, seed=seed)
-        numbers = next(sampler.pools(epoch)).row_ids
-        neighbours = np.abs(np.diff(numbers)) == 1
-        assert neighbours.sum() < 12  # by chance 2 of 2,000; more than 11 once in 10^5 tries
-
-
-# ---------------------------------------------------------------------------------------------- torch, errors, memory
+    assert [list(sampler) for sampler in samplers] == [[0, 1, 2, 2], [3, 4, 5, 6]]
 
 
 def test_is_a_distributed_sampler_for_a_plain_dataloader():
-    rows = []
-    for rank in range(2):
-        sampler = BlockSampler(np.full(8, 4), 4, shard=Shard(rank, 2))
-        assert isinstance(sampler, DistributedSampler)
-        for batch in DataLoader(range(32), 4, sampler=sampler):
-            rows += batch.tolist()
-    assert sorted(rows) == list(range(32))
+    samplers = [BlockSampler(np.full(8, 4), 4, shard=Shard(rank, 2)) for rank in range(2)]
+    assert all(isinstance(sampler, DistributedSampler) for sampler in samplers)
+    batches = [batch for sampler in samplers for batch in DataLoader(range(32), 4, sampler=sampler)]
+    assert sorted(torch.cat(batches).tolist()) == list(range(32))
 
 
-def test_numbers_that_do_not_fit():
-    for shard, message in (
-        (Shard(0, 2, 3), "8 rows, 3 canonical ranks, 2 ranks"),
-        (Shard(0, 1, 3), "4 rows, 3 canonical ranks, 1 ranks"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            BlockSampler(np.full(8, 4), 4, shard=shard)
+@pytest.mark.parametrize(("world_size", "numbers"), [(2, "8 rows, 3 canonical ranks"), (1, "4 rows, 3 canonical")])
+def test_numbers_that_do_not_divide_are_refused(world_size, numbers):
+    with pytest.raises(ValueError, match=numbers):
+        BlockSampler(np.full(8, 4), 4, shard=Shard(0, world_size, 3))
 
 
 def test_memory_for_a_billion_rows_in_ten_million_blocks_on_a_thousand_ranks():
@@ -158,9 +135,7 @@ def test_memory_for_a_billion_rows_in_ten_million_blocks_on_a_thousand_ranks():
     tracemalloc.start()
     sampler = BlockSampler(block_rows, 64, shard=Shard(1023, 1024), pool_batches=32)
     plan = next(sampler.pools(epoch=3, first_pool=sampler.pools_per_epoch // 2))
-    row_ids = plan.row_ids
+    assert len(np.unique(plan.row_ids)) == 64 * 32
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak_bytes < 400e6
-    assert plan.n_rows == len(np.unique(row_ids)) == 64 * 32
-    assert row_ids.max() < 10**9
