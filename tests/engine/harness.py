@@ -1,6 +1,7 @@
 """Rows that carry their own numbers, whole runs, and runs of several processes."""
 
 import atexit
+import io
 import json
 import os
 import random
@@ -28,6 +29,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 import train as script
+from PIL import Image
 
 from fastgpu.feed import Feed, Sizes, open_loaders
 from fastgpu.process.config import Dist, Loader, Tier
@@ -189,6 +191,28 @@ def write_ragged(path: Path, rows: int = 100, start: int = 0, *, items: int = IT
         group["indptr"] = array.offsets
         group.create_dataset("indices", data=array.values, **options)
         file["number"] = np.arange(start, start + rows)
+    return str(path)
+
+
+@cache
+def photo(number: int) -> bytes:
+    """A PNG or JPEG file of a size of its own. That of number 1, a JPEG file, has 16 x 16 pixels."""
+    rng = np.random.default_rng(number)
+    height, width = (16, 16) if number == 1 else rng.integers(8, 60, 2)
+    file = io.BytesIO()
+    corners = Image.fromarray(rng.integers(0, 256, (3, 3, 3), np.uint8))
+    corners.resize((width, height)).save(file, "PNG" if number % 5 == 0 else "JPEG")
+    return file.getvalue()
+
+
+def write_photos(path: Path, rows: int, start: int = 0) -> str:
+    """Write an HDF5 file with photos as encoded `images`, and their numbers as `labels`. Returns its path."""
+    files = [photo(number) for number in range(start, start + rows)]
+    with h5py.File(path, "w") as file:
+        file["images/indptr"] = np.cumsum([0, *map(len, files)])
+        file["images/values"] = np.frombuffer(b"".join(files), np.uint8)
+        file["images"].attrs["codec"] = "jpeg+png"
+        file["labels"] = np.arange(start, start + rows)
     return str(path)
 
 

@@ -1,6 +1,4 @@
 import io
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -74,9 +72,9 @@ def test_resizing_takes_the_part_it_should(shape, box):
     assert np.abs(found.transpose(1, 2, 0).astype(int) - expected).max() <= 1
 
 
-@pytest.mark.parametrize("value", [Preprocessing(), Preprocessing((20, 30), "exact", 0.5)])
-def test_preprocessing_comes_back_from_json(value):
-    assert read_preprocessing(value.to_json()) == value
+def test_preprocessing_comes_back_from_json():
+    for value in (Preprocessing(), Preprocessing((20, 30), "exact", 0.5)):
+        assert read_preprocessing(value.to_json()) == value
     with pytest.raises(UserError, match="images that were prepared with .* need the version that prepared them"):
         read_preprocessing('{"size": [4, 5], "resize": "pad"}')
 
@@ -98,40 +96,25 @@ def test_a_png_file_that_ends_in_zeros_is_damaged_for_all_who_read_it(n_zeros, t
             read()
 
 
-# ---------------------------------------------------------------------------------------------- masks
-
-
-def read_pair(
-    folder: Path, image: Image.Image, mask: Image.Image, prepared: Preprocessing, **options: Any
-) -> tuple[np.ndarray, np.ndarray]:
-    """What the reader of one image and its mask gives."""
-    for name in ("images", "masks"):
-        (folder / name).mkdir()
-    image.save(folder / "images/x.jpg", quality=95, **options)
-    mask.save(folder / "masks/x.png")
-    item = Masks(folder / "images", folder / "masks", prepared=prepared)[0]
-    return item["images"], item["masks"]
-
-
-@pytest.mark.parametrize("preprocessing", [Preprocessing(), Preprocessing((10, 40)), Preprocessing((15, 15), "exact")])
+@pytest.mark.parametrize("preprocessing", [Preprocessing(), Preprocessing((40, 10)), Preprocessing((15, 15), "exact")])
 @pytest.mark.parametrize("mode", ["L", "P", "I;16"])
-def test_a_mask_stays_on_its_image(tmp_path, preprocessing, mode):
-    image = np.zeros((30, 40, 3), np.uint8)
-    image[6:18, 4:24] = 200  # an object, and its class below
-    values = np.where(image[:, :, 0] > 0, 7, 0)
-    mask = Image.fromarray(values.astype(np.uint16 if mode == "I;16" else np.uint8))
+def test_a_mask_stays_on_its_upright_image(tmp_path, preprocessing, mode):
+    image_HWC = np.zeros((40, 30, 3), np.uint8)
+    image_HWC[4:24, 6:18] = 200  # an object, and its class below
+    classes = np.where(image_HWC[:, :, 0] > 0, 7, 0)
+    mask = Image.fromarray(classes.astype(np.uint16 if mode == "I;16" else np.uint8))
     if mode == "P":
         mask.putpalette(list(range(255, -1, -1)) * 3)
-    found_CHW, mask_HW = read_pair(tmp_path, Image.fromarray(image), mask, preprocessing)
+    for name in ("images", "masks"):
+        (tmp_path / name).mkdir()
+    on_its_side = Image.fromarray(image_HWC).transpose(Image.Transpose.ROTATE_90)
+    on_its_side.save(tmp_path / "images/x.jpg", quality=95, exif=exif_of(6))
+    mask.save(tmp_path / "masks/x.png")
+    item = Masks(tmp_path / "images", tmp_path / "masks", prepared=preprocessing)[0]
+    found_CHW, mask_HW = item["images"], item["masks"]
     np.testing.assert_array_equal(found_CHW, decode((tmp_path / "images/x.jpg").open("rb"), preprocessing))
     assert mask_HW.dtype == np.uint8
-    assert mask_HW.shape == found_CHW.shape[1:]
+    assert mask_HW.shape == found_CHW.shape[1:] == (preprocessing.size or (40, 30))
     assert set(np.unique(mask_HW).tolist()) == {0, 7}
     is_sure = (found_CHW[0] < 20) | (found_CHW[0] > 180)  # the border of the object is blurred
     np.testing.assert_array_equal(mask_HW[is_sure] == 7, found_CHW[0][is_sure] > 180)
-
-
-def test_a_mask_is_of_the_size_of_the_upright_image(tmp_path):
-    photo, mask = Image.fromarray(pixels(30, 40)), Image.new("L", (30, 40), 1)
-    found_CHW, mask_HW = read_pair(tmp_path, photo, mask, Preprocessing(), exif=exif_of(6))
-    assert found_CHW.shape[1:] == mask_HW.shape == (40, 30)
