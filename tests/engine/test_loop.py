@@ -44,6 +44,7 @@ TAGS = TRAIN_TAGS | {"data/fresh_rows_per_s", "data/wait_pct", "data/echo", "val
 def test_a_run_leaves_a_record_whose_config_repeats_it(folder, capsys):
     train("optim.name=sgd", "optim.lr=0.05", "optim.accumulation_steps=4")
     printed = capsys.readouterr().out
+    assert all(text in printed for text in ("1 x CPU", "kept on the device", "tensorboard --logdir runs"))
     run = folder / "runs/a"
     points = metrics_of(run)
     assert points[-1]["step"] == 3 * STEPS_PER_EPOCH
@@ -53,23 +54,16 @@ def test_a_run_leaves_a_record_whose_config_repeats_it(folder, capsys):
     events.Reload()
     assert set(events.Tags()["scalars"]) == tags
     assert "config/text_summary" in events.Tags()["tensors"]
-    assert {"config.yaml", "run.json", "metrics.jsonl", "checkpoints"} <= {path.name for path in run.iterdir()}
-    assert "1 x CPU" in printed
-    assert "kept on the device" in printed
-    assert "tensorboard --logdir runs" in printed.splitlines()[-1]
     lr = [point["train/lr"] for point in points if "train/lr" in point][-1]
     assert lr == pytest.approx(script.learning_rate(62.5 / 63, Optim(lr=0.05)))  # at mid-step
     errors = {point["step"]: point["val/mse"] for point in val_points(run)}
     assert min(errors.values()) < errors[STEPS_PER_EPOCH]
     (best,) = run.glob("checkpoints/best-*")
     assert step_of(best) == min(errors, key=errors.get)
-    assert json.loads((best / "state.json").read_text())["progress"]["best"] == min(errors.values())
     written = yaml.safe_load((run / "config.yaml").read_text())
-    assert written["data"]["tier"] == "device"  # no `auto` is left where a number was chosen
-    assert isinstance(written["data"]["pool_batches"], int)
-    assert isinstance(written["loader"]["num_readers"], int)
-    assert written["train"]["precision"] == "fp32"
     assert written["model"] == {"hidden_dim": 64}  # the defaults of the workload, too
+    chosen = (written["data"]["pool_batches"], written["loader"]["num_readers"], written["train"]["precision"])
+    assert "auto" not in (written["data"]["tier"], *chosen)
     train("--config", "runs/a/config.yaml", "run.name=b")
     assert same_weights(run, folder / "runs/b")
 
@@ -157,20 +151,6 @@ def test_the_newest_run_is_resumed_by_itself_but_not_with_another_model_and_a_fi
     capsys.readouterr()
     train(*words)
     assert "done: epoch 2, step 42" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_one_run_has_one_writer(folder):
-    words = ("train.epochs=100000", "run.resume=auto")
-    with subprocess.Popen(train_command(*words), cwd=folder, stdout=subprocess.DEVNULL) as first:
-        try:
-            wait_for_step(folder / "runs/a", 21, first)
-            with pytest.raises(UserError, match=f"runs/a is in use by process {first.pid} on "):
-                train(*words)
-            first.send_signal(signal.SIGTERM)
-            assert first.wait(TIMEOUT_S) == 128 + signal.SIGTERM
-        finally:
-            first.kill()
 
 
 # ---------------------------------------------------------------------------------------------- mistakes

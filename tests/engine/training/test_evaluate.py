@@ -77,7 +77,6 @@ def test_metrics_are_the_same_for_any_number_of_ranks_and_a_rank_without_rows_do
 
 
 def test_what_did_not_train_does_not_train_afterwards_and_a_metric_that_is_no_number_is_told(capsys):
-    """A batch norm that the model keeps in evaluation mode stays so: its statistics are frozen."""
     model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
     freeze(model[0])
     plan = SimpleNamespace(n_real_rows=3, order=SimpleNamespace(batch_size=2))
