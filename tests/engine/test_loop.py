@@ -38,9 +38,6 @@ TRAIN_TAGS = {f"train/{name}" for name in ("loss", "grad_norm", "lr", "trained_r
 TAGS = TRAIN_TAGS | {"data/fresh_rows_per_s", "data/wait_pct", "data/echo", "val/mse"}
 
 
-# ---------------------------------------------------------------------------------------------- files of a run
-
-
 def test_a_run_leaves_a_record_whose_config_repeats_it(folder, capsys):
     train("optim.name=sgd", "optim.lr=0.05", "optim.accumulation_steps=4")
     printed = capsys.readouterr().out
@@ -66,9 +63,6 @@ def test_a_run_leaves_a_record_whose_config_repeats_it(folder, capsys):
     assert "auto" not in (written["data"]["tier"], *chosen)
     train("--config", "runs/a/config.yaml", "run.name=b")
     assert same_weights(run, folder / "runs/b")
-
-
-# ---------------------------------------------------------------------------------------------- a run that stops
 
 
 def test_a_signal_does_not_disturb_the_end_of_a_run(folder, monkeypatch, capsys):
@@ -127,9 +121,6 @@ def test_the_average_of_the_weights_is_validated_changes_nothing_else_and_may_en
     assert len(val_points(averaged)) == 2
 
 
-# ---------------------------------------------------------------------------------------------- which run goes on
-
-
 def test_a_run_goes_on_with_its_own_settings_but_for_the_words_and_says_what_changed(folder, capsys):
     train("optim.lr=0.02", "model.hidden_dim=8", "train.epochs=1")
     train("run.resume=runs/a", "train.epochs=2", "data.batch_size=64")
@@ -153,9 +144,6 @@ def test_the_newest_run_is_resumed_by_itself_but_not_with_another_model_and_a_fi
     assert "done: epoch 2, step 42" in capsys.readouterr().out
 
 
-# ---------------------------------------------------------------------------------------------- mistakes
-
-
 def test_a_loss_that_is_no_number_ends_the_run(folder):
     with pytest.raises(UserError, match=r"the loss is (nan|inf) at step \d+; lower optim.lr \(1e\+30\)"):
         train("optim.lr=1e30")
@@ -167,9 +155,6 @@ def test_a_check_prints_the_choices_and_starts_nothing(folder):
     assert done.returncode == 0, done.stderr
     assert "batches: 32 rows over all ranks" in done.stdout
     assert not (folder / "runs").exists()
-
-
-# ---------------------------------------------------------------------------------------------- several ranks
 
 
 @pytest.mark.slow

@@ -68,16 +68,11 @@ def test_a_rank_whose_torchrun_ended_before_linux_was_told_ends_at_once(monkeypa
 
 
 HANGS = """
-import threading
+from threading import Event, Thread
 from h5py._objects import phil
 from fastgpu.process.launch import HangError, exit_with_message
-
-def hang():
-    phil.acquire()
-    is_stuck.set()
-    threading.Event().wait()
-is_stuck = threading.Event()
-threading.Thread(target=hang, daemon=True).start()
+is_stuck = Event()
+Thread(target=lambda: (phil.acquire(), is_stuck.set(), Event().wait()), daemon=True).start()
 is_stuck.wait()
 print("a line")
 with exit_with_message():

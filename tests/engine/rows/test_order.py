@@ -1,18 +1,69 @@
+"""Which row comes when: in files with and without groups of rows, and for all ranks that share them."""
+
 import tracemalloc
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from cases import mixed, plain
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 from torch.utils.data import DataLoader, DistributedSampler
 
 from fastgpu.rows.order import BlockSampler, Shard
-from fastgpu.rows.selection import Groups, Mixture
+from fastgpu.rows.selection import Groups, Mixture, hold_out
 
+many = settings(max_examples=200, deadline=None)
 seeds = st.none() | st.integers(0, 9)
-many = settings(max_examples=300, deadline=None)
+
+
+class Case(NamedTuple):
+    """A file and the ranks that share it."""
+
+    block_rows: np.ndarray
+    groups: Groups | None
+    world_size: int
+    canonical_per_rank: int
+    share: int
+    """Rows that a global batch takes from each canonical rank."""
+    pool_batches: int
+
+    @property
+    def n_rows(self) -> int:
+        return int(self.block_rows.sum())
+
+    def samplers(self, world_size: int | None = None, seed: int | None = 0, **options) -> list[BlockSampler]:
+        """A sampler for each rank."""
+        world_size = world_size or self.world_size
+        canonical_ranks = self.world_size * self.canonical_per_rank
+        batch_size = self.share * canonical_ranks // world_size
+        rows = self.block_rows
+        if self.groups:
+            rows = Mixture(self.groups, rows, batch_size * world_size, seed or 0)
+        options |= {"pool_batches": self.pool_batches, "seed": seed}
+        shards = [Shard(rank, world_size, canonical_ranks) for rank in range(world_size)]
+        return [BlockSampler(rows, batch_size, shard=shard, **options) for shard in shards]
+
+
+small = st.integers(1, 4)
+plain = st.builds(
+    Case, st.lists(st.integers(1, 9), min_size=1, max_size=20).map(np.array), st.none(), small, small, small, small
+)
+
+
+@st.composite
+def mixed(draw) -> Case:
+    """Cases with groups and at least one batch."""
+    sizes = [draw(st.integers(1, 3)) for _ in range(3)]
+    block_rows = np.array([*draw(st.lists(st.integers(1, 9), min_size=1, max_size=12)), np.prod(sizes)], np.int32)
+    by_block = draw(st.booleans())
+    n_units = len(block_rows) if by_block else int(block_rows.sum())
+    names, groups = np.unique(draw(arrays(int, n_units, elements=st.integers(0, 3))), return_inverse=True)
+    weights = tuple(draw(st.sampled_from([1, 2, 0.3, 20])) for _ in names)
+    if by_block:
+        groups = np.repeat(groups, block_rows)
+    return Case(block_rows, Groups(tuple(map(str, names)), weights, groups, by_block), *sizes, draw(st.integers(1, 3)))
 
 
 @many
@@ -139,3 +190,78 @@ def test_memory_for_a_billion_rows_in_ten_million_blocks_on_a_thousand_ranks():
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak_bytes < 400e6
+
+
+# ---------------------------------------------------------------------------------------------- shares and groups
+
+
+@many
+@given(st.lists(st.integers(1, 40), min_size=2, max_size=30), st.floats(0.01, 0.99), st.integers(0, 9))
+def test_a_share_is_exact_and_leaves_the_other_rows_and_an_epoch_has_each_of_them_once(block_rows, share, seed):
+    n_rows = sum(block_rows)
+    n_val = round(share * n_rows)
+    assume(0 < n_val < n_rows)
+    parts = hold_out(np.array(block_rows), n_val)
+    assert [len(part) for part in parts] == [n_rows - n_val, n_val]
+    np.testing.assert_array_equal(np.sort(np.concatenate([part.rows() for part in parts])), np.arange(n_rows))
+    for part in parts:
+        rows = part.rows().tolist()
+        assert rows == sorted(rows)
+        assert rows == list(BlockSampler(part, 4, seed=None, drop_last=False, pool_batches=seed + 1))
+        assert rows == sorted(BlockSampler(part, 1, seed=seed, pool_batches=seed + 1))
+        (pool,) = BlockSampler(part, 1, seed=seed, pool_batches=n_rows).pools(0)
+        assert len(pool.reads.starts) == len(part.extents(0).starts)  # none is cut inside a pool
+
+
+@pytest.mark.parametrize(("n_rows", "block_rows"), [(2000, 1), (50_000, 10_000)])
+def test_a_share_is_fair_to_every_class_whatever_the_order_of_the_rows_and_its_reads_are_long(n_rows, block_rows):
+    n_blocks = n_rows // block_rows
+    train, val = hold_out(np.full(n_blocks, block_rows), n_rows // 10)
+    for labels in (np.arange(n_rows) * 10 // n_rows, np.arange(n_rows) % 10):
+        counts = np.bincount(labels[val.rows()], minlength=10)
+        expected = n_rows / 100
+        assert (np.abs(counts - expected) < 5 * np.sqrt(expected)).all()
+    assert len(train.extents(0).starts) <= n_blocks + 2 * max(n_blocks, 1024)  # a part is cut at two places at most
+
+
+def test_the_rows_held_out_never_change():
+    """Frozen: a resumed run must not train on rows that it was validated on."""
+    _, val = hold_out(np.array([4, 3, 6, 7]), 5)
+    assert val.rows().tolist() == [2, 11, 12, 15, 17]
+
+
+@many
+@given(mixed(), st.integers(0, 9))
+def test_each_epoch_has_the_exact_turns_and_the_rows_of_a_group_take_them_evenly(case, seed):
+    samplers = case.samplers(seed=seed)
+    groups = case.groups.groups
+    turns = samplers[0].selection.turns
+    assert samplers[0].total_size == turns.sum()
+    weights = np.array(case.groups.weights)
+    assert (np.abs(turns - turns.sum() * weights / weights.sum()) < 1).all()
+    total = np.zeros(len(groups), int)
+    for epoch in range(4):
+        rows = [plan.row_ids for sampler in samplers for plan in sampler.pools(epoch)]
+        uses = np.bincount(np.concatenate([*rows, []]).astype(int), minlength=len(groups))
+        np.testing.assert_array_equal(np.bincount(groups, uses, len(turns)), turns)
+        total += uses
+        for group in range(len(turns)):
+            for counts in (uses[groups == group], total[groups == group]):
+                assert counts.max() - counts.min() <= 1
+
+
+def test_sources_are_read_in_whole_blocks_except_at_one_place_in_each_and_pools_are_mixed():
+    groups = Groups(("a", "b"), (1, 1), np.repeat([0, 1], [30 * 16, 10 * 16]), True)
+    sampler = BlockSampler(Mixture(groups, np.full(40, 16), 32, 3), 32, pool_batches=20, seed=3)
+    for epoch in range(3):
+        whole = [len(places) == 16 for plan in sampler.pools(epoch) for _, places in plan.reads.ranges()]
+        assert whole.count(False) <= 4  # the window of a group is cut at both ends
+    first_pool = next(sampler.pools(0))
+    assert 0.3 < (first_pool.row_ids < 30 * 16).mean() < 0.7
+
+
+def test_another_weight_or_another_grouping_has_another_checksum():
+    groups = np.arange(64) // 32
+    cases = [((1, 1), groups), ((1, 2), groups), ((1, 1), 1 - groups)]
+    mixtures = [Mixture(Groups(("a", "b"), *case, True), np.full(8, 8), 8, 0) for case in cases]
+    assert len({mixture.checksum for mixture in mixtures}) == 3

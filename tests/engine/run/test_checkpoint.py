@@ -53,9 +53,6 @@ def names(run: Path) -> list[str]:
     return sorted(path.name for path in (run / "checkpoints").iterdir())
 
 
-# ---------------------------------------------------------------------------------------------- saving
-
-
 def test_only_the_newest_of_a_kind_stay_by_number_and_other_folders_are_left_alone(run):
     others = {"last-final", "last-000001.old", "last-000001 (copy)", "last-٣٣٣"}
     for name in others:
@@ -123,8 +120,6 @@ def test_a_full_disk_costs_one_checkpoint(run, monkeypatch, capsys, owner, name,
     assert names(run) == ["last-000001", "last-000002"]
 
 
-# ---------------------------------------------------------------------------------------------- damage
-
 FILES = ("model.pt", "optimizer.pt", "state.json")
 
 
@@ -176,9 +171,6 @@ def test_code_in_a_checkpoint_is_not_run(run):
     with pytest.raises(UserError, match=r"model.pt does not fit: .*[Ww]eights"):
         resume(run)
     assert not (run / "ran").exists()
-
-
-# ---------------------------------------------------------------------------------------------- another run
 
 
 @pytest.mark.parametrize(
