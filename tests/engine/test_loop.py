@@ -136,7 +136,6 @@ def test_the_newest_run_is_resumed_by_itself_but_not_with_another_model_and_a_fi
     words = ("run.name=auto", "train.epochs=2", "run.resume=auto")
     with pytest.raises(UserError, match=r"runs/a/.*last-00000\d/model.pt does not fit: .*size mismatch "):
         train(*words, "model.hidden_dim=8")
-    assert "resumed with model.hidden_dim=8 (was 64)" in capsys.readouterr().out
     train(*words)
     assert [point["step"] for point in val_points(folder / "runs/a")] == [21, 42]
     capsys.readouterr()

@@ -258,16 +258,10 @@ def test_draws_are_a_function_of_seed_epoch_and_row_alone_and_uniform():
     assert np.abs(np.corrcoef(draws.T) - np.eye(N_DRAWS)).max() < 0.08
 
 
-@pytest.mark.parametrize(
-    ("shape", "share", "box"),
-    [
-        ((224, 224), 0.8, Box(37, 100, 300, 300)),
-        ((10, 20), 1.0, Box(62, 0, 250, 500)),
-        ((1, 1), 1e-9, Box(187, 249, 1, 1)),
-    ],
-)
-def test_the_centre_is_the_largest_part_of_that_shape(shape, share, box):
-    assert centre_box(375, 500, shape, share) == box
+def test_the_centre_is_the_largest_part_of_that_shape_or_a_share_of_it():
+    assert centre_box(375, 500, (10, 20)) == Box(62, 0, 250, 500)
+    assert centre_box(375, 500, (224, 224), 0.8) == Box(37, 100, 300, 300)
+    assert centre_box(375, 500, (1, 1), 1e-9) == Box(187, 249, 1, 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -45,7 +45,6 @@ class Options(Section):
     """Settings of a made-up workload, with defaults of several types."""
 
     width: Count = 32
-    """Channels of the first stage."""
     flip: bool = False
     widths: list[int] = Field(default_factory=lambda: [1, 2])
     anything: Any = None
@@ -106,14 +105,12 @@ def test_messages(compare_messages, load):
     Path("bare.yaml").write_text("data: {train: a.h5}")
     Path("empty.yaml").touch()
 
-    def check(read: Callable[[], Config], options: type[Section] = Options) -> None:
-        read_options(read(), options)
-
-    calls = {text: partial(check, partial(load, text)) for text in MISTAKES_IN_A_FILE}
-    calls["nested too deeply"] = partial(check, partial(load, "{" * 5000))
-    calls |= {words: partial(check, partial(load_config, words.split())) for words in MISTAKES_IN_WORDS}
-    without_settings = partial(check, partial(load, "model: {zzz: 1}"), Section)
-    compare_messages(calls | {"model: {zzz: 1}, of a workload without settings": without_settings})
+    calls = {text: partial(load, text) for text in MISTAKES_IN_A_FILE}
+    calls["nested too deeply"] = partial(load, "{" * 5000)
+    calls |= {words: partial(load_config, words.split()) for words in MISTAKES_IN_WORDS}
+    checks = {mistake: lambda read=read: read_options(read(), Options) for mistake, read in calls.items()}
+    checks["model: {zzz: 1}, of a workload without settings"] = lambda: read_options(load("model: {zzz: 1}"), Section)
+    compare_messages(checks)
 
 
 def test_a_typo_ends_the_program_before_torch_is_imported(tmp_path):

@@ -57,7 +57,6 @@ def test_what_decides_the_weights_must_be_the_same_and_how_rows_are_read_may_dif
     for section, key, value in (
         ("run", "seed", 1),
         ("optim", "lr", 0.1),
-        ("train", "epochs", 3),
         ("model", "hidden_dim", 3),
         ("data", "val_fields", {"x": "other"}),
         ("dist", "strategy", "dp"),

@@ -17,8 +17,6 @@ from fastgpu.training.parallel import average_statistics, mean_over_ranks, share
 from fastgpu.training.step import reseed
 
 TWO = World(0, 2, 2, CPU)
-
-
 ROWS, RAGGED = (SimpleNamespace(fields={"x": Field(np.dtype("u1"), (), mean)}) for mean in (None, 1.0))
 
 
@@ -49,8 +47,9 @@ def test_alone_nothing_is_averaged_unused_gpus_are_told_and_other_strategies_wra
     assert averages(ALONE)[1:] == ({"loss": 1.5}, 0.0, 5, [1, 0])
     assert not capsys.readouterr().out
     model = nn.Linear(1, 1)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    assert share_gradients(model, Dist(), World(0, 1, 1, torch.device("cuda", 0)), ROWS) is model
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "device_count", lambda: 8)
+        assert share_gradients(model, Dist(), World(0, 1, 1, torch.device("cuda", 0)), ROWS) is model
     assert "1 of 8 GPUs is in use; torchrun --standalone --nproc-per-node=gpu train.py" in capsys.readouterr().out
     assert isinstance(share_gradients(model, Dist(strategy="dp"), ALONE, ROWS), nn.DataParallel)
     assert share_gradients(model, Dist(strategy="apex"), ALONE, ROWS) is model
