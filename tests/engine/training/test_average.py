@@ -12,11 +12,11 @@ def make_model() -> nn.Module:
 
 def test_the_average_is_that_of_torch_with_the_formula_and_initial_weights_do_not_count():
     def formula(average: Tensor, value: Tensor, n: Tensor) -> Tensor:
-        decay = min(0.5, int(n) / (int(n) + 9))
+        decay = min(0.6, int(n) / (int(n) + 9))
         return decay * average + (1 - decay) * value if value.is_floating_point() else value  # counters are copied
 
     model = make_model()
-    averages = [AveragedModel(model, 0.5), TorchAveragedModel(model, avg_fn=formula, use_buffers=True)]
+    averages = [AveragedModel(model, 0.6), TorchAveragedModel(model, avg_fn=formula, use_buffers=True)]
     for _ in range(20):
         for tensor in model.state_dict().values():
             tensor.copy_(torch.rand(tensor.shape) if tensor.is_floating_point() else tensor + 1)
