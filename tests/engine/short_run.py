@@ -28,8 +28,6 @@ CONFIG = Config.model_validate(
     }
 )
 SOURCE = ArrayDataset("made up", {"x": np.zeros((BATCH_SIZE, 100), np.uint8)})
-
-
 ORDER = BlockSampler(np.full(STEPS_PER_EPOCH, BATCH_SIZE, np.int32), BATCH_SIZE, seed=0)
 LOADER = SimpleNamespace(order=ORDER, close=lambda: None)
 """A loader without rows."""

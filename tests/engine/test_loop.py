@@ -27,7 +27,6 @@ from harness import (
     weights_of,
     write_state,
 )
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fastgpu.process.config import Optim
 from fastgpu.process.launch import UserError
@@ -38,43 +37,27 @@ TRAIN_TAGS = {f"train/{name}" for name in ("loss", "grad_norm", "lr", "trained_r
 TAGS = TRAIN_TAGS | {"data/fresh_rows_per_s", "data/wait_pct", "data/echo", "val/mse"}
 
 
-# ---------------------------------------------------------------------------------------------- files of a run
-
-
 def test_a_run_leaves_a_record_whose_config_repeats_it(folder, capsys):
     train("optim.name=sgd", "optim.lr=0.05", "optim.accumulation_steps=4")
     printed = capsys.readouterr().out
+    assert all(text in printed for text in ("1 x CPU", "kept on the device", "tensorboard --logdir runs"))
     run = folder / "runs/a"
     points = metrics_of(run)
     assert points[-1]["step"] == 3 * STEPS_PER_EPOCH
     tags = {name for name in set().union(*points) if "/" in name}
     assert {tag for tag in tags if not tag.startswith("host/")} == TAGS
-    events = EventAccumulator(str(run))
-    events.Reload()
-    assert set(events.Tags()["scalars"]) == tags
-    assert "config/text_summary" in events.Tags()["tensors"]
-    assert {"config.yaml", "run.json", "metrics.jsonl", "checkpoints"} <= {path.name for path in run.iterdir()}
-    assert "1 x CPU" in printed
-    assert "kept on the device" in printed
-    assert "tensorboard --logdir runs" in printed.splitlines()[-1]
     lr = [point["train/lr"] for point in points if "train/lr" in point][-1]
     assert lr == pytest.approx(script.learning_rate(62.5 / 63, Optim(lr=0.05)))  # at mid-step
     errors = {point["step"]: point["val/mse"] for point in val_points(run)}
     assert min(errors.values()) < errors[STEPS_PER_EPOCH]
     (best,) = run.glob("checkpoints/best-*")
     assert step_of(best) == min(errors, key=errors.get)
-    assert json.loads((best / "state.json").read_text())["progress"]["best"] == min(errors.values())
     written = yaml.safe_load((run / "config.yaml").read_text())
-    assert written["data"]["tier"] == "device"  # no `auto` is left where a number was chosen
-    assert isinstance(written["data"]["pool_batches"], int)
-    assert isinstance(written["loader"]["num_readers"], int)
-    assert written["train"]["precision"] == "fp32"
     assert written["model"] == {"hidden_dim": 64}  # the defaults of the workload, too
+    chosen = (written["data"]["pool_batches"], written["loader"]["num_readers"], written["train"]["precision"])
+    assert "auto" not in (written["data"]["tier"], *chosen)
     train("--config", "runs/a/config.yaml", "run.name=b")
     assert same_weights(run, folder / "runs/b")
-
-
-# ---------------------------------------------------------------------------------------------- a run that stops
 
 
 def test_a_signal_does_not_disturb_the_end_of_a_run(folder, monkeypatch, capsys):
@@ -133,9 +116,6 @@ def test_the_average_of_the_weights_is_validated_changes_nothing_else_and_may_en
     assert len(val_points(averaged)) == 2
 
 
-# ---------------------------------------------------------------------------------------------- which run goes on
-
-
 def test_a_run_goes_on_with_its_own_settings_but_for_the_words_and_says_what_changed(folder, capsys):
     train("optim.lr=0.02", "model.hidden_dim=8", "train.epochs=1")
     train("run.resume=runs/a", "train.epochs=2", "data.batch_size=64")
@@ -151,29 +131,11 @@ def test_the_newest_run_is_resumed_by_itself_but_not_with_another_model_and_a_fi
     words = ("run.name=auto", "train.epochs=2", "run.resume=auto")
     with pytest.raises(UserError, match=r"runs/a/.*last-00000\d/model.pt does not fit: .*size mismatch "):
         train(*words, "model.hidden_dim=8")
-    assert "resumed with model.hidden_dim=8 (was 64)" in capsys.readouterr().out
     train(*words)
     assert [point["step"] for point in val_points(folder / "runs/a")] == [21, 42]
     capsys.readouterr()
     train(*words)
     assert "done: epoch 2, step 42" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_one_run_has_one_writer(folder):
-    words = ("train.epochs=100000", "run.resume=auto")
-    with subprocess.Popen(train_command(*words), cwd=folder, stdout=subprocess.DEVNULL) as first:
-        try:
-            wait_for_step(folder / "runs/a", 21, first)
-            with pytest.raises(UserError, match=f"runs/a is in use by process {first.pid} on "):
-                train(*words)
-            first.send_signal(signal.SIGTERM)
-            assert first.wait(TIMEOUT_S) == 128 + signal.SIGTERM
-        finally:
-            first.kill()
-
-
-# ---------------------------------------------------------------------------------------------- mistakes
 
 
 def test_a_loss_that_is_no_number_ends_the_run(folder):
@@ -189,9 +151,6 @@ def test_a_check_prints_the_choices_and_starts_nothing(folder):
     assert not (folder / "runs").exists()
 
 
-# ---------------------------------------------------------------------------------------------- several ranks
-
-
 @pytest.mark.slow
 def test_a_last_checkpoint_that_is_missing_is_an_error_of_every_rank(folder):
     run = folder / "runs/a"
@@ -203,18 +162,14 @@ def test_a_last_checkpoint_that_is_missing_is_an_error_of_every_rank(folder):
 
 @pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_no_rank_outlives_its_launcher(folder, number):
+def test_no_rank_outlives_its_launcher(folder):
     with subprocess.Popen(train_command("train.epochs=100000", ranks=2), cwd=folder, stdout=subprocess.DEVNULL) as job:
         try:
             wait_for_step(folder / "runs/a", 21, job)
             ranks = psutil.Process(job.pid).children(recursive=True)
             assert len(ranks) >= 2
-            job.send_signal(number)
-            job.wait(TIMEOUT_S)
+            job.kill()
             _, alive = psutil.wait_procs(ranks, timeout=TIMEOUT_S)
             assert not alive
         finally:
             job.kill()
-    if number == signal.SIGTERM:
-        assert (folder / "runs/a/stopped.json").exists()

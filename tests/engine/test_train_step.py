@@ -1,6 +1,5 @@
 """The optimizer step of train.py against a plain one, and its parts: optimizer, learning rate, precision."""
 
-import math
 import sys
 from types import SimpleNamespace
 
@@ -31,7 +30,9 @@ class Regression:
     """A workload of which only the loss is asked."""
 
     def loss(self, model: nn.Module, batch: Rows) -> Tensor:
-        return nn.functional.mse_loss(model(batch["x"]), batch["y"])
+        predicted = model(batch["x"])
+        self.dtype = predicted.dtype
+        return nn.functional.mse_loss(predicted, batch["y"])
 
 
 def make_batch(rows: int = 12, seed: int = 0) -> Rows:
@@ -48,7 +49,7 @@ def make_parts(
     model: nn.Module, precision: Precision = "fp32", *, ddp: nn.Module | None = None, ema: float = 0.0, **optim: object
 ) -> Parts:
     """ema: the decay of the average. optim: settings of section `optim`."""
-    parts = parts_of_step(Regression(), model, Optim(**optim), precision, ddp=ddp)
+    parts = parts_of_step(Regression(), model, Optim(lr=0.1, **optim), precision, ddp=ddp)
     return parts._replace(ema=AveragedModel(model, ema))
 
 
@@ -60,7 +61,7 @@ def assert_same_weights(model: nn.Module, other: nn.Module) -> None:
 # ---------------------------------------------------------------------------------------------- the step
 
 
-@pytest.mark.parametrize("accumulation_steps", [1, 3, 12])
+@pytest.mark.parametrize("accumulation_steps", [1, 3])
 @pytest.mark.parametrize("clip_grad_norm", [0.0, 0.5])  # 0 clips nothing
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_steps_with_any_accumulation_and_their_average_are_those_of_a_plain_loop(
@@ -68,17 +69,17 @@ def test_steps_with_any_accumulation_and_their_average_are_those_of_a_plain_loop
 ):
     ours = make_model()
     plain = make_model()
-    optim = {"lr": 0.1, "weight_decay": 0.01, "clip_grad_norm": clip_grad_norm}
-    parts = make_parts(ours, ema=0.9, name=name, accumulation_steps=accumulation_steps, **optim)
+    optim = {"weight_decay": 0.01, "clip_grad_norm": clip_grad_norm, "accumulation_steps": accumulation_steps}
+    parts = make_parts(ours, ema=0.9, name=name, **optim)
     average = AveragedModel(plain, 0.9)
     groups = [
         {"params": [p for p in plain.parameters() if p.ndim > 1], "weight_decay": 0.01},
         {"params": [p for p in plain.parameters() if p.ndim == 1], "weight_decay": 0.0},
     ]
     if name == "adamw":
-        optimizer = torch.optim.AdamW(groups, lr=0.1, betas=(0.9, 0.999), foreach=False)
+        optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), foreach=False)
     else:
-        optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True, foreach=False)
+        optimizer = torch.optim.SGD(groups, momentum=0.9, nesterov=True, foreach=False)
     for number in range(5):
         batch = make_batch(seed=number)
         lr = 0.01 * (number + 1)
@@ -87,7 +88,7 @@ def test_steps_with_any_accumulation_and_their_average_are_those_of_a_plain_loop
         assert all(parameter.grad is None for parameter in ours.parameters())
         for group in optimizer.param_groups:
             group["lr"] = lr
-        expected = nn.functional.mse_loss(plain(batch["x"]), batch["y"])
+        expected = Regression().loss(plain, batch)
         expected.backward()
         nn.utils.clip_grad_norm_(plain.parameters(), clip_grad_norm or float("inf"))
         optimizer.step()
@@ -98,27 +99,18 @@ def test_steps_with_any_accumulation_and_their_average_are_those_of_a_plain_loop
     assert_same_weights(parts.ema, average)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_gradients_are_clipped_after_they_are_unscaled(precision):
+def test_gradients_of_fp16_are_clipped_after_they_are_unscaled():
     """Plain SGD at a learning rate of 1: the update is the gradient."""
     model = make_model()
     before = make_model()
     optim = {"name": "sgd", "momentum": 0.0, "weight_decay": 0.0, "accumulation_steps": 3}
-    train_step(make_parts(model, precision, clip_grad_norm=0.25, **optim), make_batch(), 1.0)
+    parts = make_parts(model, "fp16", clip_grad_norm=0.25, **optim)
+    train_step(parts, make_batch(), 1.0)
+    assert parts.workload.dtype == torch.float16
     Regression().loss(before, make_batch()).backward()
-    norm = nn.utils.clip_grad_norm_(before.parameters(), 0.25)
-    assert norm > 0.25
+    assert nn.utils.clip_grad_norm_(before.parameters(), 0.25) > 0.25
     for new, old in zip(model.parameters(), before.parameters(), strict=True):
         torch.testing.assert_close(old - new, old.grad, rtol=0, atol=5e-3)
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_lower_precision_learns_and_keeps_its_weights_in_fp32(precision):
-    model = make_model()
-    parts = make_parts(model, precision, weight_decay=0.0)
-    losses = [train_step(parts, make_batch(), 0.01)["train/loss"].item() for _ in range(30)]
-    assert losses[-1] < 0.7 * losses[0]
-    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
 
 
 def three_steps(world: World, accumulation_steps: int) -> tuple[list, int]:
@@ -158,7 +150,7 @@ def test_two_ranks_are_one_with_the_whole_batch_and_average_once_a_step(accumula
     ("schedule", "warmup_share", "rates"),
     [
         ("cosine", 0.1, {0: 0, 0.05: 1, 0.1: 2, 0.55: 1, 1: 0, 1.2: 0}),
-        ("cosine", 0.0, {0: 2, 0.25: 1 + math.cos(math.pi / 4), 1: 0}),
+        ("cosine", 0.0, {0: 2, 0.25: 1 + 0.5**0.5, 1: 0}),
         ("cosine", 1.0, {0: 0, 0.5: 1, 0.99: 1.98}),
         ("linear", 0.2, {0.1: 1, 0.2: 2, 0.6: 1, 1: 0, 1.1: 0}),
         ("constant", 0.2, {0.1: 1, 0.2: 2, 0.6: 2, 1: 2}),
@@ -169,27 +161,17 @@ def test_the_learning_rate_rises_linearly_and_follows_its_schedule(schedule, war
     assert {share: learning_rate(share, optim) for share in rates} == pytest.approx(rates, abs=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("name", "momentum", "expected"),
-    [
-        ("adamw", 0.8, {"betas": (0.8, 0.999), "fused": True}),
-        ("sgd", 0.8, {"momentum": 0.8, "nesterov": True, "fused": True}),
-        ("sgd", 0.0, {"momentum": 0.0, "nesterov": False, "fused": True}),
-        ("fused_adam", 0.8, {"betas": (0.8, 0.999)}),
-        ("fused_lamb", 0.8, {"betas": (0.8, 0.999)}),
-    ],
-)
-def test_the_optimizer_has_the_settings_and_frozen_weights_are_left_out(monkeypatch, name, momentum, expected):
-    classes = {"fused_adam": {"FusedAdam": torch.optim.AdamW}, "fused_lamb": {"FusedLAMB": torch.optim.AdamW}}
-    monkeypatch.setitem(sys.modules, "apex.optimizers", SimpleNamespace(**classes.get(name, {})))
+@pytest.mark.parametrize("name", ["adamw", "sgd", "fused_adam"])
+def test_an_optimizer_has_the_settings_fused_kernels_and_no_frozen_weights(monkeypatch, name):
+    monkeypatch.setitem(sys.modules, "apex.optimizers", SimpleNamespace(FusedAdam=torch.optim.AdamW))
     model = make_model()
     model[0].requires_grad_(False)
-    optimizer = make_optimizer(model, Optim(name=name, lr=0.3, momentum=momentum, weight_decay=0.5))
-    assert optimizer.defaults.items() >= ({"lr": 0.3} | expected).items()
-    matrices, others = optimizer.param_groups
-    assert [*map(id, matrices["params"])] == [id(model[3].weight)]
-    assert [*map(id, others["params"])] == [*map(id, (*model[1].parameters(), model[3].bias))]
-    assert (matrices["weight_decay"], others["weight_decay"]) == (0.5, 0.0)
+    optimizer = make_optimizer(model, Optim(name=name, lr=0.3, momentum=0.8))
+    momentum = {"momentum": 0.8, "nesterov": True} if name == "sgd" else {"betas": (0.8, 0.999)}
+    fused = {} if name == "fused_adam" else {"fused": True}
+    assert optimizer.defaults.items() >= ({"lr": 0.3} | momentum | fused).items()
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    assert {*trained} == {*model[1].parameters(), *model[3].parameters()}
 
 
 @pytest.mark.filterwarnings("ignore:.*CUDA is not available")
@@ -197,18 +179,14 @@ def test_the_optimizer_has_the_settings_and_frozen_weights_are_left_out(monkeypa
     ("asked", "device", "has_bf16", "name", "dtype"),
     [
         ("auto", CPU, True, "fp32", torch.float32),
-        ("fp32", CPU, True, "fp32", torch.float32),
         ("bf16", CPU, False, "bf16", torch.bfloat16),
         ("fp16", CPU, True, "fp16", torch.float16),
         ("auto", CUDA, True, "bf16", None),
-        ("auto", CUDA, False, "fp16", None),
+        ("auto", CUDA, False, "fp16", None),  # it emulates bf16
     ],
 )
 def test_auto_is_the_precision_that_the_device_has(monkeypatch, asked, device, has_bf16, name, dtype):
-    """A GPU that only emulates bf16 does not have it."""
-    monkeypatch.setattr(
-        torch.cuda, "is_bf16_supported", lambda including_emulation=True: has_bf16 or including_emulation
-    )
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16 or including_emulation)
     precision = mixed_precision(asked, device)
     assert precision.name == name
     if device == CPU:

@@ -1,10 +1,14 @@
+"""What torchrun tells a process, and how processes end: with a message, by a signal, or with their launcher."""
+
+import signal
 import socket
 
+import psutil
 import pytest
 from harness import TIMEOUT_S, start_python
 
 from fastgpu.process import launch as launch_module
-from fastgpu.process.launch import Launch, RankError, UserError, check_parent, exit_with_message, read_launch, warn
+from fastgpu.process.launch import Launch, RankError, UserError, check_parent, exit_with_message, read_launch
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
 
@@ -49,6 +53,8 @@ def test_a_person_sees_one_message_of_a_machine_or_that_of_the_rank_that_alone_f
         assert capsys.readouterr().err == (message if speaks else "")
         # torchrun ends all ranks with the first that ends: they wait until that one has printed its message
         assert slept == ([] if speaks or code == 130 else [launch_module.SPEAKER_S])
+    with pytest.raises(ZeroDivisionError), exit_with_message():  # a bug keeps its traceback
+        raise ZeroDivisionError
 
 
 def test_a_rank_whose_torchrun_ended_before_linux_was_told_ends_at_once(monkeypatch):
@@ -61,33 +67,38 @@ def test_a_rank_whose_torchrun_ended_before_linux_was_told_ends_at_once(monkeypa
         check_parent()
 
 
-def test_a_bug_keeps_its_traceback():
-    with pytest.raises(ZeroDivisionError), exit_with_message():
-        raise ZeroDivisionError
-
-
-def test_a_warning_is_printed_once_for_the_whole_job(monkeypatch, capsys):
-    for rank in range(4):
-        monkeypatch.setenv("RANK", str(rank))
-        warn("the file is sorted")
-    assert capsys.readouterr().out == "warning: the file is sorted\n"
-
-
 HANGS = """
-import threading
+from threading import Event, Thread
 from h5py._objects import phil
 from fastgpu.process.launch import HangError, exit_with_message
-
-def hang():
-    phil.acquire()
-    is_stuck.set()
-    threading.Event().wait()
-is_stuck = threading.Event()
-threading.Thread(target=hang, daemon=True).start()
+is_stuck = Event()
+Thread(target=lambda: (phil.acquire(), is_stuck.set(), Event().wait()), daemon=True).start()
 is_stuck.wait()
 print("a line")
 with exit_with_message():
     raise HangError("no rows have come")
+"""
+AGAIN = """
+import os
+from types import SimpleNamespace
+from fastgpu.process import signals
+agreement = signals.Agreement(SimpleNamespace(world_size=1, all_gather=lambda value: [value]), 0)
+assert not agreement.is_asked_to_stop(0)
+for _ in range(2):
+    os.kill(os.getpid(), signals.STOP[0])
+print(agreement.is_asked_to_stop(1), flush=True)
+signals.ECHO_S = 0
+os.kill(os.getpid(), signals.STOP[0])
+"""
+ORPHAN = """
+import os, time
+from fastgpu.process.launch import exit_with_message
+if os.fork():
+    time.sleep(600)
+os.environ["TORCHELASTIC_RUN_ID"] = "job"
+with exit_with_message():
+    print(os.getpid(), flush=True)
+    time.sleep(600)
 """
 
 
@@ -95,3 +106,17 @@ def test_a_thread_that_holds_the_lock_of_hdf5_does_not_keep_the_process():
     with start_python(HANGS) as process:
         printed = process.communicate(timeout=TIMEOUT_S)
     assert (process.returncode, printed) == (2, ("a line\n", "error: no rows have come\n"))
+
+
+def test_a_signal_that_comes_twice_at_once_asks_for_a_stop_and_a_later_one_ends_the_process():
+    with start_python(AGAIN) as process:
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+    assert (process.returncode, output) == (-signal.SIGTERM, "True\n")
+
+
+@pytest.mark.skipif(not psutil.LINUX, reason="a call of Linux")
+def test_an_orphan_ends_whatever_it_is_doing():
+    with start_python(ORPHAN) as launcher:
+        orphan = psutil.Process(int(launcher.stdout.readline()))
+        launcher.kill()
+        orphan.wait(TIMEOUT_S)

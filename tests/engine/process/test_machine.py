@@ -1,5 +1,4 @@
 import os
-from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -8,44 +7,24 @@ import pytest
 from fastgpu.process import machine
 from fastgpu.process.machine import GIB, MIB, available_cpus, free_host_bytes
 
-
-@pytest.fixture
-def cgroup(monkeypatch) -> dict[str, str]:
-    """The files of a cgroup, by name. A file that is not in it does not exist. The machine has 32 CPUs and 10 GiB."""
-    files: dict[str, str] = {"memory.stat": ""}
-
-    def read_text(path: Path) -> str:
-        if path.name not in files:
-            raise FileNotFoundError(path)
-        return files[path.name]
-
-    monkeypatch.setattr(machine.Path, "read_text", read_text)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(32)), raising=False)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10 * GIB))
-    return files
+FILES = ("cpu.max", "memory.max", "memory.current", "memory.stat")
+CACHED = f"anon 5\ninactive_file {GIB}\nactive_file {MIB}\n"
 
 
 @pytest.mark.parametrize(
-    ("quota", "cpus"),
-    [("max 100000", 32), ("250000 100000", 2), ("50000 100000", 1), ("9900000 100000", 32), (None, 32)],
-)
-def test_cpus_follow_the_affinity_and_the_quota_of_the_cgroup(cgroup, quota, cpus):
-    cgroup.update({"cpu.max": quota} if quota else {})
-    assert available_cpus() == cpus
-
-
-@pytest.mark.parametrize(
-    ("limit", "used", "stat", "free"),
+    ("cgroup", "cpus", "free"),
     [
-        (None, None, "", 10 * GIB),
-        ("max", 5, "", 10 * GIB),
-        (4 * GIB, GIB, "", 3 * GIB),
-        (40 * GIB, GIB, "", 10 * GIB),
-        (GIB, 2 * GIB, "", 0),
-        (4 * GIB, 3 * GIB, f"anon 5\ninactive_file {GIB}\nactive_file {MIB}\n", 2 * GIB + MIB),
+        ((), 32, 10 * GIB),  # there is none
+        (("max 100000", "max", 5, ""), 32, 10 * GIB),
+        (("9900000 100000", 40 * GIB, GIB, ""), 32, 10 * GIB),
+        (("50000 100000", GIB, 2 * GIB, ""), 1, 0),
+        (("250000 100000", 4 * GIB, 3 * GIB, CACHED), 2, 2 * GIB + MIB),
     ],
 )
-def test_free_memory_is_that_of_the_machine_or_of_its_cgroup(cgroup, limit, used, stat, free):
-    if limit:
-        cgroup.update({"memory.max": str(limit), "memory.current": str(used), "memory.stat": stat})
-    assert free_host_bytes() == free
+def test_cpus_and_free_memory_are_those_of_the_machine_or_of_its_cgroup(tmp_path, monkeypatch, cgroup, cpus, free):
+    monkeypatch.setattr(machine, "CGROUPS", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(32)), raising=False)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10 * GIB))
+    for name, content in zip(FILES, cgroup, strict=False):
+        (tmp_path / name).write_text(str(content))
+    assert (available_cpus(), free_host_bytes()) == (cpus, free)

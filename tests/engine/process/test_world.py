@@ -9,17 +9,15 @@ from harness import ALONE, CPU, in_world
 
 from fastgpu.process import world as world_module
 from fastgpu.process.config import Dist
-from fastgpu.process.launch import Launch, RankError, UserError
+from fastgpu.process.launch import Launch, RankError, UserError, warn
 from fastgpu.process.world import World, init_distributed
 
 
-def error_of(function: Callable[..., Any], *arguments: Any) -> str | None:
-    """The message of the UserError that a function raises; None if it raises none."""
-    try:
+def error_of(function: Callable[..., None], *arguments: Any) -> str:
+    """The message of the UserError that a function raises."""
+    with pytest.raises(UserError) as error:
         function(*arguments)
-    except UserError as error:
-        return str(error)
-    return None
+    return str(error.value)
 
 
 def use_collectives(world: World) -> list[Any]:
@@ -35,13 +33,12 @@ def raise_on_one_rank(world: World) -> None:
 
 
 def use_world(world: World) -> dict[str, Any]:
-    """What two ranks do together, in one job: starting processes takes seconds."""
+    world.check_same({"optim.lr": 0.1, "run.seed": 0})
     store = dist.distributed_c10d._get_default_store().underlying_store
     store.set(f"rank {world.rank}", "here")
     return {
         "raised": error_of(raise_on_one_rank, world),
         "collectives afterwards": use_collectives(world),
-        "same values": error_of(world.check_same, {"optim.lr": 0.1, "run.seed": 0}),
         "other value": error_of(world.check_same, {"run.seed": world.rank, "x": world.rank}, "share it"),
         "value of one rank": error_of(world.check_same, {"x.py": "ab"} if world.rank else {}),
         "key in this attempt": store.underlying_store.get(f"attempt0/rank {world.rank}"),
@@ -53,7 +50,6 @@ def test_two_ranks_have_the_same_values_and_errors_and_alone_nothing_is_sent():
         assert rank == {
             "raised": "disk of rank 1 is full",
             "collectives afterwards": [3.0, 1.0, [0.5, 1.5], "rank 0"],
-            "same values": None,
             "other value": "run.seed is 1 on rank 1 and 0 on rank 0; share it",
             "value of one rank": "x.py is ab on rank 1 and None on rank 0; all ranks need the same",
             "key in this attempt": b"here",
@@ -62,33 +58,25 @@ def test_two_ranks_have_the_same_values_and_errors_and_alone_nothing_is_sent():
     assert not dist.is_initialized()
 
 
-def test_only_the_main_rank_prints(capsys):
-    World(1, 2, 2, CPU).print_once("from rank 1")
-    ALONE.print_once("")
-    ALONE.print_once("from rank 0")
-    assert capsys.readouterr().out == "from rank 0\n"
+def test_a_line_or_a_warning_is_printed_once_for_the_whole_job(monkeypatch, capsys):
+    for rank in range(4):
+        monkeypatch.setenv("RANK", str(rank))
+        World(rank, 4, 4, CPU).print_once("a line")
+        warn("the file is sorted")
+    assert capsys.readouterr().out == "a line\nwarning: the file is sorted\n"
 
 
-@pytest.mark.parametrize(
-    ("n_gpus", "device", "launch", "message"),
-    [
-        (0, "cuda", Launch(), "dist.device is cuda, but torch .* sees no GPU; look at nvidia-smi"),
-        (2, "auto", Launch(2, 3, 2, 3), "3 processes for 2 visible GPUs"),
-    ],
-)
-def test_gpus_that_are_missing_are_one_line(monkeypatch, n_gpus, device, launch, message):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: n_gpus)
-    with pytest.raises(UserError, match=message), init_distributed(Dist(device=device), launch):
-        pass
-
-
-def test_a_machine_without_a_gpu_trains_on_its_cpu(monkeypatch):
+def test_a_machine_without_a_gpu_trains_on_its_cpu_and_gpus_that_are_missing_are_one_line(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with init_distributed(Dist(), Launch()) as world:
-        assert world.device.type == "cpu"
-
-
-# ---------------------------------------------------------------------------------------------- one rank ends
+        assert world.device == CPU
+    for n_gpus, launch, message in (
+        (0, Launch(), "dist.device is cuda, but torch .* sees no GPU; look at nvidia-smi"),
+        (2, Launch(2, 3, 2, 3), "3 processes for 2 visible GPUs"),
+    ):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda n_gpus=n_gpus: n_gpus)
+        with pytest.raises(UserError, match=message), init_distributed(Dist(device="cuda"), launch):
+            pass
 
 
 @pytest.fixture
@@ -108,7 +96,6 @@ LOST = "^rank 0 lost the others: rank 1 hangs or is gone; see which failed, or r
 @pytest.mark.parametrize(
     ("error", "kind", "raised"),
     [
-        (RankError("its disk is gone"), RankError, "its disk is gone"),
         (UserError("data.train is x"), UserError, "data.train is x"),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), RuntimeError, "mat1 and mat2"),
         (RuntimeError("[/gloo/transport/tcp/pair.cc:547] Connection closed"), RankError, LOST),

@@ -1,24 +1,73 @@
+"""Which row comes when: in files with and without groups of rows, and for all ranks that share them."""
+
 import tracemalloc
+from typing import NamedTuple
 
 import numpy as np
 import pytest
-from cases import mixed, plain
-from hypothesis import given, settings
+import torch
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 from torch.utils.data import DataLoader, DistributedSampler
 
 from fastgpu.rows.order import BlockSampler, Shard
-from fastgpu.rows.selection import Groups, Mixture
+from fastgpu.rows.selection import Groups, Mixture, hold_out
 
+many = settings(max_examples=200, deadline=None)
 seeds = st.none() | st.integers(0, 9)
-many = settings(max_examples=300, deadline=None)
 
 
-# ---------------------------------------------------------------------------------------------- which rows
+class Case(NamedTuple):
+    """A file and the ranks that share it."""
+
+    block_rows: np.ndarray
+    groups: Groups | None
+    world_size: int
+    canonical_per_rank: int
+    share: int
+    """Rows that a global batch takes from each canonical rank."""
+    pool_batches: int
+
+    @property
+    def n_rows(self) -> int:
+        return int(self.block_rows.sum())
+
+    def samplers(self, world_size: int | None = None, seed: int | None = 0, **options) -> list[BlockSampler]:
+        """A sampler for each rank."""
+        world_size = world_size or self.world_size
+        canonical_ranks = self.world_size * self.canonical_per_rank
+        batch_size = self.share * canonical_ranks // world_size
+        rows = self.block_rows
+        if self.groups:
+            rows = Mixture(self.groups, rows, batch_size * world_size, seed or 0)
+        options |= {"pool_batches": self.pool_batches, "seed": seed}
+        shards = [Shard(rank, world_size, canonical_ranks) for rank in range(world_size)]
+        return [BlockSampler(rows, batch_size, shard=shard, **options) for shard in shards]
+
+
+small = st.integers(1, 4)
+plain = st.builds(
+    Case, st.lists(st.integers(1, 9), min_size=1, max_size=20).map(np.array), st.none(), small, small, small, small
+)
+
+
+@st.composite
+def mixed(draw) -> Case:
+    """Cases with groups and at least one batch."""
+    sizes = [draw(st.integers(1, 3)) for _ in range(3)]
+    block_rows = np.array([*draw(st.lists(st.integers(1, 9), min_size=1, max_size=12)), np.prod(sizes)], np.int32)
+    by_block = draw(st.booleans())
+    n_units = len(block_rows) if by_block else int(block_rows.sum())
+    names, groups = np.unique(draw(arrays(int, n_units, elements=st.integers(0, 3))), return_inverse=True)
+    weights = tuple(draw(st.sampled_from([1, 2, 0.3, 20])) for _ in names)
+    if by_block:
+        groups = np.repeat(groups, block_rows)
+    return Case(block_rows, Groups(tuple(map(str, names)), weights, groups, by_block), *sizes, draw(st.integers(1, 3)))
 
 
 @many
-@given(plain | mixed(), seeds, st.none() | st.booleans(), st.integers(0, 2), st.integers(1, 50))
+@given(plain | mixed(), seeds, st.none() | st.booleans(), st.integers(0, 3), st.integers(1, 50))
 def test_each_place_of_a_pool_is_filled_once_also_in_portions_and_pools_agree_on_all_ranks(
     case, seed, drop_last, epoch, portion_rows
 ):
@@ -82,14 +131,15 @@ def test_resuming_goes_on_where_it_stopped(case, data):
     assert rest == list(sampler)[sampler.rows_before(0, first_pool) // case.world_size :]
 
 
-# ---------------------------------------------------------------------------------------------- which order
-
-
-def test_every_block_is_read_once_per_epoch_except_at_the_borders_of_pools():
-    sampler = BlockSampler(np.full(64, 16), 32, pool_batches=8)
-    reads = [(start // 16, len(places)) for plan in sampler.pools(0) for start, places in plan.reads.ranges()]
-    assert sorted(block for block, _ in reads) == list(range(64))
-    assert {n_rows for _, n_rows in reads} == {16}
+def test_blocks_are_read_as_a_whole_but_for_the_ends_of_a_window_and_the_rows_of_a_pool_are_mixed():
+    groups = Groups(("a", "b"), (1, 1), np.repeat([0, 1], [30 * 16, 10 * 16]), True)
+    for rows, n_cut in ((np.full(40, 16), 0), (Mixture(groups, np.full(40, 16), 32, 3), 6)):
+        for epoch in range(3):
+            plans = list(BlockSampler(rows, 32, pool_batches=10, seed=3).pools(epoch))
+            is_whole = [len(places) == 16 for plan in plans for _, places in plan.reads.ranges()]
+            assert is_whole.count(False) <= n_cut  # the windows of two groups, and one border of pools
+            for plan in plans:  # neighbours in the file are neighbours in the pool by chance only: 2 of 320
+                assert (np.abs(np.diff(plan.row_ids)) == 1).sum() < 12
 
 
 @pytest.mark.parametrize("weights", [None, (3, 1)])
@@ -110,47 +160,29 @@ def test_the_order_of_a_seed_and_its_names_in_checkpoints_never_change():
     assert list(sampler) == [0, 12, 7, 8, 1, 2, 6, 13, 4, 9, 3, 5]
     expected = {"rows": 14, "selection": 3668737837, "global_rows": 4, "pool_batches": 2, "lanes": 1, "seed": 7}
     assert sampler.identity == expected
+    two_lanes = BlockSampler(np.array([3, 3, 3, 3, 2]), 4, Shard(0, 1, 2), pool_batches=2, seed=7)
+    assert list(two_lanes) == [6, 8, 5, 3, 7, 0, 13, 4, 1, 2, 10, 9]
     groups = Groups(("a", "b"), (1, 3), np.array([0] * 6 + [1] * 4), True)
     sampler = BlockSampler(Mixture(groups, np.array([3, 3, 2, 2]), 5, 7), 5, pool_batches=1, seed=7)
     assert list(sampler) == [3, 5, 9, 8, 4, 7, 6, 8, 9, 6]
 
 
-def test_without_a_seed_rows_come_in_the_order_of_the_file():
-    assert list(BlockSampler(np.array([3, 4, 2]), 4, seed=None, drop_last=False)) == list(range(9))
+def test_without_a_seed_rows_come_in_the_order_of_the_file_and_the_last_one_of_a_rank_is_repeated():
     samplers = [BlockSampler(np.array([3, 4]), 1, Shard(rank, 2), seed=None, drop_last=False) for rank in range(2)]
-    assert [list(sampler) for sampler in samplers] == [[0, 1, 2, 2], [3, 4, 5, 6]]  # the last row is repeated
-
-
-@pytest.mark.parametrize("block_rows", [1, 2, 7])
-def test_a_pool_of_all_rows_is_in_random_order(block_rows):
-    """Neighbours in the pool are not neighbours in the file, whatever the blocks."""
-    for seed, epoch in [(0, 0), (0, 1), (3, 0), (5, 7)]:
-        sampler = BlockSampler(np.full(2000 // block_rows, block_rows), 16, pool_batches=200, seed=seed)
-        numbers = next(sampler.pools(epoch)).row_ids
-        neighbours = np.abs(np.diff(numbers)) == 1
-        assert neighbours.sum() < 12  # by chance 2 of 2,000; more than 11 once in 10^5 tries
-
-
-# ---------------------------------------------------------------------------------------------- torch, errors, memory
+    assert [list(sampler) for sampler in samplers] == [[0, 1, 2, 2], [3, 4, 5, 6]]
 
 
 def test_is_a_distributed_sampler_for_a_plain_dataloader():
-    rows = []
-    for rank in range(2):
-        sampler = BlockSampler(np.full(8, 4), 4, shard=Shard(rank, 2))
-        assert isinstance(sampler, DistributedSampler)
-        for batch in DataLoader(range(32), 4, sampler=sampler):
-            rows += batch.tolist()
-    assert sorted(rows) == list(range(32))
+    samplers = [BlockSampler(np.full(8, 4), 4, shard=Shard(rank, 2)) for rank in range(2)]
+    assert all(isinstance(sampler, DistributedSampler) for sampler in samplers)
+    batches = [batch for sampler in samplers for batch in DataLoader(range(32), 4, sampler=sampler)]
+    assert sorted(torch.cat(batches).tolist()) == list(range(32))
 
 
-def test_numbers_that_do_not_fit():
-    for shard, message in (
-        (Shard(0, 2, 3), "8 rows, 3 canonical ranks, 2 ranks"),
-        (Shard(0, 1, 3), "4 rows, 3 canonical ranks, 1 ranks"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            BlockSampler(np.full(8, 4), 4, shard=shard)
+@pytest.mark.parametrize(("batch_size", "world_size"), [(6, 2), (4, 1)])
+def test_numbers_that_do_not_divide_are_refused(batch_size, world_size):
+    with pytest.raises(ValueError, match=f"{batch_size * world_size} rows, 3 canonical ranks, {world_size} ranks"):
+        BlockSampler(np.full(8, 4), batch_size, shard=Shard(0, world_size, 3))
 
 
 def test_memory_for_a_billion_rows_in_ten_million_blocks_on_a_thousand_ranks():
@@ -158,9 +190,73 @@ def test_memory_for_a_billion_rows_in_ten_million_blocks_on_a_thousand_ranks():
     tracemalloc.start()
     sampler = BlockSampler(block_rows, 64, shard=Shard(1023, 1024), pool_batches=32)
     plan = next(sampler.pools(epoch=3, first_pool=sampler.pools_per_epoch // 2))
-    row_ids = plan.row_ids
+    assert len(np.unique(plan.row_ids)) == 64 * 32
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak_bytes < 400e6
-    assert plan.n_rows == len(np.unique(row_ids)) == 64 * 32
-    assert row_ids.max() < 10**9
+
+
+# ---------------------------------------------------------------------------------------------- shares and groups
+
+
+@many
+@given(st.lists(st.integers(1, 40), min_size=2, max_size=30), st.floats(0.01, 0.99), st.integers(0, 9))
+def test_a_share_is_exact_and_leaves_the_other_rows_and_an_epoch_has_each_of_them_once(block_rows, share, seed):
+    n_rows = sum(block_rows)
+    n_val = round(share * n_rows)
+    assume(0 < n_val < n_rows)
+    parts = hold_out(np.array(block_rows), n_val)
+    assert [len(part) for part in parts] == [n_rows - n_val, n_val]
+    np.testing.assert_array_equal(np.sort(np.concatenate([part.rows() for part in parts])), np.arange(n_rows))
+    for part in parts:
+        rows = part.rows().tolist()
+        assert rows == sorted(rows)
+        assert rows == list(BlockSampler(part, 4, seed=None, drop_last=False, pool_batches=seed + 1))
+        assert rows == sorted(BlockSampler(part, 1, seed=seed, pool_batches=seed + 1))
+        (pool,) = BlockSampler(part, 1, seed=seed, pool_batches=n_rows).pools(0)
+        assert len(pool.reads.starts) == len(part.extents(0).starts)  # none is cut inside a pool
+
+
+@pytest.mark.parametrize(("n_rows", "block_rows"), [(2000, 1), (50_000, 10_000)])
+def test_a_share_is_fair_to_every_class_whatever_the_order_of_the_rows_and_its_reads_are_long(n_rows, block_rows):
+    n_blocks = n_rows // block_rows
+    train, val = hold_out(np.full(n_blocks, block_rows), n_rows // 10)
+    for labels in (np.arange(n_rows) * 10 // n_rows, np.arange(n_rows) % 10):
+        counts = np.bincount(labels[val.rows()], minlength=10)
+        expected = n_rows / 100
+        assert (np.abs(counts - expected) < 5 * np.sqrt(expected)).all()
+    assert len(train.extents(0).starts) <= n_blocks + 2 * max(n_blocks, 1024)  # a part is cut at two places at most
+
+
+def test_the_rows_held_out_never_change():
+    """Frozen: a resumed run must not train on rows that it was validated on."""
+    for block_rows, held_out in (([4, 3, 6, 7], [2, 11, 12, 15, 17]), ([5000], [2963, 3101, 3224, 3691, 4613])):
+        _, val = hold_out(np.array(block_rows), 5)
+        assert val.rows().tolist() == held_out
+
+
+@many
+@given(mixed(), st.integers(0, 9))
+def test_each_epoch_has_the_exact_turns_and_the_rows_of_a_group_take_them_evenly(case, seed):
+    samplers = case.samplers(seed=seed)
+    groups = case.groups.groups
+    turns = samplers[0].selection.turns
+    assert samplers[0].total_size == turns.sum()
+    weights = np.array(case.groups.weights)
+    assert (np.abs(turns - turns.sum() * weights / weights.sum()) < 1).all()
+    total = np.zeros(len(groups), int)
+    for epoch in range(4):
+        rows = [plan.row_ids for sampler in samplers for plan in sampler.pools(epoch)]
+        uses = np.bincount(np.concatenate([*rows, []]).astype(int), minlength=len(groups))
+        np.testing.assert_array_equal(np.bincount(groups, uses, len(turns)), turns)
+        total += uses
+        for group in range(len(turns)):
+            for counts in (uses[groups == group], total[groups == group]):
+                assert counts.max() - counts.min() <= 1
+
+
+def test_another_weight_or_another_grouping_has_another_checksum():
+    groups = np.arange(64) // 32
+    cases = [((1, 1), groups), ((1, 2), groups), ((1, 1), 1 - groups)]
+    mixtures = [Mixture(Groups(("a", "b"), *case, True), np.full(8, 8), 8, 0) for case in cases]
+    assert len({mixture.checksum for mixture in mixtures}) == 3

@@ -7,27 +7,20 @@ from harness import CPU, ITEMS, is_ragged, numbered, numbers_of, ragged
 
 from fastgpu.rows.rows import Field, Rows
 
-ITEMS_FIELD = Field(np.dtype("i4"), (), 2.6, ITEMS)
 FIELDS = {
     "number": Field(np.dtype("i8"), ()),
     "images": Field(np.dtype("u1"), (3, 2, 2), is_channels_last=True),
-    "items": ITEMS_FIELD,
+    "items": Field(np.dtype("i4"), (), 2.6, ITEMS),
 }
 
 
-@pytest.mark.parametrize(
-    ("field", "text", "row_bytes"),
-    [
-        (FIELDS["images"], "uint8 (N, 3, 2, 2)", 12),
-        (Field(np.dtype("i8"), ()), "int64 (N)", 8),
-        (ITEMS_FIELD, "int32 (N, any number) below 1000", 4 + 11),  # its offset, and 2.6 values of 4 bytes
-        (ITEMS_FIELD._replace(n_items=None, shape=(4,)), "int32 (N, any number, 4)", 4 + 42),
-        (Field(np.dtype("u1"), (), 9.0, codec="jpeg"), "encoded images of any size (N)", 4 + 9),
-    ],
-)
-def test_rows_may_lie_in_one_pool_if_their_fields_read_alike(field, text, row_bytes):
-    assert str(field) == text
-    assert field.row_bytes == row_bytes
+def test_a_field_says_what_its_rows_are_and_how_large_they_are_in_the_mean():
+    assert [str(field) for field in FIELDS.values()] == [
+        "int64 (N)",
+        "uint8 (N, 3, 2, 2)",
+        "int32 (N, any number) below 1000",
+    ]
+    assert [field.row_bytes for field in FIELDS.values()] == [8, 12, 4 + 11]  # an offset, and 2.6 values of 4 bytes
 
 
 def memory() -> Rows:
@@ -53,6 +46,7 @@ def check(rows: Rows, numbers: list[int]) -> None:
     assert rows["number"].tolist() == numbers
     assert not numbers or numbers_of(rows["images"]) == numbers
     assert is_ragged(rows["items"], numbers)
+    assert rows["items"].rows.tolist() == np.repeat(range(len(numbers)), [n * 7 % 5 for n in numbers]).tolist()
     assert rows["images"].is_contiguous(memory_format=torch.channels_last)
 
 
@@ -61,35 +55,18 @@ def addresses(rows: Rows) -> list[int]:
     return [column.untyped_storage().data_ptr() for column in columns]
 
 
-def test_slices_are_views(rows):
-    for start, stop in ((0, 20), (0, 7), (5, 6), (5, 5), (13, 20), (18, 30)):
-        numbers = list(range(20))[start:stop]
-        part = rows.slice(start, stop)
-        check(part, numbers)
-        check(part.slice(1, 3), numbers[1:3])
-        assert addresses(part) == addresses(rows)
-
-
-@pytest.mark.parametrize("index", [[], [4], [0, 5, 10], [19, 3, 3, 0, 7], list(range(19, -1, -1))])
+@pytest.mark.parametrize("index", [[], [19, 3, 3, 0, 7]])
 def test_rows_are_taken_as_copies_to_new_memory_or_to_old(rows, index):
     out = memory()
     places = torch.tensor(index, dtype=torch.int64)
-    copies = [rows.take(places), rows.take(places, out=out), rows.slice(0, 20).take(places, out=out)]
+    copies = [rows.take(places), rows.take(places, out=out)]
+    check(rows.slice(5, 9), [5, 6, 7, 8])
     for name in ("number", "images"):
         rows[name].zero_()
     rows["items"].values.zero_()
     for copy in copies:
         check(copy, index)
-    assert addresses(copies[1]) == addresses(copies[2]) == addresses(out)
-
-
-def test_batches_cover_the_rows_in_order_and_know_the_row_of_each_value(rows):
-    for number, batch in enumerate(rows.batches(6)):
-        numbers = list(range(20))[6 * number : 6 * number + 6]
-        check(batch, numbers)
-        counts = [n * 7 % 5 for n in numbers]
-        assert batch["items"].rows.tolist() == np.repeat(np.arange(len(counts)), counts).tolist()
-    assert number == 3
+    assert addresses(copies[1]) == addresses(out)
 
 
 def test_rows_are_copied_to_memory_of_a_device_that_shares_their_offsets_on_the_host(rows):

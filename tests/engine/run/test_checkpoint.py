@@ -53,9 +53,6 @@ def names(run: Path) -> list[str]:
     return sorted(path.name for path in (run / "checkpoints").iterdir())
 
 
-# ---------------------------------------------------------------------------------------------- saving
-
-
 def test_only_the_newest_of_a_kind_stay_by_number_and_other_folders_are_left_alone(run):
     others = {"last-final", "last-000001.old", "last-000001 (copy)", "last-٣٣٣"}
     for name in others:
@@ -78,7 +75,6 @@ CALLS = ((torch, "save"), (Path, "write_text"), (Path, "rename"), (Path, "replac
 
 @pytest.mark.parametrize("kind", ["last", "best"])
 def test_killed_at_any_point_of_saving_a_complete_checkpoint_is_there(tmp_path, monkeypatch, kind):
-    """Every call is once the last one."""
     for at in count():
         run = tmp_path / str(at)
         (run / "checkpoints").mkdir(parents=True)
@@ -124,8 +120,6 @@ def test_a_full_disk_costs_one_checkpoint(run, monkeypatch, capsys, owner, name,
     assert names(run) == ["last-000001", "last-000002"]
 
 
-# ---------------------------------------------------------------------------------------------- damage
-
 FILES = ("model.pt", "optimizer.pt", "state.json")
 
 
@@ -153,20 +147,15 @@ def test_damage_is_found_and_the_one_before_is_taken_and_kept(run, capsys, file,
     assert names(run) == ["damaged-last-000002", "last-000001", "last-000002"]
 
 
-def test_a_run_without_an_intact_checkpoint_is_not_started_anew(run):
+def test_a_run_without_an_intact_checkpoint_is_not_started_anew_and_one_of_another_version_is_left_alone(run):
     write(run, "last", 1)
-    (run / "checkpoints/last-000001/model.pt").unlink()
+    for content in ({}, {"format": 2}):  # version 0.1.0 wrote no format
+        (run / "checkpoints/last-000001/state.json").write_text(json.dumps(content))
+        with pytest.raises(UserError, match=r"last-000001 is of another version: resume it with that version"):
+            resume(run)
+    (run / "checkpoints/last-000001/state.json").unlink()
     with pytest.raises(UserError, match="none of its checkpoints is intact; restore one, or use another run.name"):
         resume(run)
-
-
-@pytest.mark.parametrize("content", [{}, {"format": 2}])  # version 0.1.0 wrote no format
-def test_a_checkpoint_of_another_version_is_refused_by_name(run, content):
-    write(run, "last", 1)
-    (run / "checkpoints/last-000001/state.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match=r"last-000001 is of another version: resume it with that version"):
-        resume(run)
-    assert names(run) == ["last-000001"]
 
 
 def test_code_in_a_checkpoint_is_not_run(run):
@@ -182,9 +171,6 @@ def test_code_in_a_checkpoint_is_not_run(run):
     with pytest.raises(UserError, match=r"model.pt does not fit: .*[Ww]eights"):
         resume(run)
     assert not (run / "ran").exists()
-
-
-# ---------------------------------------------------------------------------------------------- another run
 
 
 @pytest.mark.parametrize(

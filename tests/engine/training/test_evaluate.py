@@ -1,15 +1,17 @@
 from collections.abc import Mapping
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from harness import ALONE, CPU, in_world, open_feed
+from harness import ALONE, CPU, in_world, numbered, open_feed
 from torch import Tensor, nn
 
+from fastgpu.process.config import Tier
 from fastgpu.process.world import World
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.rows.rows import Rows
-from fastgpu.storage.store import open_store
+from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.training import freeze
 from fastgpu.training.evaluate import evaluate
 from fastgpu.training.step import mixed_precision
@@ -33,51 +35,44 @@ class RowNumbers:
         return {"number": sums["number"] / sums["n"], "odd": total[1] / count[1]}
 
 
-def expected_metrics(rows: int) -> dict[str, float]:
-    numbers = [float(n + 1) for n in range(rows)]
-    odd = [number for number in numbers if number % 2 == 1]
-    return {"val/number": sum(numbers) / rows, "val/odd": sum(odd) / len(odd)}
-
-
-def evaluate_file(world: World, path: str, tier: str = "disk") -> dict[str, float]:
-    """The metrics of a file, which are the same in each epoch. Running statistics are averaged over the ranks."""
-    store = open_store("data.val", path, {"images": "images", "labels": "labels"})
+def evaluate_rows(world: World, n_rows: int, tier: Tier = "disk") -> dict[str, float]:
+    """The metrics of these rows, which are the same in each epoch. Running statistics are averaged over the ranks."""
+    source = ArrayDataset("made up", {"images": numbered(n_rows)}, block_rows=np.diff([*range(0, n_rows, 3), n_rows]))
     shard = Shard(world.rank, world.world_size)
-    order = BlockSampler(store.block_rows, 4, shard=shard, pool_batches=2, seed=None, drop_last=False)
-    feed = open_feed(store, order, tier)
+    order = BlockSampler(source.block_rows, 4, shard=shard, pool_batches=2, seed=None, drop_last=False)
+    feed = open_feed(source, order, tier)
     norm = nn.BatchNorm1d(1)
     norm.running_mean.fill_(world.rank)
     first, second = (evaluate(norm, RowNumbers(), feed.pools(epoch), world, precision=FP32) for epoch in range(2))
     feed.close()
     assert norm.running_mean.item() == pytest.approx((world.world_size - 1) / 2)
     assert first == second
+    assert all(type(metric) is float for metric in first.values())
     return first
 
 
+def expected_metrics(n_rows: int) -> dict[str, float]:
+    numbers = np.arange(1.0, n_rows + 1)
+    return {"val/number": numbers.mean(), "val/odd": numbers[::2].mean()}
+
+
 COUNTS = (1, 2, 13, 24, 50)
-"""Rows. Of three ranks, two have no real row of the first file, and one has none of the second."""
+"""Rows. Of three ranks, two have no real row of the first, and one has none of the second."""
 
 
-@pytest.mark.parametrize("rows", COUNTS)
+@pytest.mark.parametrize("n_rows", COUNTS)
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
-def test_each_row_counts_once(write, rows, tier):
-    metrics = evaluate_file(ALONE, write(rows, chunk=3), tier)
-    assert metrics == expected_metrics(rows)
-    assert all(type(metric) is float for metric in metrics.values())
-
-
-def evaluate_files(world: World, paths: list[str]) -> list[dict[str, float]]:
-    return [evaluate_file(world, path) for path in paths]
+def test_each_row_counts_once(n_rows, tier):
+    assert evaluate_rows(ALONE, n_rows, tier) == expected_metrics(n_rows)
 
 
 @pytest.mark.slow
-def test_metrics_are_the_same_for_any_number_of_ranks_and_a_rank_without_rows_does_not_hang(write):
-    paths = [write(rows, chunk=3, name=f"{rows}.h5") for rows in COUNTS]
-    assert in_world(3, evaluate_files, paths) == [[expected_metrics(rows) for rows in COUNTS]] * 3
+@pytest.mark.parametrize("n_rows", COUNTS)
+def test_metrics_are_the_same_for_any_number_of_ranks_and_a_rank_without_rows_does_not_hang(n_rows):
+    assert in_world(3, evaluate_rows, n_rows) == [expected_metrics(n_rows)] * 3
 
 
 def test_what_did_not_train_does_not_train_afterwards_and_a_metric_that_is_no_number_is_told(capsys):
-    """A batch norm that the model keeps in evaluation mode stays so: its statistics are frozen."""
     model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
     freeze(model[0])
     plan = SimpleNamespace(n_real_rows=3, order=SimpleNamespace(batch_size=2))

@@ -1,4 +1,5 @@
 import sys
+from itertools import product
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -11,21 +12,12 @@ from train import make_optimizer
 
 from fastgpu.process.config import Dist, Optim
 from fastgpu.process.world import World
-from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Field
 from fastgpu.training.parallel import average_statistics, mean_over_ranks, share_gradients
 from fastgpu.training.step import reseed
 
 TWO = World(0, 2, 2, CPU)
-
-
-def rows_of(**field: float) -> Dataset:
-    rows = Dataset()
-    rows.fields = {"x": Field(np.dtype("u1"), (), **field)}
-    return rows
-
-
-ROWS = rows_of()
+ROWS, RAGGED = (SimpleNamespace(fields={"x": Field(np.dtype("u1"), (), mean)}) for mean in (None, 1.0))
 
 
 def averages(world: World) -> tuple[list, list, float, int, list]:
@@ -51,22 +43,18 @@ def test_ranks_share_weights_running_statistics_and_logged_numbers():
     assert second == (weights, {"loss": 2.0}, 0.5, 5, [0, 1])
 
 
-def test_alone_nothing_is_averaged_and_other_strategies_wrap_the_model(monkeypatch):
+def test_alone_nothing_is_averaged_unused_gpus_are_told_and_other_strategies_wrap_the_model(monkeypatch, capsys):
     assert averages(ALONE)[1:] == ({"loss": 1.5}, 0.0, 5, [1, 0])
+    assert not capsys.readouterr().out
     model = nn.Linear(1, 1)
-    assert share_gradients(model, Dist(), ALONE, ROWS) is model
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "device_count", lambda: 8)
+        assert share_gradients(model, Dist(), World(0, 1, 1, torch.device("cuda", 0)), ROWS) is model
+    assert "1 of 8 GPUs is in use; torchrun --standalone --nproc-per-node=gpu train.py" in capsys.readouterr().out
     assert isinstance(share_gradients(model, Dist(strategy="dp"), ALONE, ROWS), nn.DataParallel)
     assert share_gradients(model, Dist(strategy="apex"), ALONE, ROWS) is model
     monkeypatch.setitem(sys.modules, "apex.parallel", SimpleNamespace(DistributedDataParallel=nn.Sequential))
     assert share_gradients(model, Dist(strategy="apex"), TWO, ROWS)[0] is model
-
-
-def test_unused_gpus_are_told_with_the_command_that_uses_them(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    share_gradients(nn.Linear(1, 1), Dist(), World(0, 1, 1, torch.device("cuda", 0)), ROWS)
-    assert "1 of 8 GPUs is in use; torchrun --standalone --nproc-per-node=gpu train.py" in capsys.readouterr().out
-    share_gradients(nn.Linear(1, 1), Dist(), ALONE, ROWS)
-    assert not capsys.readouterr().out
 
 
 def test_messages(compare_messages, monkeypatch):
@@ -77,7 +65,7 @@ def test_messages(compare_messages, monkeypatch):
     compare_messages(
         {
             "dp on two ranks": lambda: share_gradients(model, Dist(strategy="dp"), TWO, ROWS),
-            "dp and ragged rows": lambda: share_gradients(model, Dist(strategy="dp"), ALONE, rows_of(mean_values=1.0)),
+            "dp and ragged rows": lambda: share_gradients(model, Dist(strategy="dp"), ALONE, RAGGED),
             "Apex is not installed": lambda: share_gradients(model, Dist(strategy="apex"), TWO, ROWS),
             "Apex refuses": lambda: make_optimizer(model, Optim(name="fused_adam")),
             "a number that only some steps have": lambda: mean_over_ranks(steps, ALONE),
@@ -87,12 +75,10 @@ def test_messages(compare_messages, monkeypatch):
 
 def draw(*numbers: int, rank: int = 0) -> float:
     rng = reseed(World(rank, 2, 2, CPU), *numbers)
-    value = torch.rand(1, generator=rng).item()
     assert torch.initial_seed() == rng.initial_seed()  # dropout draws from the same generator
-    return value
+    return torch.rand(1, generator=rng).item()
 
 
 def test_a_seed_repeats_its_draws_and_depends_on_every_number_and_the_rank():
-    assert draw(1, 2, 3) == draw(1, 2, 3)
-    draws = {draw(a, b, c, rank=r) for a in range(3) for b in range(3) for c in range(3) for r in range(2)}
+    draws = {draw(*numbers, rank=rank) for numbers in product(range(3), repeat=3) for rank in (0, 1, 0)}
     assert len(draws) == 54
