@@ -69,6 +69,10 @@ def test_folders_named_like_splits_hold_the_classes(tmp_path):
 
 def test_a_folder_becomes_a_file_for_training_and_one_for_validation(tmp_path, convert):
     folder_of(tmp_path / "my photos", {"cat": 20, "dog": 10, "größe": 10})
+    shown = convert("images 'my photos' new/out.h5 --split 0.8 --dry-run").out
+    for part in ("32 train, 8 val", "uint8 (N, 3, 8, 10)", "3 of 3 classes: cat 16, dog 8, größe 8"):
+        assert part in shown
+    assert not (tmp_path / "new").exists()
     convert("images 'my photos' out.h5 --split 0.8")
     train, val = rows_of(tmp_path / "out-train.h5"), rows_of(tmp_path / "out-val.h5")
     assert (len(train), len(val)) == (32, 8)
@@ -113,14 +117,6 @@ def test_a_table_that_names_an_image_twice_is_told(tmp_path, capsys):
     (tmp_path / "x.csv").write_text("path,label\na.png,dog\nb.png,cat\n./a.png,cat\n")
     assert ImageTable(tmp_path / "x.csv", encoded=True).labels.tolist() == [1, 0, 0]
     assert "an earlier line names, perhaps for another split: 1\n" in capsys.readouterr().out
-
-
-def test_a_dry_run_shows_what_was_understood_and_writes_nothing(tmp_path, convert):
-    folder_of(tmp_path / "photos", {"cat": 20, "dog": 10, **{f"x{n:02d}": 1 for n in range(30)}})
-    shown = convert("images photos new/out.h5 --split 0.8,0.1,0.1 --dry-run").out
-    for part in ("54 train, 3 val, 3 test", "uint8 (N, 3, 8, 10)", "32 of 32 classes: cat 16, dog 8, x00 1", "and 12"):
-        assert part in shown
-    assert not (tmp_path / "new").exists()
 
 
 def test_a_reader_is_trained_on_as_it_is(tmp_path, convert):
