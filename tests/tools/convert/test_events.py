@@ -46,9 +46,9 @@ HELD = 15
 
 
 def events(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """80 users with scattered numbers and 1 to 19 items each, in any order."""
+    """80 users with scattered numbers and 1 to 19 items each, in any order. Training users lack many of the items."""
     rng = np.random.default_rng(seed)
-    found = [(1 + 3 * user, item) for user in range(80) for item in rng.permutation(60)[: rng.integers(1, 20)]]
+    found = [(1 + 3 * user, item) for user in range(80) for item in rng.permutation(400)[: rng.integers(1, 20)]]
     users, items = rng.permutation(np.array(found, np.int32)).T
     return users, items
 
@@ -62,29 +62,23 @@ def as_published(
 ) -> tuple[list[int], dict[str, dict[int, tuple[set, set]]], list[int]]:
     """The protocol with loops, dictionaries and the global generator: (training users, {part: {user: (fold-in,
     held out)}}, items in their new order)."""
-    of_user: dict[int, list[int]] = {}
-    for user, item in zip(users.tolist(), items.tolist(), strict=True):
-        of_user.setdefault(user, []).append(item)
-    of_user = {user: of_user[user] for user in sorted(of_user) if len(of_user[user]) >= 5}
+    of_user = {user: items[users == user].tolist() for user in np.unique(users).tolist()}
+    of_user = {user: mine for user, mine in of_user.items() if len(mine) >= 5}
     np.random.seed(PUBLISHED_SEED)
     names = np.array(list(of_user))[np.random.permutation(len(of_user))].tolist()
     train, parts = names[: -2 * HELD], {"val": names[-2 * HELD : -HELD], "test": names[-HELD:]}
-    known: dict[int, int] = {}
-    chosen = set(train)
-    for user, item in zip(users.tolist(), items.tolist(), strict=True):
-        if user in chosen:
-            known.setdefault(item, len(known))
+    known = list(dict.fromkeys(items[np.isin(users, train)].tolist()))
     found: dict[str, dict[int, tuple[set, set]]] = {}
     for part, some in parts.items():
         np.random.seed(PUBLISHED_SEED)
         found[part] = {}
         for user in sorted(some):
-            mine = [known[item] for item in of_user[user] if item in known]
+            mine = [known.index(item) for item in of_user[user] if item in known]
             held: set[int] = set()
             if len(mine) >= 5:
                 held = {mine[i] for i in np.random.choice(len(mine), size=int(0.2 * len(mine)), replace=False)}
             found[part][user] = (set(mine) - held, held)
-    return train, found, list(known)
+    return train, found, known
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -97,8 +91,7 @@ def test_the_split_is_that_of_the_published_protocol(seed, n_repeated):
     columns = {part: arrays_of(rows) for part, rows in found.parts.items()}
     assert columns["train"]["user"].tolist() == train
     assert found.parts["train"].attributes["item_ids"].tolist() == names
-    number = {item: place for place, item in enumerate(names)}
-    of_user = [{number[i] for i in items[users == user].tolist()} for user in train]
+    of_user = [{names.index(item) for item in items[users == user]} for user in train]
     assert sets_of(columns["train"]["items"]) == of_user
     for part in ("val", "test"):
         seen, held = (sets_of(columns[part][field]) for field in ("items", "held_out"))

@@ -63,10 +63,11 @@ def test_rows_come_back_in_order(tmp_path_factory, came, more, part_rows, block_
 
 @pytest.mark.parametrize("compression", ["none", "gzip"])
 def test_any_hdf5_tool_reads_what_was_written(tmp_path, compression):
-    """A CSR matrix is one as anndata writes it, whose values take no room."""
+    """A CSR matrix is one as anndata writes it, whose values take no room. Clips are no images with a mean."""
     path = tmp_path / "rows.h5"
     rows = {"images": numbered(600), "labels": np.arange(600), "items": ragged(range(600))}
-    fields = IMAGES | {"items": RAGGED["items"]}
+    rows["clips"] = RaggedArray(np.ones((600, 3, 4, 4), np.uint8), np.arange(601))
+    fields = {"clips": Field(np.dtype("u1"), (3, 4, 4), 2.0), **IMAGES, "items": RAGGED["items"]}
     write_rows(path, 600, fields, [rows], attributes={"class_names": ["a", "größe"]}, compression=compression)
     with h5py.File(path) as file:
         assert file.attrs["fastgpu_format"] == 1
@@ -77,6 +78,8 @@ def test_any_hdf5_tool_reads_what_was_written(tmp_path, compression):
             for block, digest in enumerate(file[f"{DIGESTS}/{name}"][:]):
                 block_rows = rows[name][block * size : (block + 1) * size]
                 assert hashlib.sha256(block_rows.tobytes()).digest() == digest.tobytes()
+        assert file["clips/values"].shape == (600, 3, 4, 4)
+        assert len(file.attrs["mean"]) == 1
         matrix = file["items"]
         found = {"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": [600, ITEMS]}
         assert attributes_of(matrix) == found
@@ -129,12 +132,3 @@ def test_statistics_come_from_pixels_spread_over_the_whole_image(tmp_path, shape
     image[::3] = 40
     (mean,), (std,) = statistics_of(tmp_path / "a.h5", np.broadcast_to(image, (8, 1, *shape)))
     np.testing.assert_allclose([mean, std], [image.mean(), image.std()], atol=0.05 * image.std())
-
-
-def test_ragged_images_have_no_statistics(tmp_path):
-    clips = RaggedArray(np.ones((100, 3, 4, 4), np.uint8), np.arange(101))
-    fields = {"clips": Field(np.dtype("u1"), (3, 4, 4), 2.0)}
-    write_rows(tmp_path / "b.h5", 100, fields, [{"clips": clips}], attributes={})
-    with h5py.File(tmp_path / "b.h5") as file:
-        assert "mean" not in file.attrs
-        assert file["clips/values"].shape == (100, 3, 4, 4)
