@@ -1,76 +1,126 @@
 import zipfile
-from pathlib import Path
 
 import numpy as np
 import pytest
+from harness import arrays_of, read_rows
+from scipy import sparse
 
 from fastgpu.convert.recsys.events import read_events
-from fastgpu.convert.summary import damaged
+from fastgpu.convert.recsys.interactions import PUBLISHED_SEED, hold_out_users
+from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage.store import open_store
 
 
-def ratings(rows: int = 3000) -> tuple[np.ndarray, ...]:
-    rng = np.random.default_rng(0)
-    users = np.sort(rng.integers(1, 90, rows))
-    return users, rng.integers(1, 200, rows), rng.integers(1, 11, rows) / 2
-
-
-def write_ratings(path: Path, extra: dict[int, str] | None = None, end: str = "\n", separator: str = ",") -> Path:
-    """ratings.csv, or the older formats without a header. extra: {line: what stands there instead}."""
-    lines = ["userId,movieId,rating,timestamp"][: separator == ","]
-    lines += [separator.join(map(str, (*line, 1112486027))) for line in zip(*ratings(), strict=True)]
-    for number, line in (extra or {}).items():
-        lines[number - 1] = line
-    path.write_text(end.join([*lines, ""]), newline="")
-    return path
-
-
-@pytest.mark.parametrize(("end", "separator"), [("\n", ","), ("\r\n", ","), ("\n", "::"), ("\n", "\t")])
+@pytest.mark.parametrize(("end", "separator"), [("\r\n", ","), ("\n", "::"), ("\n", "\t")])
 @pytest.mark.parametrize("packed", [False, True], ids=["csv", "zip"])
 def test_ratings_above_the_threshold_in_the_files_order(tmp_path, capsys, end, separator, packed):
-    path = write_ratings(tmp_path / "ratings Ω.csv", end=end, separator=separator)
+    rng = np.random.default_rng(0)
+    users, items, ratings = rng.integers(1, 90, 3000), rng.integers(1, 200, 3000), rng.integers(1, 11, 3000) / 2
+    lines = ["userId,movieId,rating,timestamp"][: separator == ","]
+    lines += [separator.join(map(str, (*line, 1112486027))) for line in zip(users, items, ratings, strict=True)]
+    path = tmp_path / "ratings Ω.csv"
+    path.write_text(end.join([*lines, ""]), newline="")
     if packed:
         with zipfile.ZipFile(tmp_path / "ml.zip", "w", zipfile.ZIP_DEFLATED) as archive:
             archive.writestr("ml-20m/README.txt", "none")
             archive.write(path, "ml-20m/ratings.csv")
         path = tmp_path / "ml.zip"
     found_users, found_items = read_events(path)
-    users, items, given = ratings()
-    np.testing.assert_array_equal(found_users, users[given > 3.5])
-    np.testing.assert_array_equal(found_items, items[given > 3.5])
+    np.testing.assert_array_equal(found_users, users[ratings > 3.5])
+    np.testing.assert_array_equal(found_items, items[ratings > 3.5])
     assert found_users.dtype == found_items.dtype == np.int32
     told = "has no header; its columns are taken for userId, movieId, rating\n" in capsys.readouterr().out
     assert told == (separator != ",")
 
 
-def test_columns_may_have_other_names_places_and_separators(tmp_path):
-    (tmp_path / "x.csv").write_text("when;stars ; who; what\n1;5;7;70\n2;1;8;80\n\n3;4; 9 ;90\n")
+def test_columns_may_have_other_names_places_and_separators_and_numbers_be_written_in_many_ways(tmp_path):
+    (tmp_path / "x.csv").write_text("when;stars ; who; what\n1;5.;07;70\n2;+1;8;80\n\n3;4e0; 1500000000 ;90\n")
     users, items = read_events(tmp_path / "x.csv", ["who", "what", "stars"], 3)
-    assert (users.tolist(), items.tolist()) == ([7, 9], [70, 90])
-    assert read_events(tmp_path / "x.csv", ["who", " what"])[0].tolist() == [7, 8, 9]
+    assert (users.tolist(), items.tolist()) == ([7, 1_500_000_000], [70, 90])
+    assert read_events(tmp_path / "x.csv", ["who", " what"])[0].tolist() == [7, 8, 1_500_000_000]
 
 
-def test_numbers_may_be_written_in_many_ways(tmp_path):
-    lines = ["1,2,4e0,4", "1,2,+.5,4", " 1 , 2 ,5.,4", "1500000000,2,5,4", "01,2,5,4"]
-    users, items = read_events(write_ratings(tmp_path / "ratings.csv", dict(enumerate(lines, 42))), above=-2)
-    assert users[40:45].tolist() == [1, 1, 1, 1_500_000_000, 1]
-    assert items[40:45].tolist() == [2] * 5
+# ---------------------------------------------------------------------------------------------- held-out users
+
+HELD = 15
 
 
-def test_the_command_prints_the_counts_and_writes_three_files(tmp_path, convert):
-    result = convert("events", write_ratings(tmp_path / "ratings.csv"), tmp_path / "ml.h5", "--held-out", "10")
-    users, items, given = ratings()
-    pairs = np.unique(np.stack([users, items])[:, given > 3.5], axis=1)
-    counts = np.unique(pairs[0], return_counts=True)[1]
-    assert f"{counts[counts >= 5].sum():,} events of {(counts >= 5).sum():,} users with 5 or more" in result.stdout
-    assert "of 10 users have none" in result.stdout
-    n_repeated = (given > 3.5).sum() - pairs.shape[1]
-    assert f"same user and item, and do not count: {n_repeated:,}\n" in result.stdout
-    assert not damaged(str(tmp_path / "ml-train.h5"))
-    train = open_store("data.train", str(tmp_path / "ml-train.h5"), {"items": "items", "user": "user"})
-    assert len(train) == (counts >= 5).sum() - 20
-    assert len(train.attributes["item_ids"]) == train.fields["items"].n_items
+def events(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """80 users with scattered numbers and 1 to 19 items each, in any order. Training users lack many of the items."""
+    rng = np.random.default_rng(seed)
+    found = [(1 + 3 * user, item) for user in range(80) for item in rng.permutation(400)[: rng.integers(1, 20)]]
+    users, items = rng.permutation(np.array(found, np.int32)).T
+    return users, items
+
+
+def sets_of(rows: RaggedArray) -> list[set[int]]:
+    return [set(rows.values[a:b].tolist()) for a, b in zip(rows.offsets, rows.offsets[1:], strict=False)]
+
+
+def as_published(
+    users: np.ndarray, items: np.ndarray
+) -> tuple[list[int], dict[str, dict[int, tuple[set, set]]], list[int]]:
+    """The protocol with loops, dictionaries and the global generator: (training users, {part: {user: (fold-in,
+    held out)}}, items in their new order)."""
+    of_user = {user: items[users == user].tolist() for user in np.unique(users).tolist()}
+    of_user = {user: mine for user, mine in of_user.items() if len(mine) >= 5}
+    np.random.seed(PUBLISHED_SEED)
+    names = np.array(list(of_user))[np.random.permutation(len(of_user))].tolist()
+    train, parts = names[: -2 * HELD], {"val": names[-2 * HELD : -HELD], "test": names[-HELD:]}
+    known = list(dict.fromkeys(items[np.isin(users, train)].tolist()))
+    found: dict[str, dict[int, tuple[set, set]]] = {}
+    for part, some in parts.items():
+        np.random.seed(PUBLISHED_SEED)
+        found[part] = {}
+        for user in sorted(some):
+            mine = [known.index(item) for item in of_user[user] if item in known]
+            held: set[int] = set()
+            if len(mine) >= 5:
+                held = {mine[i] for i in np.random.choice(len(mine), size=int(0.2 * len(mine)), replace=False)}
+            found[part][user] = (set(mine) - held, held)
+    return train, found, known
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("n_repeated", [0, 300])
+def test_the_split_is_that_of_the_published_protocol(seed, n_repeated):
+    """A pair that comes again does not count."""
+    users, items = events(seed)
+    given = [np.concatenate([column, column[:n_repeated]]) for column in (users, items)]
+    found, (train, parts, names) = hold_out_users("x", *given, HELD), as_published(users, items)
+    columns = {part: arrays_of(rows) for part, rows in found.parts.items()}
+    assert columns["train"]["user"].tolist() == train
+    assert found.parts["train"].attributes["item_ids"].tolist() == names
+    of_user = [{names.index(item) for item in items[users == user]} for user in train]
+    assert sets_of(columns["train"]["items"]) == of_user
     for part in ("val", "test"):
-        store = open_store("data.val", str(tmp_path / f"ml-{part}.h5"), {"items": "items", "held_out": "held_out"})
-        assert len(store) == 10
-        assert {field.n_items for field in store.fields.values()} == {train.fields["items"].n_items}
+        seen, held = (sets_of(columns[part][field]) for field in ("items", "held_out"))
+        for user, *mine in zip(columns[part]["user"].tolist(), seen, held, strict=True):
+            assert tuple(mine) == parts[part][user]
+    counts = np.unique(users, return_counts=True)[1]
+    assert (found.n_events, found.n_users) == (counts[counts >= 5].sum(), (counts >= 5).sum())
+    assert found.n_repeated == n_repeated
+
+
+@pytest.mark.parametrize("is_matrix", [True, False])
+def test_the_command_prints_the_counts_and_writes_three_files(tmp_path, convert, is_matrix):
+    dense = np.random.default_rng(0).random((40, 30)) < 0.4
+    users, items = np.nonzero(dense)
+    lines = [f"{user},{item},4" for user, item in zip(users, items, strict=True)]
+    (tmp_path / "x.csv").write_text("\n".join(["userId,movieId,rating", *lines, "0,0,1", lines[0]]))
+    sparse.save_npz(tmp_path / "x.npz", sparse.csr_array(dense.astype(np.float32)))
+    shown = convert(f"events x.{'npz' if is_matrix else 'csv'} y.h5 --held-out 8").out
+    assert f"{dense.sum()} events of 40 users with 5 or more; training users have 30 items" in shown
+    assert ("same user and item, and do not count: 1\n" in shown) != is_matrix
+    n_users = 0
+    for part in ("train", "val", "test"):
+        fields = ["items", "held_out"] if part != "train" else ["items"]
+        store = open_store(f"data.{part}", f"y-{part}.h5", {name: name for name in [*fields, "user"]})
+        rows, numbers = read_rows(store), np.array(store.attributes["item_ids"])
+        for row, user in enumerate(rows["user"]):
+            mine = [rows[name].values[slice(*rows[name].offsets[row : row + 2])] for name in fields]
+            assert sorted(numbers[np.concatenate(mine)]) == np.flatnonzero(dense[user]).tolist()
+            assert part == "train" or len(mine[1]) == int(0.2 * dense[user].sum())
+        assert {store.fields[name].n_items for name in fields} == {30}
+        n_users += len(store)
+    assert n_users == 40

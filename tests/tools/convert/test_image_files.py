@@ -1,16 +1,20 @@
+import io
+import itertools
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
+from harness import read_rows
 from PIL import Image
 
-from fastgpu.convert.images.readers import ImageFolder, ImageTable, Masks
+from fastgpu.convert.images.readers import ImageFolder, ImageTable, Masks, PixelTable
 from fastgpu.dataset.source import open_dataset
 from fastgpu.images.files import read_preprocessing
 from fastgpu.images.parts import Preprocessing
 from fastgpu.process.launch import UserError
 from fastgpu.storage.hdf5 import attributes_of
+from fastgpu.storage.store import open_store
 
 
 def folder_of(root: Path, classes: dict[str, int], size: tuple[int, int] = (8, 10)) -> Path:
@@ -24,14 +28,24 @@ def folder_of(root: Path, classes: dict[str, int], size: tuple[int, int] = (8, 1
     return root
 
 
+def rows_of(path: Path) -> dict[int, int]:
+    """{the number that an image is made of: its label}."""
+    with h5py.File(path) as file:
+        images = file["images"][:]
+        assert (images == images[:, :1, :1, :1]).all()
+        return dict(zip(images[:, 0, 0, 0].tolist(), file["labels"][:].tolist(), strict=True))
+
+
+# ---------------------------------------------------------------------------------------------- folders and tables
+
+
 def test_a_folder_has_a_class_a_sub_folder(tmp_path, capsys):
     """Links to folders are followed once, and not back into the folder."""
-    photos = folder_of(tmp_path / "photos", {"cat": 2, "dog": 3, "dog/old": 1, ".ipynb_checkpoints": 1, "cat/.tiny": 1})
+    photos = folder_of(tmp_path / "photos", {"cat": 2, "dog": 3, "dog/old": 1, ".ipynb_checkpoints": 1})
     elsewhere = folder_of(tmp_path, {"elsewhere": 4})
-    for name in ("cat/notes.txt", "cat/x.eps", "dog/1.HEIC", "dog/2.heic"):
+    for name in ("cat/x.eps", "dog/1.HEIC", "dog/2.heic"):
         (photos / name).write_bytes(b"no image that Pillow reads by itself")
-    for number in range(2):
-        Image.new("RGB", (4, 4)).save(photos / f"loose{number}.png")
+    Image.new("RGB", (4, 4)).save(photos / "loose.png")
     links = {"cat/loop": "..", "cat/other": "../dog/old", "kitty": "cat", "dog/again.PNG": "photo 002 é.png"}
     links |= {name: str(elsewhere / "elsewhere") for name in ("owl", "owls")}
     for name, target in links.items():
@@ -41,14 +55,8 @@ def test_a_folder_has_a_class_a_sub_folder(tmp_path, capsys):
     assert np.bincount(listing.labels).tolist() == [2, 3 + 1 + 1, 4]
     assert {"dog/again.PNG", "dog/old/photo 005 é.png"} <= {*listing.paths}
     shown = capsys.readouterr().out
-    assert f"left out of {photos}: 2 .heic, 1 .ipynb_checkpoints, 1 .tiny, " in shown
-    assert "which are left out: 2\n" in shown
-
-
-def test_a_table_that_names_an_image_twice_is_told(tmp_path, capsys):
-    (tmp_path / "x.csv").write_text("path,label\na.png,dog\nb.png,cat\n./a.png,cat\n")
-    assert ImageTable(tmp_path / "x.csv", encoded=True).labels.tolist() == [1, 0, 0]
-    assert "an earlier line names, perhaps for another split: 1\n" in capsys.readouterr().out
+    assert f"left out of {photos}: 2 .heic, 1 .ipynb_checkpoints, 1 .eps (" in shown
+    assert "which are left out: 1\n" in shown
 
 
 def test_folders_named_like_splits_hold_the_classes(tmp_path):
@@ -59,16 +67,12 @@ def test_folders_named_like_splits_hold_the_classes(tmp_path):
     assert listing.labels[listing.splits == 1].tolist() == [0, 2]
 
 
-def rows_of(path: Path) -> dict[int, int]:
-    """{the number that an image is made of: its label}."""
-    with h5py.File(path) as file:
-        images = file["images"][:]
-        assert (images == images[:, :1, :1, :1]).all()
-        return dict(zip(images[:, 0, 0, 0].tolist(), file["labels"][:].tolist(), strict=True))
-
-
 def test_a_folder_becomes_a_file_for_training_and_one_for_validation(tmp_path, convert):
     folder_of(tmp_path / "my photos", {"cat": 20, "dog": 10, "größe": 10})
+    shown = convert("images 'my photos' new/out.h5 --split 0.8 --dry-run").out
+    for part in ("32 train, 8 val", "uint8 (N, 3, 8, 10)", "3 of 3 classes: cat 16, dog 8, größe 8"):
+        assert part in shown
+    assert not (tmp_path / "new").exists()
     convert("images 'my photos' out.h5 --split 0.8")
     train, val = rows_of(tmp_path / "out-train.h5"), rows_of(tmp_path / "out-val.h5")
     assert (len(train), len(val)) == (32, 8)
@@ -79,29 +83,22 @@ def test_a_folder_becomes_a_file_for_training_and_one_for_validation(tmp_path, c
         assert [data["images"].shape for data in (file, small)] == [(32, 3, 8, 10), (40, 3, 4, 5)]
         assert read_preprocessing(file.attrs["preprocessing"]) == Preprocessing((8, 10))
         assert read_preprocessing(small.attrs["preprocessing"]) == Preprocessing((4, 5), "exact")
-    convert("check out-train.h5 out-val.h5")
 
 
-def test_broken_images_are_listed_or_left_out(tmp_path, convert):
+def test_broken_images_are_left_out_of_all_splits_and_listed(tmp_path, convert):
     folder_of(tmp_path / "photos", {"a": 150, "b": 100})
     broken = [tmp_path / "photos/a" / f"photo {n:03d} é.png" for n in (5, 77)]
     broken[0].write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n")  # for Ghostscript
-    Image.new("RGB", (9, 9)).save(broken[1])  # of another size
-    reasons = [
+    Image.new("RGB", (9, 9)).save(broken[1])
+    convert("images photos out.h5 --on-error skip --split 0.5")
+    reports = tmp_path.glob("out-*.h5.skipped.txt")
+    assert sorted(line for path in reports for line in path.read_text(encoding="utf-8").splitlines()) == [
         "photos: a/photo 005 é.png cannot be read: it is not an image that Pillow knows",
         "photos: a/photo 077 é.png cannot be read: images are uint8 (N, 3, 9, 9), in the first row uint8 (N, 3, 8, 10) "
         "(--size makes images alike)",
     ]
-    lines = convert("images photos new/out.h5", code=2).stderr.splitlines()
-    assert lines[0].startswith("error: 2 of 250 rows are broken; nothing was written; --on-error skip leaves out 1 %")
-    assert lines[1:] == [f"  {reason}" for reason in reasons]
-    assert not list(tmp_path.glob("new/*"))
-    convert("images photos out.h5 --on-error skip --split 0.5")
-    reports = tmp_path.glob("out-*.h5.skipped.txt")
-    assert sorted(line for path in reports for line in path.read_text(encoding="utf-8").splitlines()) == reasons
     found = rows_of(tmp_path / "out-train.h5") | rows_of(tmp_path / "out-val.h5")
     assert found == {n: int(n >= 150) for n in range(250) if n not in (5, 77)}
-    convert("check out-train.h5 out-val.h5")
 
 
 def test_a_table_has_labels_in_some_columns_and_the_split_in_another(tmp_path, convert):
@@ -109,22 +106,17 @@ def test_a_table_has_labels_in_some_columns_and_the_split_in_another(tmp_path, c
     words = ["Training", "PublicTest", "PrivateTest"]
     lines = [f"photos/all/photo {n:03d} é.png\t{n % 2}\t{-1 if n % 3 else 1}\t{words[n % 3]}" for n in range(6)]
     (tmp_path / "x.csv").write_text("\n".join(["path\tlabel\tthird\tUsage", *lines]), encoding="utf-8")
-    result = convert("images x.csv made/here/out.h5 --split-by Usage --columns path,label,third")
-    assert "2 attributes" in result.stdout
+    assert "2 attributes" in convert("images x.csv made/here/out.h5 --split-by Usage --columns path,label,third").out
     for number, split in enumerate(("train", "val", "test")):
         found = rows_of(tmp_path / f"made/here/out-{split}.h5")
         assert found == {n: [n % 2, int(n % 3 == 0)] for n in (number, number + 3)}
-    with h5py.File(tmp_path / "made/here/out-val.h5") as file:
-        assert attributes_of(file)["class_names"] == ["label", "third"]
-    assert "drop one" in convert("images x.csv o.h5 --split-by Usage --split 0.5", code=2).stderr
+    assert "drop one" in convert("images x.csv o.h5 --split-by Usage --split 0.5", code=2).err
 
 
-def test_a_dry_run_shows_what_was_understood_and_writes_nothing(tmp_path, convert):
-    folder_of(tmp_path / "photos", {"cat": 20, "dog": 10, **{f"x{n:02d}": 1 for n in range(30)}})
-    result = convert("images photos new/out.h5 --split 0.8,0.1,0.1 --dry-run")
-    for part in ("54 train, 3 val, 3 test", "uint8 (N, 3, 8, 10)", "32 of 32 classes: cat 16, dog 8, x00 1", "and 12"):
-        assert part in result.stdout
-    assert not (tmp_path / "new").exists()
+def test_a_table_that_names_an_image_twice_is_told(tmp_path, capsys):
+    (tmp_path / "x.csv").write_text("path,label\na.png,dog\nb.png,cat\n./a.png,cat\n")
+    assert ImageTable(tmp_path / "x.csv", encoded=True).labels.tolist() == [1, 0, 0]
+    assert "an earlier line names, perhaps for another split: 1\n" in capsys.readouterr().out
 
 
 def test_a_reader_is_trained_on_as_it_is(tmp_path, convert):
@@ -139,28 +131,28 @@ def test_a_reader_is_trained_on_as_it_is(tmp_path, convert):
             np.testing.assert_array_equal([source.dataset[row][name] for row in range(8)], file[name][:])
 
 
+# ---------------------------------------------------------------------------------------------- masks
+
+
 def test_masks_are_paired_and_prepared_like_their_images(tmp_path, convert):
-    """Images of one name in nested folders, or with another suffix, and a mask without an image."""
+    """Images of one name in two folders, masks with another suffix, and one without an image."""
     for number in range(8):
         for kind in ("images", "masks"):
             (tmp_path / f"{kind}/{number % 2}").mkdir(parents=True, exist_ok=True)
-        Image.fromarray(np.full((8, 10, 3), number, np.uint8)).save(tmp_path / f"images/{number % 2}/{number}.png")
+        Image.fromarray(np.full((8, 10, 3), number, np.uint8)).save(tmp_path / f"images/{number % 2}/{number // 2}.png")
         mask = np.full((8, 10), number % 4, np.uint8)
         mask[0] = 255
-        Image.fromarray(mask).save(tmp_path / f"masks/{number % 2}/{number}.tif")
-    Image.fromarray(np.full((8, 10, 3), 11, np.uint8)).save(tmp_path / "images/1/3.bmp")
+        Image.fromarray(mask).save(tmp_path / f"masks/{number % 2}/{number // 2}.tif")
     Image.fromarray(mask).save(tmp_path / "masks/stray.tif")
-    assert "left out: 1\n" in convert("images images out.h5 --masks masks --split 0.75 --size 3").stdout
+    assert "left out: 1\n" in convert("images images out.h5 --masks masks --split 0.75 --size 3").out
     numbers = []
     for split in ("train", "val"):
         with h5py.File(tmp_path / f"out-{split}.h5") as file:
             numbers += file["images"][:, 0, 0, 0].tolist()
-            assert file["masks"].shape[1:] == (3, 3)
-            assert file["masks"].dtype == np.uint8
+            assert (file["masks"].shape[1:], file["masks"].dtype) == ((3, 3), np.uint8)
             np.testing.assert_array_equal(file["masks"][:], file["images"][:, 0] % 4)
             assert file.attrs["n_classes"] == 4  # of both splits together
-            assert list(file) == ["fastgpu_sha256", "images", "masks"]
-    assert sorted(numbers) == [*range(8), 11]
+    assert sorted(numbers) == [*range(8)]
     Image.fromarray(mask).save(tmp_path / "masks/1/3.png")
     with pytest.raises(UserError, match="masks has masks of the same name with different suffixes"):
         Masks(tmp_path / "images", tmp_path / "masks")
@@ -169,12 +161,12 @@ def test_masks_are_paired_and_prepared_like_their_images(tmp_path, convert):
 def test_masks_of_0_and_255_or_of_1_bit_have_two_classes(tmp_path, convert):
     values = np.tile(np.array([0, 255], np.uint8), (4, 2))
     folder_of(tmp_path, {"images": 9}, (4, 4))
-    (tmp_path / "masks").mkdir()
-    (tmp_path / "grey").mkdir()
+    for folder in ("masks", "grey"):
+        (tmp_path / folder).mkdir()
     for number, image in enumerate((tmp_path / "images").iterdir()):
         Image.fromarray(values).save(tmp_path / "grey" / image.name)
         Image.fromarray(values).convert("1" if number % 3 == 0 else "L").save(tmp_path / "masks" / image.name)
-    refused = convert("images images out.h5 --masks grey", code=2).stderr
+    refused = convert("images images out.h5 --masks grey", code=2).err
     assert refused == "error: images: no mask has a class above 0; if 255 is one, --binary-masks says so\n"
     convert("images images out.h5 --masks masks --binary-masks")
     with h5py.File(tmp_path / "out.h5") as file:
@@ -182,29 +174,97 @@ def test_masks_of_0_and_255_or_of_1_bit_have_two_classes(tmp_path, convert):
         assert file.attrs["n_classes"] == 2
 
 
-def test_images_that_lose_something_are_counted_and_those_of_32_bits_refused(tmp_path, convert):
+# ---------------------------------------------------------------------------------------------- files as they are
+
+
+def files_in(path: Path) -> list[bytes]:
+    """The image files that are the rows of a file."""
+    column = read_rows(open_store("x", str(path), {"images": "images"}))["images"]
+    return [column.values[start:stop].tobytes() for start, stop in itertools.pairwise(column.offsets)]
+
+
+def test_image_files_become_rows_byte_for_byte_or_smaller_once(convert, tmp_path):
+    y, x = np.mgrid[:40, :60]
+    files = {}
+    for number in range(40):
+        path = tmp_path / f"photos/{'ab'[number % 2]}/{number:02d}.{'png' if number % 10 == 0 else 'jpg'}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        waves = np.stack([y * 3, x * 2, (x + y + number) % 128], 2).astype(np.uint8)
+        Image.fromarray(waves[: 30 + number % 7]).save(path)
+        files[path.read_bytes()] = number % 2
+    convert("images photos x.h5 --keep-encoded")
+    convert("images photos pixels.h5 --size 30x60")
+    convert("repack x.h5 y.h5 --seed 3")
+    rows, again = files_in(tmp_path / "x.h5"), files_in(tmp_path / "y.h5")
+    assert rows != again
+    assert sorted(rows) == sorted(again)
+    with h5py.File("x.h5") as file, h5py.File("pixels.h5") as pixels:
+        assert dict(zip(rows, file["labels"][:], strict=True)) == files
+        assert file["images"].attrs["codec"] == b"jpeg+png"
+        for name in ("mean", "std"):
+            np.testing.assert_allclose(file.attrs[name], pixels.attrs[name], atol=8)
+    convert("check x.h5")
+    assert "images of any size" in convert("info x.h5").out
+    convert("images photos small.h5 --keep-encoded --size 20")
+    images = [Image.open(io.BytesIO(data)) for data in files_in(tmp_path / "small.h5")]
+    assert {(image.format, min(image.size)) for image in images} == {("JPEG", 20)}
+
+
+@pytest.mark.parametrize("flags", ["", "--keep-encoded"])
+def test_images_that_lose_something_are_counted_and_what_cannot_be_kept_is_listed(tmp_path, convert, flags):
     folder = folder_of(tmp_path / "photos", {"a": 200})
     Image.fromarray(np.full((8, 10), 300, np.uint16)).save(folder / "a/deep.png")
     Image.fromarray(np.zeros((8, 10), np.int32)).save(folder / "a/deeper.tif")
     Image.new("RGBA", (10, 8)).save(folder / "a/clear.png")
     Image.new("CMYK", (10, 8)).save(folder / "a/print.jpg")
-    (folder / "a/broken.png").write_bytes(b"no image")
+    Image.effect_noise((10, 8), 50).save(file := io.BytesIO(), "PNG")
+    (folder / "a/cut.png").write_bytes(file.getvalue()[:-20])
     frames = [Image.new("RGB", (10, 8), (value, 0, 0)) for value in (0, 90)]
-    for kind in ("webp", "png", "tiff"):
+    for kind in ("webp", "png", "tiff", "gif"):
         frames[0].save(folder / f"a/frames.{kind}", save_all=True, append_images=frames[1:])
-    frames[0].convert("P").save(folder / "a/frames.gif", save_all=True, append_images=frames[1:])
-    for flags in ("", "--keep-encoded --force"):
-        shown = convert("images", folder, "x.h5 --on-error skip", flags).stdout
-        changes = sorted(line for line in shown.splitlines() if line.startswith("  changed"))
-        encoded_anew = "  changed  encoded anew: too large, not upright, or neither RGB nor grey"
-        assert [line.rpartition(": ")[::2] for line in changes] == [
-            (
-                "  changed  16 bits to 8 (to keep them: a float32 array of the images, `convert.py arrays`)",
-                "1 of 207 images",
-            ),
-            *([(encoded_anew, "1 of 207 images")] if flags else []),
-            ("  changed  the first of several frames or pages, without the others", "4 of 207 images"),
-            ("  changed  without the transparency", "1 of 207 images"),
-        ]
-        refused = "a/deeper.tif cannot be read: its pixels are integers of 32 bits, or floats; scale them to 0 to 255"
-        assert refused in Path("x.h5.skipped.txt").read_text()
+    shown = convert("images", folder, "x.h5 --on-error skip", flags).out
+    of = "of 207 images"
+    assert sorted(line.strip() for line in shown.splitlines() if line.startswith("  changed")) == [
+        f"changed  16 bits to 8 (to keep them: a float32 array of the images, `convert.py arrays`): 1 {of}",
+        *([f"changed  encoded anew: too large, not upright, or neither RGB nor grey: 1 {of}"] if flags else []),
+        f"changed  the first of several frames or pages, without the others: 4 {of}",
+        f"changed  without the transparency: 1 {of}",
+    ]
+    cut, deeper = Path("x.h5.skipped.txt").read_text().splitlines()
+    assert cut.startswith(f"{folder}: a/cut.png cannot be read: ")
+    assert "a/deeper.tif cannot be read: its pixels are integers of 32 bits, or floats; scale them" in deeper
+
+
+# ---------------------------------------------------------------------------------------------- pixels in a CSV
+
+
+@pytest.mark.parametrize("is_one_column", [True, False])
+def test_pixels_in_one_column_or_in_a_column_each(tmp_path, convert, is_one_column):
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 36))
+    pixels[:, 0] = np.arange(40)
+    usage = ["Training", "PublicTest", "Training", "PrivateTest"]
+    names = ["pixels"] if is_one_column else [f"pixel{number}" for number in range(36)]
+    lines = [["label", *names, "Usage"]]
+    for number, row in enumerate(pixels):
+        texts = [" ".join(map(str, row))] if is_one_column else map(str, row)
+        lines.append([str(number % 3), *texts, usage[number % 4]])
+    (tmp_path / "fer.csv").write_text("\n".join(map(";".join, lines)))
+    convert("pixels fer.csv fer.h5 --split-by Usage")
+    for split, word in (("train", "Training"), ("val", "PublicTest"), ("test", "PrivateTest")):
+        with h5py.File(tmp_path / f"fer-{split}.h5") as file:
+            images = file["images"][:]
+            numbers = images[:, 0, 0, 0].tolist()
+            np.testing.assert_array_equal(images, pixels[numbers].reshape(-1, 1, 6, 6))
+            assert file["labels"][:].tolist() == [number % 3 for number in numbers]
+            assert attributes_of(file)["class_names"] == ["0", "1", "2"]
+        assert sorted(numbers) == [number for number in range(40) if usage[number % 4] == word]
+
+
+def test_the_only_other_column_is_the_label_and_others_are_left_out_if_it_is_named(tmp_path):
+    rows = ["very sad,1 2 3 4", "very sad,5 6 7 8", "glad,9 10 11 12"]
+    (tmp_path / "alone.csv").write_text("\n".join(["mood , pixels", *rows]))
+    (tmp_path / "named.csv").write_text("\n".join(["mood , pixels,note", *(f"{row},x" for row in rows)]))
+    for source in (PixelTable(tmp_path / "alone.csv"), PixelTable(tmp_path / "named.csv", label="mood")):
+        assert source.images[:, 0, 0, 0].tolist() == [1, 5, 9]
+        assert source.labels.tolist() == [1, 1, 0]
+        assert source.class_names == ["glad", "very sad"]

@@ -40,9 +40,8 @@ def test_repack_writes_every_row_once_and_says_in_which_order(write, tmp_path, c
         with h5py.File(tmp_path / name) as file:
             found = attributes_of(file)
         assert (found["row_order"], found["source"], found["fastgpu_format"]) == ("random, seed 1", source, 1)
-    assert [str(each.path) for each in inspect("x.h5")] == ["/images", "/labels"]  # and not those of the checksums
-    assert "convert.py repack" not in convert("info x.h5").stdout
-    assert "convert.py repack" in convert("info", source).stdout
+    assert "convert.py repack" not in convert("info x.h5").out
+    assert "convert.py repack" in convert("info", source).out
 
 
 def test_repack_keeps_the_attributes_and_the_names_that_are_asked_for(tmp_path, convert):
@@ -59,19 +58,16 @@ def test_repack_keeps_the_attributes_and_the_names_that_are_asked_for(tmp_path, 
         assert file["images"].compression == "gzip"
 
 
-def test_ragged_rows_are_repacked_shown_and_checked(write_ragged, tmp_path, convert):
+def test_ragged_rows_are_repacked_and_checked(write_ragged, tmp_path, convert):
     source, target = write_ragged(300), tmp_path / "new.h5"
-    convert("repack", source, target, "--compression", "gzip")
+    convert("repack", source, target)
     with h5py.File(target) as file:
         number = file["number"][:]
         assert is_ragged(RaggedArray(file["items/indices"][:], file["items/indptr"][:]), number)
         assert sorted(number) == list(range(300)) != number.tolist()
-    shown = convert("info", target).stdout
-    assert "/items/indices  int32 (600,)" in shown
-    assert "fields of lengths" not in shown
-    assert convert("check", target).stdout.strip().endswith("whole")
+    assert convert("check", target).out.strip().endswith("whole")
     damage(target, "items/indices", 0)
-    assert "/items/indices: block 0 is damaged" in convert("check", target, code=1).stdout
+    assert "/items/indices: block 0 is damaged" in convert("check", target, code=1).out
     with h5py.File(source, "a") as file:  # values of a CSR matrix
         file["items/data"] = file["items/indices"][:] / 8
     fields = fields_of(inspect(source))
@@ -82,24 +78,17 @@ def test_ragged_rows_are_repacked_shown_and_checked(write_ragged, tmp_path, conv
 @pytest.mark.slow
 def test_a_dataset_of_the_users_own(tmp_path, convert):
     (tmp_path / "mine.py").write_text(
-        "import numpy as np\n"
         "from torch.utils.data import Dataset\n"
-        "class Photos(Dataset):\n"
+        "class Table(Dataset):\n"
         "    def __init__(self, path): self.rows = int(path)\n"
         "    def __len__(self): return self.rows\n"
-        "    def __getitem__(self, i): return np.full((3, 8, 8), i, np.uint8), i\n"
-        "class Table(Photos):\n"
         "    def __getitem__(self, i): return {'x': i, 'y': 2 * i}\n"
     )
-    result = convert("dataset mine:Photos 60 new.h5")
-    assert result.stdout.startswith("mine:Photos called with 60\n")
-    refused = convert("dataset mine:Table 60 table.h5", code=2)
-    assert " have x, y; data.fields (--fields of convert.py) names images, labels: name what" in refused.stderr
-    convert("dataset mine:Table 60 table.h5 --fields x y")
-    with h5py.File(tmp_path / "new.h5") as file:
-        labels = file["labels"][:]
-        assert sorted(labels.tolist()) == list(range(60)) != labels.tolist()
-        np.testing.assert_array_equal(file["images"][:, 0, 0, 0], labels)
+    assert convert("dataset mine:Table 60 x.h5 --fields x double=y").out.startswith("mine:Table called with 60\n")
+    with h5py.File(tmp_path / "x.h5") as file:
+        numbers = file["x"][:].tolist()
+        assert sorted(numbers) == list(range(60)) != numbers
+        assert file["double"][:].tolist() == [2 * number for number in numbers]
 
 
 def test_patterns_are_taken_as_training_does_but_not_with_the_file_that_is_written(tmp_path, convert):
@@ -108,47 +97,44 @@ def test_patterns_are_taken_as_training_does_but_not_with_the_file_that_is_writt
             file["g/images"], file["g/labels"] = numbered(20), np.arange(20) + 20 * part
     convert("repack a-*.h5::/g a-all.h5")
     refused = convert("repack a-*.h5::/g a-all.h5 --force", code=2)
-    assert "a-all.h5 is one of the 3 files of SOURCE; choose another name" in refused.stderr
+    assert "a-all.h5 is one of the 3 files of SOURCE; choose another name" in refused.err
     convert("repack a-all.h5 a-all.h5 --seed 1 --force")
     assert sorted(rows_of(tmp_path / "a-all.h5")[1]) == list(range(20, 60))
 
 
 def test_damage_is_found_and_never_repacked(write, tmp_path, convert):
     convert("repack", write(100), "a.h5")
-    assert convert("check a.h5").stdout == "a.h5: whole\n"
+    assert convert("check a.h5").out == "a.h5: whole\n"
     damage(tmp_path / "a.h5", "images", 3, 70)
-    first, second, sum_up = convert("check a.h5", code=1).stdout.splitlines()
+    first, second, sum_up = convert("check a.h5", code=1).out.splitlines()
     assert first.startswith("rows 3 to 3: ")
     assert second.startswith("rows 70 to 70: ")
     assert sum_up == "a.h5: 2 blocks are damaged"
-    assert "is damaged: its SHA-256 is another one" in convert("repack a.h5 b.h5", code=2).stderr
+    assert "is damaged: its SHA-256 is another one" in convert("repack a.h5 b.h5", code=2).err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.h5", "rows.h5"]
 
 
 def test_check_tells_what_has_no_checksums_and_finds_chunks_that_cannot_be_decoded(write, convert):
     path = Path(write(64, (1, 32, 32), 8, compression="gzip"))
-    assert "/images was read, but has no checksums" in convert("check", path).stdout
+    assert "/images was read, but has no checksums" in convert("check", path).out
     damage(path, "images", 16, data=b"\xff" * 20)
-    assert "rows 16 to 23: " in convert("check", path, code=1).stdout
+    assert "rows 16 to 23: " in convert("check", path, code=1).out
 
 
 def test_info_shows_the_layout_and_what_the_rows_hold(tmp_path, convert):
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file.create_dataset("a/images", data=np.zeros((90, 3, 64, 64), "f4"), chunks=(8, 1, 64, 64), compression=4)
         file["a/labels"] = np.arange(90) % 3
-        file["a"].attrs.update(class_names=["cat", "dog", "owl", "yak"], mean=[1.0, 2.0, 3.0], std=[4.0, 5.0, 6.0])
+        file["a"].attrs["class_names"] = ["cat", "dog", "owl", "yak"]
         file["odd/images"], file["odd/labels"] = np.zeros((5, 8, 8), "u1"), np.zeros(4, int)
         file["targets/x"] = np.zeros((4, 9))
         file["targets/labels"] = np.array([0.5, np.nan, 2.5, np.inf])
         file["text"], file["scalar"], file["empty"] = ["a", "b"], 3, np.zeros(0)
-    result = convert("info x.h5")
+    shown = convert("info x.h5").out
     for part in (
-        "/a/images  float32 (90, 3, 64, 64)",
-        "blocks (8, 1, 64, 64) of 0.12 MiB, deflate, no checksums (`python convert.py repack` writes them)",
-        "rows     90",
+        "/a/images  float32 (90, 3, 64, 64)  blocks (8, 1, 64, 64) of 0.12 MiB, deflate, no checksums (",
         "3 of 4 classes: cat 30, dog 30, owl 30",
-        "mean: [1.0, 2.0, 3.0]",
         "has fields of lengths {'images': 5, 'labels': 4}",
         "targets from 0.5 to 2.5, 2 NaN or infinite\n",
     ):
-        assert part in result.stdout
+        assert part in shown

@@ -41,10 +41,6 @@ def test_line_breaks_in_other_columns_are_warned_of(table, capsys):
         made.check(pl.Series("x", [0, 1, 2, 3]), np.array([True, True, True, False]), "odd")
 
 
-def test_whole_numbers_may_have_spaces_around_them(table):
-    assert table("n,note\n 7 ,a\n8,b\n").whole_numbers("n", 255).tolist() == [7, 8]
-
-
 @pytest.mark.parametrize(
     ("columns", "labels", "dtype", "attributes"),
     [

@@ -27,13 +27,9 @@ def parts_of(rows: int, part_rows: int) -> Iterator[dict[str, Any]]:
     for start in range(0, rows, part_rows):
         labels = np.arange(start, min(start + part_rows, rows))
         images, items = numbered(len(labels), start=start), ragged(labels)
-        words = RaggedArray(items.values.astype("u2"), items.offsets)
+        words = RaggedArray(np.append(0, items.values).astype("u2"), items.offsets + 1)  # of a larger array
         yield {"images": images, "labels": labels, "items": items, "words": words}
         images[:], labels[:], items.values[:], items.offsets[:], words.values[:] = 0, -1, -1, -1, 0
-
-
-def write(path: Path, rows: int, fields: dict[str, Field], *parts: dict[str, Any], **options: Any) -> None:
-    write_rows(path, rows, fields, parts, attributes={}, **options)
 
 
 @settings(max_examples=40, deadline=None)
@@ -67,19 +63,30 @@ def test_rows_come_back_in_order(tmp_path_factory, came, more, part_rows, block_
 
 @pytest.mark.parametrize("compression", ["none", "gzip"])
 def test_any_hdf5_tool_reads_what_was_written(tmp_path, compression):
+    """A CSR matrix is one as anndata writes it, whose values take no room. Clips are no images with a mean."""
     path = tmp_path / "rows.h5"
-    weights = np.random.default_rng(0).normal(size=(600, 3)).astype("f4")
-    rows = {"images": numbered(600), "labels": np.arange(600), "weights": weights}
-    fields = IMAGES | {"weights": Field(np.dtype("f4"), (3,))}
+    rows = {"images": numbered(600), "labels": np.arange(600), "items": ragged(range(600))}
+    rows["clips"] = RaggedArray(np.ones((600, 3, 4, 4), np.uint8), np.arange(601))
+    fields = {"clips": Field(np.dtype("u1"), (3, 4, 4), 2.0), **IMAGES, "items": RAGGED["items"]}
     write_rows(path, 600, fields, [rows], attributes={"class_names": ["a", "größe"]}, compression=compression)
     with h5py.File(path) as file:
         assert file.attrs["fastgpu_format"] == 1
         assert attributes_of(file)["class_names"] == ["a", "größe"]
-        for name, written in rows.items():
-            np.testing.assert_array_equal(file[name][:], written)
+        for name in IMAGES:
+            np.testing.assert_array_equal(file[name][:], rows[name])
             size = file[name].chunks[0]
             for block, digest in enumerate(file[f"{DIGESTS}/{name}"][:]):
-                assert hashlib.sha256(written[block * size : (block + 1) * size].tobytes()).digest() == digest.tobytes()
+                block_rows = rows[name][block * size : (block + 1) * size]
+                assert hashlib.sha256(block_rows.tobytes()).digest() == digest.tobytes()
+        assert file["clips/values"].shape == (600, 3, 4, 4)
+        assert len(file.attrs["mean"]) == 1
+        matrix = file["items"]
+        found = {"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": [600, ITEMS]}
+        assert attributes_of(matrix) == found
+        assert is_ragged(RaggedArray(matrix["indices"][:], matrix["indptr"][:]), range(600))
+        assert (matrix["data"][:] == 1).all()
+        assert matrix["data"].id.get_storage_size() == 0
+        assert len(matrix["data"]) == len(matrix["indices"])
     assert b"GCOL" not in path.read_bytes()  # no heap of text of any length, which HDF5 walks without a check
 
 
@@ -90,24 +97,31 @@ def test_blocks_are_whole_rows_of_two_mib_in_one_piece(tmp_path):
     assert [choose_block_rows(100_000, field, images) for field in (images, labels)] == [170, 100_000]
     assert choose_block_rows(10**9, labels, images) == 170  # too long for memory: blocks as those of the images
     assert [choose_block_rows(3, field, images) for field in (images, labels)] == [1, 3]
-    assert choose_block_rows(2560, images, images) == 10  # still 256 blocks
-    write(tmp_path / "rows.h5", 2560, fields, {"images": np.zeros((2560, *shape), "u1"), "labels": np.arange(2560)})
+    rows = {"images": np.zeros((2560, *shape), "u1"), "labels": np.arange(2560)}
+    write_rows(tmp_path / "rows.h5", 2560, fields, [rows], attributes={})
     with h5py.File(tmp_path / "rows.h5") as file:
         data = file["images"]
         offsets = [data.id.get_chunk_info(number).byte_offset for number in range(data.id.get_num_chunks())]
-        assert {*np.diff(offsets).tolist()} == {10 * 3 * 64 * 64}
+        assert {*np.diff(offsets).tolist()} == {10 * 3 * 64 * 64}  # still 256 blocks
 
 
-def test_mean_and_std_of_each_channel(tmp_path):
+def statistics_of(path: Path, *parts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The mean and standard deviation of each channel that a file of these images says."""
+    fields = {"images": Field(np.dtype("u1"), parts[0].shape[1:])}
+    write_rows(path, sum(map(len, parts)), fields, [{"images": part} for part in parts], attributes={})
+    with h5py.File(path) as file:
+        return file.attrs["mean"], file.attrs["std"]
+
+
+def test_mean_and_std_of_each_channel_come_from_rows_spread_over_the_whole(tmp_path, monkeypatch):
     images = np.random.default_rng(0).integers(0, 200, (300, 3, 5, 4), dtype=np.uint8)
     images[:, 1] //= 2
-    fields = {"images": Field(np.dtype("u1"), (3, 5, 4))}
-    write(tmp_path / "a.h5", 300, fields, {"images": images[:101]}, {"images": images[101:]})
-    write_rows(tmp_path / "b.h5", 300, fields, [{"images": images}], attributes={"mean": [1.0], "std": [2.0]})
-    with h5py.File(tmp_path / "a.h5") as file, h5py.File(tmp_path / "b.h5") as given:
-        np.testing.assert_allclose(file.attrs["mean"], images.mean((0, 2, 3)), rtol=1e-4)
-        np.testing.assert_allclose(file.attrs["std"], images.std((0, 2, 3)), rtol=1e-4)
-        assert (given.attrs["mean"], given.attrs["std"]) == (1, 2)
+    mean, std = statistics_of(tmp_path / "a.h5", images[:101], images[101:])
+    np.testing.assert_allclose(mean, images.mean((0, 2, 3)), rtol=1e-4)
+    np.testing.assert_allclose(std, images.std((0, 2, 3)), rtol=1e-4)
+    monkeypatch.setattr(writer_module, "STATISTICS_ROWS", 10)
+    numbers = np.arange(100, dtype=np.uint8).reshape(-1, 1, 1, 1)
+    assert statistics_of(tmp_path / "b.h5", *np.split(numbers, range(7, 100, 7)))[0] == 45  # of 0, 10, ... 90
 
 
 @pytest.mark.parametrize("shape", [(1024, 683), (683, 1024), (96, 96)])
@@ -116,35 +130,5 @@ def test_statistics_come_from_pixels_spread_over_the_whole_image(tmp_path, shape
     image = np.zeros(shape, np.uint8)
     image[:, : shape[1] // 4] = 200
     image[::3] = 40
-    fields = {"images": Field(np.dtype("u1"), (1, *shape))}
-    write(tmp_path / "a.h5", 8, fields, {"images": np.broadcast_to(image, (8, 1, *shape))})
-    with h5py.File(tmp_path / "a.h5") as file:
-        found = [file.attrs["mean"][0], file.attrs["std"][0]]
-        np.testing.assert_allclose(found, [image.mean(), image.std()], atol=0.05 * image.std())
-
-
-def test_statistics_come_from_rows_spread_over_the_whole_and_not_from_ragged_ones(tmp_path, monkeypatch):
-    monkeypatch.setattr(writer_module, "STATISTICS_ROWS", 10)
-    clips = RaggedArray(np.ones((100, 3, 4, 4), np.uint8), np.arange(101))
-    parts = [
-        {"images": np.arange(start, min(start + 7, 100), dtype=np.uint8).reshape(-1, 1, 1, 1)}
-        for start in range(0, 100, 7)
-    ]
-    write(tmp_path / "a.h5", 100, {"images": Field(np.dtype("u1"), (1, 1, 1))}, *parts)
-    write(tmp_path / "b.h5", 100, {"clips": Field(np.dtype("u1"), (3, 4, 4), 2.0)}, {"clips": clips})
-    with h5py.File(tmp_path / "a.h5") as file, h5py.File(tmp_path / "b.h5") as ragged_rows:
-        assert file.attrs["mean"] == 45  # of 0, 10, ... 90
-        assert "mean" not in ragged_rows.attrs
-        assert ragged_rows["clips/values"].shape == (100, 3, 4, 4)
-
-
-def test_a_csr_matrix_is_written_as_anndata_does(tmp_path):
-    write(tmp_path / "rows.h5", 50, {"items": RAGGED["items"]}, {"items": ragged(range(50))})
-    with h5py.File(tmp_path / "rows.h5") as file:
-        matrix = file["items"]
-        found = {"encoding-type": "csr_matrix", "encoding-version": "0.1.0", "shape": [50, ITEMS]}
-        assert attributes_of(matrix) == found
-        assert matrix["indptr"].dtype == np.int64
-        assert (matrix["data"][:] == 1).all()
-        assert matrix["data"].id.get_storage_size() == 0
-        assert len(matrix["data"]) == len(matrix["indices"]) == matrix["indptr"][-1]
+    (mean,), (std,) = statistics_of(tmp_path / "a.h5", np.broadcast_to(image, (8, 1, *shape)))
+    np.testing.assert_allclose([mean, std], [image.mean(), image.std()], atol=0.05 * image.std())

@@ -4,17 +4,16 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Container
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
-from harness import ROOT
+from harness import ROOT, run_to_end, wait_until
 
 from fastgpu.convert import writing
-from fastgpu.convert.reader import Reader, split_rows
+from fastgpu.convert.reader import Reader, draw_splits, split_rows
 from fastgpu.convert.writing import write_files
 from fastgpu.process.launch import UserError
 
@@ -49,11 +48,20 @@ def test_every_row_is_written_once_in_an_order_that_the_seed_decides(tmp_path):
     assert 0.4 < np.mean(np.diff(orders[0]) > 0) < 0.6
 
 
-def test_parts_go_to_files_of_their_names(tmp_path, capsys):
+def test_a_split_takes_its_share_of_each_class_once_and_of_other_labels_as_a_whole():
+    labels = np.repeat([0, 1, 2], [100, 10, 3])
+    splits = draw_splits(labels, (0.8, 0.1, 0.1), seed=1)
+    assert [np.bincount(labels[splits == number]).tolist() for number in range(3)] == [[80, 8, 2], [10, 1, 1], [10, 1]]
+    again, other = (draw_splits(labels, (0.8, 0.1, 0.1), seed=seed) for seed in (1, 2))
+    assert splits.tolist() == again.tolist() != other.tolist()
+    for labels in (np.random.default_rng(0).random(100), np.zeros((100, 3), int)):
+        assert np.bincount(draw_splits(labels, (0.7, 0.2, 0.1), seed=0)).tolist() == [70, 20, 10]
+
+
+def test_splits_go_to_files_of_their_names(tmp_path, capsys):
     reader = Numbers(100)
     reader.splits = np.arange(100) % 2
-    parts = split_rows(reader, None, 0)
-    write_files(parts, tmp_path / "new/x.h5")
+    write_files(split_rows(reader, None, 0), tmp_path / "new/x.h5")
     assert sorted(rows_of(tmp_path / "new/x-train.h5")) == list(range(0, 100, 2))
     assert sorted(rows_of(tmp_path / "new/x-val.h5")) == list(range(1, 100, 2))
     assert "warning" not in capsys.readouterr().out
@@ -61,21 +69,19 @@ def test_parts_go_to_files_of_their_names(tmp_path, capsys):
     assert "x-train.h5, " in capsys.readouterr().out.partition("warning: ")[2]
 
 
-LISTED = "x.h5.skipped.txt"
-
-
 @pytest.mark.parametrize(("n_rows", "broken"), [(60, (3,)), (200, (0, 9))])
 def test_few_broken_rows_are_left_out_and_listed(tmp_path, n_rows, broken):
+    listed = tmp_path / "x.h5.skipped.txt"
     parts = {"": Numbers(n_rows, broken)}
     write_files(parts, tmp_path / "x.h5", skips_broken=True)
     assert sorted(rows_of(tmp_path / "x.h5")) == [row for row in range(n_rows) if row not in broken]
     lines = [f"numbers: row {row} cannot be read: it is odd" for row in broken]
-    assert (tmp_path / LISTED).read_text().splitlines() == lines
+    assert listed.read_text().splitlines() == lines
     (tmp_path / "x.h5").rename(tmp_path / "kept.h5")
-    with pytest.raises(UserError, match=f"{LISTED} exists; --force replaces a file"):
+    with pytest.raises(UserError, match="x.h5.skipped.txt exists; --force replaces a file"):
         write_files(parts, tmp_path / "x.h5", skips_broken=True)
     write_files({"": Numbers(n_rows)}, tmp_path / "x.h5", replace=True)
-    assert not (tmp_path / LISTED).exists()
+    assert not listed.exists()
 
 
 @pytest.mark.parametrize(
@@ -95,15 +101,13 @@ def test_rows_that_do_not_come_are_not_lost_in_silence(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_links_are_not_followed_and_leftovers_of_others_stay(tmp_path):
-    (tmp_path / "mine").write_text("before")
-    for name in ("x.h5", ".x.h5.partial"):
-        (tmp_path / name).symlink_to("mine")
+def test_a_link_is_in_the_way_and_is_not_followed(tmp_path):
+    (tmp_path / "x.h5").symlink_to("nowhere")
     with pytest.raises(UserError, match="x.h5 exists; --force replaces a file"):
         write_files({"": Numbers(3)}, tmp_path / "x.h5")
     write_files({"": Numbers(3)}, tmp_path / "x.h5", replace=True)
     assert sorted(rows_of(tmp_path / "x.h5")) == [0, 1, 2]
-    assert (tmp_path / "mine").read_text() == (tmp_path / ".x.h5.partial").read_text() == "before"
+    assert not (tmp_path / "nowhere").exists()
 
 
 @pytest.mark.slow
@@ -113,10 +117,8 @@ def test_an_interrupted_repack_leaves_nothing(tmp_path, number):
         file["images"] = np.random.default_rng(0).integers(0, 256, (100_000, 3, 16, 16), np.uint8)  # seconds of gzip
         file["labels"] = np.zeros(100_000, int)
     command = [sys.executable, str(ROOT / "convert.py"), "repack", "old.h5", "new.h5", "--compression", "gzip"]
-    process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while not list(tmp_path.glob(".new.*.h5")) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: bool([*tmp_path.glob(".new.*.h5")]), process)
     os.kill(process.pid, number)
     _, error = process.communicate(timeout=60)
     assert process.returncode in (130, 143), error
@@ -128,7 +130,7 @@ def test_an_interrupted_repack_leaves_nothing(tmp_path, number):
 def test_a_disk_that_fills_up_leaves_nothing(tmp_path):
     np.save(tmp_path / "x.npy", np.ones((100, 1 << 16), np.uint8))
     command = f"trap '' XFSZ; ulimit -f 1024; '{sys.executable}' '{ROOT / 'convert.py'}' arrays x=x.npy y.h5"
-    result = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False)
+    result = run_to_end(["bash", "-c", command], tmp_path)
     assert "File too large" in result.stderr
     assert result.returncode == 2
     assert [path.name for path in tmp_path.iterdir()] == ["x.npy"]

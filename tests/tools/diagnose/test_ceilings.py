@@ -5,11 +5,11 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
-from harness import ALONE, CPU, needs_gpu, numbers_of, sizes_of
+from harness import CPU, needs_gpu, numbers_of, sizes_of
 from torch.utils.data import TensorDataset
 
 from fastgpu.dataset.source import ItemDataset, rows_per_ask
-from fastgpu.diagnose.ceilings import Loop, Meter, Supply, copies, first_blocks, measure, open_supplies, read_pool
+from fastgpu.diagnose.ceilings import Loop, Meter, Supply, copies, first_blocks, open_supplies, read_pool
 from fastgpu.process.config import Loader, Tier
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Dataset
@@ -76,17 +76,6 @@ def test_the_first_blocks_of_a_source_are_its_first_rows(ragged_rows):
     batch = read_pool(ragged_rows, BlockSampler(few.selection, few.n_rows, seed=None), 1)
     assert batch["number"].tolist() == list(range(few.n_rows))
     np.testing.assert_array_equal(batch["items"].offsets.diff(), ragged_rows.lengths["items"][: few.n_rows])
-
-
-def test_a_slow_step_is_taken_as_seldom_as_possible(rows):
-    """A measurement of less time than a step takes one step, besides one to warm up."""
-    source, _ = rows
-    steps: list[Rows] = []
-    loop = loop_of(steps.append, source, tier="device")
-    order = BlockSampler(source.block_rows, BATCH_SIZE)
-    measure(Meter(ALONE, 0.0), loop, order, stop=lambda m: len(m.loop) == 4)
-    in_a_round = 2 * (1 + 1) + 2  # compute with its transform and without, and the loop on two pools of one step
-    assert len(steps) == 4 * in_a_round
 
 
 @pytest.mark.gpu

@@ -11,12 +11,10 @@ from typing import Any
 import predict as script
 import pytest
 import torch
-import train
-from harness import ALONE, write_minimal
+from harness import ALONE, train, write_minimal
 from torch import nn
 
 from fastgpu.predict.model import Trained, load_model, training_rows
-from fastgpu.process.config_loader import load_config
 from fastgpu.rows.rows import Rows
 
 
@@ -26,7 +24,7 @@ def minimal_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("minimal")
     write_minimal(folder, n_rows=320)
     with chdir(folder):
-        train.train(train.build(load_config(["train.epochs=2", "train.ema=0.5"]), ALONE), ALONE)
+        train("train.epochs=2", "train.ema=0.5")
     return folder / "runs/a"
 
 
