@@ -47,10 +47,9 @@ def images(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("shape", "side"), [((1, 8, 8), 8), ((3, 64, 64), 64), ((3, 218, 178), 45), ((1, 5, 90), 90), ((4, 1, 1), 1)]
 )
-@pytest.mark.parametrize("blocks", [1, 2])
-def test_any_image_gives_logits_and_every_weight_a_gradient(shape, side, blocks):
+def test_any_image_gives_logits_and_every_weight_a_gradient(shape, side):
     """Small images keep their resolution in the first stage."""
-    model = resnet(shape, 7, 4, blocks)
+    model = resnet(shape, 7, 4, blocks=2)
     first = next(number for number, layer in enumerate(model) if type(layer).__name__ == "Block")
     x = images(2, *shape).float()
     assert model[: first + 1](x).shape[-1] == side
@@ -84,10 +83,9 @@ def test_a_network_of_timm_takes_the_place_of_the_one_here(monkeypatch):
     with pytest.raises(UserError, match=r"^model\.timm is resnet50: .*timm.*; pip install timm; "):
         make_workload(timm="resnet50").model()
     monkeypatch.setitem(sys.modules, "timm", SimpleNamespace(create_model=create_model))
-    for is_pretrained in (False, True):
-        model = make_workload(timm="resnet50", pretrained=is_pretrained).model()
-        assert model(images(2, 3, 8, 8)).shape == (2, 4)
-        assert made == {"in_chans": 3, "num_classes": 4, "pretrained": is_pretrained}
+    model = make_workload(timm="resnet50", pretrained=True).model()
+    assert model(images(2, 3, 8, 8)).shape == (2, 4)
+    assert made == {"in_chans": 3, "num_classes": 4, "pretrained": True}
     with pytest.raises(UserError, match=r"^model\.timm is resnet5: Unknown model \(resnet5\); .* timm.list_models"):
         make_workload(timm="resnet5").model()
 
@@ -127,8 +125,7 @@ def test_an_augmentation_is_drawn_anew_each_time_repeats_with_the_seed_and_can_b
 
 def test_what_is_cut_out_is_0_for_the_network():
     pixels = np.full((4, 3, 8, 8), 200, np.uint8)
-    source = rows_of(pixels, np.arange(4), mean=[10.0, 20.0, 30.0], std=[2.0, 4.0, 5.0])
-    workload = make_workload(source, cutout_size=3)
+    workload = make_workload(rows_of(pixels, np.arange(4), mean=[10.0, 20.0, 30.0], std=[2.0, 4.0, 5.0]), cutout_size=3)
     cut = workload.transform(Rows({"images": torch.from_numpy(pixels), "labels": torch.arange(4)}), rng())["images"]
     assert (cut != 200).any()
     assert not workload.normalize(cut)[cut != 200].any()
@@ -172,16 +169,14 @@ def test_loss_and_scores_of_attributes_against_the_formula(dtype):
     attributes = np.random.default_rng(0).integers(0, 2, (40, 5), dtype=dtype)
     workload = make_workload(rows_of(labels=attributes), label_smoothing=0.1)
     logits = torch.randn(40, 5, generator=rng())
-    truth = torch.from_numpy(attributes)
-    batch = Rows({"images": logits, "labels": truth})
-    p = logits.sigmoid()
-    target = truth * 0.9 + 0.05
-    expected = -(target * p.log() + (1 - target) * (1 - p).log()).mean()
+    truth = torch.from_numpy(attributes).float()
+    batch = Rows({"images": logits, "labels": torch.from_numpy(attributes)})
+    cross_entropy = torch.nn.functional.binary_cross_entropy_with_logits
+    expected = cross_entropy(logits, truth * 0.9 + 0.05)
     torch.testing.assert_close(workload.loss(lambda _: logits, batch), expected)
-    loss = -(truth * p.log() + (1 - truth.float()) * (1 - p).log()).mean()
-    accuracy_pct = 100 * ((p > 0.5) == (truth == 1)).float().mean()
+    accuracy_pct = 100 * ((logits > 0) == (truth == 1)).float().mean()
     metrics = workload.metrics({**workload.score(lambda _: logits, batch), "n": torch.tensor(40.0)})
-    assert metrics == pytest.approx({"accuracy_pct": float(accuracy_pct), "loss": float(loss)})
+    assert metrics == pytest.approx({"accuracy_pct": float(accuracy_pct), "loss": float(cross_entropy(logits, truth))})
 
 
 # ---------------------------------------------------------------------------------------------- rows that fit
@@ -200,15 +195,6 @@ def test_channels_may_be_said_to_come_first_and_labels_of_validation_may_have_an
     pixels = numbered(5, (2, 8, 4))
     train, val = (rows_of(pixels, np.arange(5, dtype=dtype), layout="nchw") for dtype in ("i8", "u1"))
     assert Workload(Workload.Options(), train, val).shape_CHW == (2, 8, 4)
-
-
-@pytest.mark.parametrize("labels", [CLASSES, np.ones((40, 3), int)], ids=["classes", "attributes"])
-def test_fields_attributes_and_the_card_are_enough_to_build_the_model_again(labels):
-    store = rows_of(labels=labels)
-    workload = make_workload(store)
-    attributes = store.attributes | workload.card()
-    described = SimpleNamespace(name="model.json", fields=store.fields, attributes=attributes, column=lambda name: None)
-    make_workload(described).model().load_state_dict(workload.model().state_dict())
 
 
 # ---------------------------------------------------------------------------------------------- whole runs
@@ -280,11 +266,10 @@ def test_an_own_network_is_a_subclass_of_a_few_lines_that_torchrun_trains(image_
     (root / "workloads/own.py").write_text(OWN_WORKLOAD)
     torch.manual_seed(1)
     network = resnet((1, 8, 8), 16, 4, 1)
-    torch.save(network.state_dict(), image_folder / "pretrained.pt")
+    torch.save(network.state_dict(), "pretrained.pt")
     settings = ("workload=own", "model.features=16", "train.epochs=1", "optim.lr=0.01", "optim.weight_decay=0")
     done = run_train(*settings, ranks=2, cwd=image_folder, root=root)
     assert done.returncode == 0, done.stderr
-    assert "2 x CPU over gloo" in done.stdout
     assert done.stdout.count("epoch 1/1") == 1  # one rank prints
     trained = weights_of(image_folder / "runs/a")
     kept = [name for name, weight in network.named_parameters() if torch.equal(trained[f"1.{name}"], weight)]
