@@ -27,7 +27,7 @@ from workloads import minimal
 
 
 class Boxes(Dataset):
-    """Items of any length: boxes `x`, whose areas have the sum `y`, and words."""
+    """Items of any length: boxes `x`, whose areas have the sum `y`."""
 
     def __init__(self, n_rows: str):
         self.n_rows = int(n_rows)
@@ -41,7 +41,7 @@ class Boxes(Dataset):
         self.read.append(row)
         boxes = np.random.default_rng(row).random((row % 5, 4), np.float32)
         jitter = 0.01 * torch.rand(4).numpy()
-        return {"x": boxes + jitter, "y": boxes[:, :2].prod(1).sum(), "words": torch.arange(row % 7 + 1)}
+        return {"x": boxes + jitter, "y": boxes[:, :2].prod(1).sum()}
 
 
 def source_of(dataset: Dataset, *names: str) -> ItemDataset:
@@ -55,12 +55,6 @@ def feed_of(source: ItemDataset, tier: Tier = "disk") -> Feed:
 def choose_tier(source: ItemDataset, tier: Tier) -> None:
     data = Data(train="x", val="y", fields={"x": "x"}, batch_size=4, tier=tier)
     choose_sizes(Config(workload="minimal", data=data), source, source, ALONE)
-
-
-def test_items_of_any_length_are_ragged_rows_also_with_a_trailing_shape():
-    fields = source_of(Boxes("60"), "x", "y", "words").fields
-    described = ["float32 (N, any number, 4)", "float32 (N)", "int64 (N, any number)"]
-    assert [*map(str, fields.values())] == described
 
 
 def test_the_memory_of_a_pool_grows_with_rows_that_are_longer_than_expected():
@@ -103,9 +97,6 @@ def test_no_row_is_read_that_no_epoch_needs_and_rows_that_are_kept_are_read_once
         for epoch in range(2):
             list(feed.pools(epoch))
     assert sorted(dataset.read) == sorted([*range(60)] * n_times)
-
-
-# ---------------------------------------------------------------------------------------------- training
 
 
 class Workload(minimal.Workload):

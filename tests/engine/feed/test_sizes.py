@@ -54,9 +54,6 @@ def sizes_of(
     return choose_sizes(config, source, val_source or Shape(0), world)
 
 
-# ---------------------------------------------------------------------------------------------- one number each
-
-
 @pytest.mark.parametrize(
     ("number", "chosen", "source", "n_ranks", "settings"),
     [
@@ -111,9 +108,6 @@ def test_numbers_that_do_not_fit_are_refused(options, n_rows, message):
     world = World(0, 4, 2, torch.device("cuda", 0))
     with pytest.raises(UserError, match=message):
         sizes_of(Shape(n_rows, row_bytes=1 << 20), world, sections=ACCUMULATION, **options)
-
-
-# ---------------------------------------------------------------------------------------------- all of them
 
 
 def test_all_sizes_together():

@@ -47,12 +47,6 @@ def test_the_next_epoch_is_read_while_this_one_ends(store, monkeypatch):
         assert is_planned.wait(TIMEOUT_S)
 
 
-def test_an_epoch_of_the_device_tier_touches_no_file(store, monkeypatch):
-    feed = feed_of(store, "device")
-    monkeypatch.setattr(HDF5Dataset, "read", lambda *_: pytest.fail("read"))
-    assert sum(len(pool.rows) for pool in feed.pools(0)) == 144
-
-
 def test_a_pool_with_more_values_than_32_bit_offsets_can_count_is_refused(sparse, monkeypatch):
     monkeypatch.setattr(rows_module, "MAX_VALUES", 100)
     message = r"a pool has 1,\d+ values of items, too many to count; use fewer data.pool_batches"

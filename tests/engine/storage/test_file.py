@@ -50,9 +50,6 @@ def test_rows_are_copied_out_of_the_mapping_where_the_kernel_says_that_they_are_
     assert len(set(asked_offsets)) > 60  # another byte each time, because the answer keeps its page in memory
 
 
-# ---------------------------------------------------------------------------------------------- around the page cache
-
-
 def has_direct_reads(path: Path) -> bool:
     """Whether the file system can read around the page cache: tried without the code under test."""
     try:
@@ -96,9 +93,6 @@ def test_a_file_system_without_direct_reads_is_read_as_usual(store, monkeypatch)
     assert rows_are_right(opened)
 
 
-# ---------------------------------------------------------------------------------------------- system calls
-
-
 @pytest.mark.usefixtures("nothing_cached")
 @pytest.mark.parametrize("options", [{}, {"compression": "gzip"}])
 def test_all_that_is_not_cached_is_announced_before_the_first_read_and_short_reads_go_on(store, monkeypatch, options):
@@ -115,9 +109,6 @@ def test_all_that_is_not_cached_is_announced_before_the_first_read_and_short_rea
     assert numbers_of(read_by_jobs(opened, np.arange(40), 40)["images"]) == list(range(40))
     assert calls == sorted(calls)
     assert {*calls} == {"announce", "read"}
-
-
-# ---------------------------------------------------------------------------------------------- changed files
 
 
 def cut(path: str) -> None:

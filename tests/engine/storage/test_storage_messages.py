@@ -158,8 +158,6 @@ def test_a_damaged_file_is_refused(tmp_path, damage, reason):
     refused(str(path), rf"x.h5 cannot be read: {reason}.*: copy or write it again$")
 
 
-# ---------------------------------------------------------------------------------------------- meaning
-
 IDS = np.array([7, 3, 9])
 SHORTER, EXACT = ({"preprocessing": f'{{"size": [8, 8], "resize": "{resize}"}}'} for resize in ("shorter", "exact"))
 

@@ -15,17 +15,6 @@ FIELDS = {"images": "images", "labels": "labels"}
 BIG = (1, 96, 96)  # 9 KiB: rows that the kernel scatters
 
 
-def test_several_files_are_one(write, tmp_path):
-    parts = [(20, 0), (13, 20), (7, 33)]
-    paths = [write(rows, name=f"odd[{number}].h5", start=start) for number, (rows, start) in enumerate(parts)]
-    for names in (paths, str(tmp_path / "odd*.h5")):
-        store = open_store("data.train", names, FIELDS)
-        assert store.name == f"{paths[0]} and 2 more"
-        assert store.block_rows.tolist() == [8, 8, 4, 8, 5, 7]
-        assert numbers_of(read_scattered(store)["images"]) == list(range(40))
-        assert store.column("labels").tolist() == [n % 4 for n in range(40)]
-
-
 def test_arrays_are_rows_in_blocks_of_two_mib():
     assert ArrayDataset("x", {"a": np.zeros((100, 1 << 16))}).block_rows.tolist() == [4] * 25
 
@@ -72,9 +61,6 @@ def test_only_small_fields_are_in_memory_and_others_have_chunks_and_names_of_the
         assert numbers_of(rows["images"]) == rows["labels"].tolist() == list(range(50))
 
 
-# ---------------------------------------------------------------------------------------------- jobs
-
-
 @pytest.mark.parametrize("cached", ["all_cached", "nothing_cached"])
 @pytest.mark.parametrize("options", [{"chunk": 8}, {"chunk": None}, {"compression": "gzip"}])
 @pytest.mark.parametrize("n_files", [1, 2])
@@ -106,9 +92,6 @@ def test_rows_in_the_page_cache_are_read_however_they_lie(tmp_path, name):
     order = np.random.default_rng(0).permutation(len(values))
     rows = read_by_jobs(open_store("data.train", str(tmp_path / "x.h5"), {"x": name}), order)
     np.testing.assert_array_equal(rows["x"], values[order])
-
-
-# ---------------------------------------------------------------------------------------------- statistics
 
 
 def test_mean_and_std_are_those_of_the_rows_of_all_files_and_a_file_without_them_is_told(write, capsys):

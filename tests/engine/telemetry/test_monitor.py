@@ -92,9 +92,6 @@ def told(monkeypatch) -> SimpleQueue[str]:
     return told
 
 
-# ---------------------------------------------------------------------------------------------- counters
-
-
 def test_gpus_are_found_by_uuid_and_numbered_as_the_process_sees_them(nvml):
     nvml.uuids = "ba"
     values = {tag: function() for tag, function in gpu_counters(TWO_GPUS).items() if "active" not in tag}
@@ -147,9 +144,6 @@ def test_a_system_without_disks_is_told_and_never_a_zero(monkeypatch, capsys):
     with Monitor(ALONE) as monitor:
         assert "host/disk_read_mb_per_s" not in monitor.take()
     assert capsys.readouterr().out.count("warning: host/disk_read_mb_per_s is not measured here (") == 1
-
-
-# ---------------------------------------------------------------------------------------------- the monitor
 
 
 def test_means_between_two_calls_and_minima_and_a_thread_that_ends(counters, told):

@@ -50,9 +50,6 @@ def losses_in(folder: Path) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars("train/loss")]
 
 
-# ---------------------------------------------------------------------------------------------- files
-
-
 def test_other_ranks_write_and_print_nothing(board, tmp_path, capsys):
     log = board(world=World(1, 1, 1, CPU))
     log.write(1, {"train/loss": 1.0}, STEP)
@@ -96,9 +93,6 @@ def test_a_full_disk_warns_once_and_never_stops(board, tmp_path, monkeypatch, ca
     assert metrics_of(tmp_path)[-1]["step"] == 10
 
 
-# ---------------------------------------------------------------------------------------------- terminal
-
-
 def test_lines_of_progress_are_few_and_a_resumed_run_counts_from_its_first_row(board, clock, capsys):
     log = board(planned_rows=200, row=20)
     for second in range(11):
@@ -138,9 +132,6 @@ def test_the_bar_moves_every_second_between_two_reports(board, monkeypatch):
         assert log._bar.last_print_n >= round((step - 11) * rows_per_step)
     assert log._bar.n == log._bar.total
     assert "Warning" not in terminal.getvalue()  # that of tqdm, if the rows are more than planned
-
-
-# ---------------------------------------------------------------------------------------------- wandb
 
 
 def test_wandb_that_refuses_is_one_line(board, monkeypatch):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from contract import check_workload
-from harness import copy_project, metrics_of, needs_gpu, numbered, run_train, train, weights_of
+from harness import metrics_of, needs_gpu, numbered, run_train, train
 
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import Rows
@@ -197,6 +197,15 @@ def test_channels_may_be_said_to_come_first_and_labels_of_validation_may_have_an
     assert Workload(Workload.Options(), train, val).shape_CHW == (2, 8, 4)
 
 
+@pytest.mark.parametrize("labels", [CLASSES, np.ones((40, 3), int)], ids=["classes", "attributes"])
+def test_fields_attributes_and_the_card_are_enough_to_build_the_model_again(labels):
+    store = rows_of(labels=labels)
+    workload = make_workload(store)
+    attributes = store.attributes | workload.card()
+    described = SimpleNamespace(name="model.json", fields=store.fields, attributes=attributes, column=lambda name: None)
+    make_workload(described).model().load_state_dict(workload.model().state_dict())
+
+
 # ---------------------------------------------------------------------------------------------- whole runs
 
 CONFIG = """
@@ -238,39 +247,3 @@ def test_easy_images_are_learned_on_a_gpu(image_folder, setting):
     assert done.returncode == 0, done.stderr
     assert torch.cuda.get_device_name(0) in done.stdout
     assert metrics_of(image_folder / "runs/a")[-1]["val/top1_pct"] >= 90
-
-
-OWN_WORKLOAD = """
-import torch
-from torch import nn
-
-from workloads import images
-
-
-class Workload(images.Workload):
-    class Options(images.Workload.Options):
-        features: int = 8
-
-    def model(self):
-        backbone = images.resnet(self.shape_CHW, self.options.features, width=4, blocks=1)
-        backbone.load_state_dict(torch.load("pretrained.pt", weights_only=True))
-        backbone[0].requires_grad_(False)
-        return nn.Sequential(self.normalize, backbone, nn.Linear(self.options.features, self.n_outputs))
-"""
-
-
-@pytest.mark.slow
-def test_an_own_network_is_a_subclass_of_a_few_lines_that_torchrun_trains(image_folder):
-    """A new setting, pretrained weights from a file and frozen layers, with the gradients of two ranks."""
-    root = copy_project(image_folder)
-    (root / "workloads/own.py").write_text(OWN_WORKLOAD)
-    torch.manual_seed(1)
-    network = resnet((1, 8, 8), 16, 4, 1)
-    torch.save(network.state_dict(), "pretrained.pt")
-    settings = ("workload=own", "model.features=16", "train.epochs=1", "optim.lr=0.01", "optim.weight_decay=0")
-    done = run_train(*settings, ranks=2, cwd=image_folder, root=root)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("epoch 1/1") == 1  # one rank prints
-    trained = weights_of(image_folder / "runs/a")
-    kept = [name for name, weight in network.named_parameters() if torch.equal(trained[f"1.{name}"], weight)]
-    assert kept == ["0.weight"]
