@@ -157,9 +157,6 @@ def test_random_numbers_of_a_dataset_do_not_depend_on_the_workers_and_leave_gpus
     assert numbers.isdisjoint(draw(0, 1, 0, seed=2).flatten().tolist())  # and of another run
 
 
-# ---------------------------------------------------------------------------------------------- columns, types
-
-
 SINGLE = Made(lambda _: torch.zeros(1, 8, 8), n_classes=7)
 """Items that are one tensor alone."""
 
@@ -256,19 +253,17 @@ def test_an_error_of_the_dataset_reaches_the_loop_from_a_worker_as_one_line(kind
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["hang", "stop"])
-def test_a_worker_that_hangs_or_is_stopped_is_one_clear_error_and_is_killed(kind, monkeypatch, capfd):
+def test_a_worker_that_hangs_is_one_clear_error_and_is_killed(monkeypatch, capfd):
     for module in (prefetch, dataset_source):
         monkeypatch.setattr(module, "CLOSE_S", 0.2)
     message = r"no rows have come from Numbered in loader.timeout_s \(8 s\)"
-    with closing(feed_of(source_of(kind), 2, timeout_s=8)) as feed:
+    with closing(feed_of(source_of("hang"), 2, timeout_s=8)) as feed:
         pools = feed.pools(0)
         next(pools)
         pids = worker_pids()
         with pytest.raises(HangError, match=message):
             list(pools)
-    if kind == "hang":
-        assert "in __getitem__" in capfd.readouterr().err  # the stack of the worker: where its Dataset hangs
+    assert "in __getitem__" in capfd.readouterr().err  # the stack of the worker: where its Dataset hangs
     wait_until_gone(pids)
 
 
@@ -306,12 +301,10 @@ def test_a_machine_that_refuses_the_second_worker_is_one_line_and_none_is_left(m
         feed_of(source_of(), 2)
 
 
-# ---------------------------------------------------------------------------------------------- ranks
-
 KILLED = """
 import multiprocessing, os, signal
 from test_dataset import feed_of, source_of
-feed = feed_of(source_of({kind!r}), 2)
+feed = feed_of(source_of("hang"), 2)
 next(feed.pools(0))
 print(*[process.pid for process in multiprocessing.active_children()], flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -326,9 +319,8 @@ def python_path(monkeypatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("python_path")
-@pytest.mark.parametrize("kind", ["", "hang"])
-def test_workers_end_with_a_rank_that_is_killed(kind):
-    with subprocess.Popen([sys.executable, "-c", KILLED.format(kind=kind)], stdout=subprocess.PIPE) as rank:
+def test_workers_that_hang_end_with_a_rank_that_is_killed():
+    with subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE) as rank:
         assert rank.stdout
         pids = {int(word) for word in rank.stdout.readline().split()}
     assert len(pids) == 2

@@ -10,14 +10,29 @@ from copy import copy
 from itertools import chain, count, islice
 
 import pytest
-from harness import CPU, ROOT, TIMEOUT_S, numbers_of, run_to_end, wait_until
+import torch
+from harness import (
+    CPU,
+    ROOT,
+    TIMEOUT_S,
+    is_ragged,
+    needs_gpu,
+    no_host_sync,
+    numbers_of,
+    open_feed,
+    run_to_end,
+    wait_until,
+)
 
 from fastgpu.dataset.source import READERS_NICE
 from fastgpu.feed import prefetch
 from fastgpu.feed.prefetch import PrefetchLoader
 from fastgpu.process.config import Loader
-from fastgpu.process.launch import HangError
+from fastgpu.process.launch import HangError, RankError
+from fastgpu.rows import rows as rows_module
+from fastgpu.rows.contract import PoolPlan
 from fastgpu.rows.order import BlockSampler
+from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage.file import OpenFile
 from fastgpu.storage.store import HDF5Dataset, open_store
 
@@ -196,10 +211,65 @@ def test_closing_at_any_moment_ends_every_thread_and_the_next_start_reads_the_ri
     prefetcher.close()
 
 
+def test_the_next_epoch_is_read_while_this_one_ends(store):
+    is_planned = threading.Event()
+    order = order_of(store)
+    plan = order.pools
+
+    def pools(epoch: int, first_pool: int = 0) -> Iterator[PoolPlan]:
+        if epoch == 1:
+            is_planned.set()
+        return plan(epoch, first_pool)
+
+    order.pools = pools
+    with closing(make_prefetcher(store, order=order)) as prefetcher:
+        assert len(list(prefetcher.pools(0))) == 8
+        assert is_planned.wait(TIMEOUT_S)
+
+
+@pytest.fixture
+def sparse(write_ragged) -> HDF5Dataset:
+    return open_store("data.train", write_ragged(700, chunks=(16,)), {"items": "items", "number": "number"})
+
+
+def test_a_pool_with_more_values_than_32_bit_offsets_can_count_is_refused(sparse, monkeypatch):
+    monkeypatch.setattr(rows_module, "MAX_VALUES", 100)
+    message = r"a pool has 1,\d+ values of items, too many to count; use fewer data.pool_batches"
+    large, small = (BlockSampler(sparse.block_rows, 8, pool_batches=n) for n in (500, 1))
+    with closing(open_feed(sparse, large)) as feed, pytest.raises(RankError, match=message):
+        list(feed.pools(0))
+    with closing(open_feed(sparse, small)) as feed:
+        list(feed.pools(0))
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+def test_on_a_gpu_rows_stay_whole_under_a_slow_kernel_and_the_host_never_asks_for_a_size(sparse, tier):
+    device = torch.device("cuda", 0)
+    order = BlockSampler(sparse.block_rows, 8, pool_batches=3)
+    feed = open_feed(sparse, order, tier, device=device, prefetch_pools=1)
+    busy = torch.randn(2048, 2048, device=device)
+    kept = []
+    list(feed.pools(0))
+    torch.cuda.synchronize()
+    with no_host_sync():
+        for pool in feed.pools(1):
+            for _ in range(20):
+                busy = busy @ busy / 2048  # what follows runs on the device long after the host has moved on
+            for batch in pool.rows.batches(8):
+                items = batch["items"]
+                kept.append((items.values.clone(), items.offsets.clone(), batch["number"].clone()))
+    for values, offsets, number in kept:
+        assert is_ragged(RaggedArray(values.cpu().numpy(), offsets.cpu().numpy()), number.tolist())
+    feed.close()
+
+
 LEAVE = """
 import sys, torch
 from fastgpu.feed import PrefetchLoader
 from fastgpu.rows.order import BlockSampler
+from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage.store import open_store
 
 store = open_store("x", sys.argv[1], {"images": "images", "labels": "labels"})

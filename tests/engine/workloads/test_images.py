@@ -105,9 +105,6 @@ def test_normalize_is_mean_and_std_of_a_channel_or_the_range_of_the_dtype(dtype,
     torch.testing.assert_close(Normalize(attributes, 2, np.dtype(dtype))(x), expected)
 
 
-# ---------------------------------------------------------------------------------------------- augmentation
-
-
 @pytest.mark.parametrize("name", EACH)
 def test_an_augmentation_is_drawn_anew_each_time_repeats_with_the_seed_and_can_be_trained_on(name):
     workload = make_workload(**{name: EACH[name]})
@@ -177,9 +174,6 @@ def test_loss_and_scores_of_attributes_against_the_formula(dtype):
     accuracy_pct = 100 * ((logits > 0) == (truth == 1)).float().mean()
     metrics = workload.metrics({**workload.score(lambda _: logits, batch), "n": torch.tensor(40.0)})
     assert metrics == pytest.approx({"accuracy_pct": float(accuracy_pct), "loss": float(cross_entropy(logits, truth))})
-
-
-# ---------------------------------------------------------------------------------------------- rows that fit
 
 
 @pytest.mark.parametrize(

@@ -114,9 +114,6 @@ class LossOnly:
     score = Workload.score
 
 
-# ---------------------------------------------------------------------------------------------- with files
-
-
 def write_users(path: Path, n_users: int, *, seed: int = 0, n_empty: int = 0) -> HDF5Dataset:
     """Write a file with `items` and `held_out`, of 200 items, and open it.
 
@@ -237,9 +234,6 @@ def test_the_model_beats_popularity_and_not_the_law_that_made_the_data(tmp_path,
     monkeypatch.chdir(tmp_path)
     train("--config", f"{ROOT}/configs/recsys.yaml", *files, "run.name=a", "dist.device=cpu")
     assert 1.4 * popularity < last_scores(tmp_path / "runs/a")["val/ndcg_at_100"] <= oracle
-
-
-# ---------------------------------------------------------------------------------------------- on a GPU
 
 
 @pytest.mark.gpu
