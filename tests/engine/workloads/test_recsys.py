@@ -197,25 +197,19 @@ dist: {device: cpu}
 """
 
 
-@pytest.fixture
-def users_folder(tmp_path, monkeypatch) -> Path:
-    """The current folder, with config.yaml and users to train on."""
-    write_users(tmp_path / "train.h5", 480)
-    write_users(tmp_path / "val.h5", 120, seed=1, n_empty=5)
-    (tmp_path / "config.yaml").write_text(CONFIG)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def last_scores(run: Path) -> dict[str, float]:
     return {name: value for name, value in metrics_of(run)[-1].items() if name.startswith("val/")}
 
 
-def test_users_of_two_kinds_are_told_apart_and_a_run_that_was_stopped_is_resumed_to_the_same_weights(users_folder):
+def test_users_of_two_kinds_are_told_apart_and_a_resumed_run_has_the_same_weights(tmp_path, monkeypatch):
     """A model that knows the half of a user finds about twice as much as one that ranks all items alike."""
+    monkeypatch.chdir(tmp_path)
+    Path("config.yaml").write_text(CONFIG)
+    write_users(Path("train.h5"), 480)
+    write_users(Path("val.h5"), 120, seed=1, n_empty=5)
     options = ("train.epochs=15", "optim.lr=0.01", "data.tier=disk", "run.checkpoint_every_steps=1")
     train("run.name=whole", *options)
-    whole, again = (users_folder / "runs" / name for name in ("whole", "again"))
+    whole, again = (tmp_path / "runs" / name for name in ("whole", "again"))
     assert last_scores(whole)["val/recall_at_20"] > 1.5 * 20 / 200
     shutil.copytree(whole, again)
     *_, inside, last = sorted((again / "checkpoints").glob("last-*"))
