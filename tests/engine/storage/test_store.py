@@ -15,6 +15,16 @@ FIELDS = {"images": "images", "labels": "labels"}
 BIG = (1, 96, 96)  # 9 KiB: rows that the kernel scatters
 
 
+def test_several_files_are_one(write, tmp_path):
+    for number, (rows, start) in enumerate([(20, 0), (13, 20), (7, 33)]):
+        write(rows, name=f"part-{number}.h5", start=start)
+    store = open_store("data.train", str(tmp_path / "part-*.h5"), FIELDS)
+    assert store.name == f"{tmp_path}/part-0.h5 and 2 more"
+    assert store.block_rows.tolist() == [8, 8, 4, 8, 5, 7]
+    assert numbers_of(read_scattered(store)["images"]) == list(range(40))
+    assert store.column("labels").tolist() == [n % 4 for n in range(40)]
+
+
 def test_arrays_are_rows_in_blocks_of_two_mib():
     assert ArrayDataset("x", {"a": np.zeros((100, 1 << 16))}).block_rows.tolist() == [4] * 25
 
