@@ -73,18 +73,20 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CU
 
 def numbered(rows: int, shape: tuple[int, ...] = (1, 4, 2), start: int = 0) -> np.ndarray:
     """uint8 rows (rows, *shape). Each begins with its number as four bytes; the rest is a function of the number."""
-    number = np.arange(start, start + rows, dtype="<u4")
+    return _rows_of(np.arange(start, start + rows, dtype="<u4"), shape)
+
+
+def _rows_of(number: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     images = (number[:, None] * 7 + np.arange(int(np.prod(shape)))).astype(np.uint8)
     images[:, :4] = number.view(np.uint8).reshape(-1, 4)
-    return images.reshape(rows, *shape)
+    return images.reshape(len(number), *shape)
 
 
 def numbers_of(images: torch.Tensor | np.ndarray) -> list[int]:
     """The numbers that rows carry. Fails if any byte of a row is not the one that belongs to its number."""
     array = np.ascontiguousarray(np.asarray(images))
     number = array.reshape(len(array), -1)[:, :4].copy().view("<u4").reshape(-1)
-    expected = numbered(int(number.max()) + 1 if len(number) else 0, array.shape[1:])
-    np.testing.assert_array_equal(array, expected[number])
+    np.testing.assert_array_equal(array, _rows_of(number, array.shape[1:]))
     return number.tolist()
 
 
@@ -413,11 +415,11 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def wait_until(holds: Callable[[], bool], process: subprocess.Popen) -> None:
-    """Wait for something that a process brings about."""
+def wait_until(holds: Callable[[], bool], process: subprocess.Popen | None = None) -> None:
+    """Wait for something that a thread or a process brings about."""
     deadline = time.monotonic() + TIMEOUT_S
     while not holds():
-        assert process.poll() is None, process.communicate()[0] or "it ended too early"
+        assert not process or process.poll() is None, process.communicate()[0] or "it ended too early"
         assert time.monotonic() < deadline, "it did not come so far"
         time.sleep(0.01)
 

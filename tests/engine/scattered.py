@@ -1,6 +1,5 @@
 """Read a source in the way pools are filled: in parts of blocks, each row to a shuffled place; or by jobs."""
 
-from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -12,9 +11,6 @@ from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage.store import HDF5Dataset
 
-N_SPARE = 5
-SPARE_VALUE = 7
-
 
 def read_scattered(source: Dataset) -> dict[str, Any]:
     """{field: array or RaggedArray}: all rows, brought back to the order of the source."""
@@ -25,10 +21,8 @@ def read_scattered(source: Dataset) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name, field in source.fields.items():
         if field.is_ragged:
-            lengths = source.lengths[name][np.argsort(places)]
-            offsets = np.cumsum([0, *lengths]).astype(np.int32)
-            values = np.full((offsets[-1] + N_SPARE, *field.shape), SPARE_VALUE, field.dtype)
-            out[name] = RaggedArray(values, offsets)
+            offsets = np.cumsum([0, *source.lengths[name][np.argsort(places)]]).astype(np.int32)
+            out[name] = RaggedArray(np.zeros((offsets[-1], *field.shape), field.dtype), offsets)
         else:
             out[name] = np.zeros((n_rows, *field.shape), field.dtype)
     cuts = np.unique([0, *stops, *rng.integers(0, n_rows, len(stops))])
@@ -40,23 +34,16 @@ def read_scattered(source: Dataset) -> dict[str, Any]:
 def _in_order(column: np.ndarray | RaggedArray, places: np.ndarray) -> np.ndarray | RaggedArray:
     if not isinstance(column, RaggedArray):
         return column[places]
-    assert (column.values[column.offsets[-1] :] == SPARE_VALUE).all()  # nothing is written behind the last value
     lengths = np.diff(column.offsets)[places]
     return RaggedArray(column.values[column.places(places)], np.cumsum([0, *lengths]))
 
 
-def jobs_of(source: HDF5Dataset, row_ids: np.ndarray, n_rows: int) -> tuple[list[Callable[[], None]], dict[str, Any]]:
-    """(jobs of `n_rows` rows each, where these go), as the feed makes them: the rows `row_ids` of dense fields."""
+def read_by_jobs(source: HDF5Dataset, row_ids: np.ndarray, n_rows: int = 13) -> dict[str, Any]:
+    """The rows `row_ids` of dense fields, read by jobs of `n_rows` rows each, as the feed makes them."""
     reads = reads_of(*[(row, np.array([place])) for place, row in enumerate(row_ids.tolist())])
     out = {name: np.zeros((len(row_ids), *field.shape), field.dtype) for name, field in source.fields.items()}
     plan = PLAN._replace(n_rows=len(row_ids), reads=reads)
     jobs = source.gathers(plan, out, n_rows)
-    return jobs or [partial(source.read, plan, portion, out) for portion in reads.portions(n_rows)], out
-
-
-def read_by_jobs(source: HDF5Dataset, row_ids: np.ndarray, n_rows: int = 13) -> dict[str, Any]:
-    """The rows `row_ids`, read in parts of `n_rows`."""
-    jobs, out = jobs_of(source, row_ids, n_rows)
-    for job in jobs:
+    for job in jobs or [partial(source.read, plan, portion, out) for portion in reads.portions(n_rows)]:
         job()
     return out

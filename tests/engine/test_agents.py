@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -30,23 +31,17 @@ def start_agent(folder: Path) -> Iterator[Callable[[int], subprocess.Popen]]:
 
     The first agent of a port hosts the store.
     """
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=3"]
+    launcher += ["--local-addr=127.0.0.1", "--rdzv-backend=c10d", "--rdzv-id=a"]
+    env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     agents = []
 
     def start(port: int) -> subprocess.Popen:
-        launcher = [
-            *("--nnodes=2", "--nproc-per-node=1", "--max-restarts=3", "--local-addr=127.0.0.1"),
-            *("--rdzv-backend=c10d", "--rdzv-id=a", f"--rdzv-endpoint=127.0.0.1:{port}"),
-        ]
-        agent = subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", *launcher, *train_command(*WORDS)[1:]],
-            env=os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        agents.append(agent)
-        wait_for_port(port, agent)  # the next agent must not be the first one
-        return agent
+        command = [*launcher, f"--rdzv-endpoint=127.0.0.1:{port}", *train_command(*WORDS)[1:]]
+        agents.append(subprocess.Popen(command, env=env, **pipes))
+        wait_for_port(port, agents[-1])  # the next agent must not be the first one
+        return agents[-1]
 
     yield start
     for agent in agents:

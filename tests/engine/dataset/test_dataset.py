@@ -16,21 +16,18 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from harness import TIMEOUT_S, numbered, numbers_of, open_feed, run_ranks
+from harness import TIMEOUT_S, numbered, numbers_of, open_feed, run_ranks, wait_until
 from torch.utils.data import Dataset, IterableDataset
 
 from fastgpu.dataset import source as dataset_source
-from fastgpu.dataset.items import to_column
 from fastgpu.dataset.source import ItemDataset, open_dataset
 from fastgpu.feed import Feed, prefetch
 from fastgpu.process.launch import HangError, RankError, UserError
 from fastgpu.rows.order import BlockSampler
-from fastgpu.rows.rows import Field
 
 FIELDS = {"images": "images", "labels": "labels"}
 DRAWN = {"a": "a", "b": "b", "c": "c"}
 N_ROWS = 150
-BAD_ROW = 70
 
 
 class Numbered(Dataset):
@@ -46,20 +43,18 @@ class Numbered(Dataset):
         return N_ROWS
 
     def __getitem__(self, row: int):
-        if row == BAD_ROW:
-            match self.kind:
-                case "raise":
-                    raise OSError("row 70 cannot be opened")
-                case "die":
-                    os.kill(os.getpid(), signal.SIGKILL)
-                case "hang":
-                    threading.Event().wait()
-                case "stop":
-                    os.kill(os.getpid(), signal.SIGSTOP)
-        match self.kind:
-            case "random":
+        match self.kind, row:
+            case "raise", 70:
+                raise OSError("row 70 cannot be opened")
+            case "die", 70:
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "hang", 70:
+                threading.Event().wait()
+            case "stop", 70:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "random", _:
                 return random.random(), np.random.rand(), torch.rand(())
-            case "slow":  # items take a time of their own each, so that workers overtake each other
+            case "slow", _:  # items take a time of their own each, so that workers overtake each other
                 time.sleep(row * 7919 % 11 / 5000)
         return self.images[row], row % 4
 
@@ -112,10 +107,7 @@ def is_running(pid: int) -> bool:
 
 def wait_until_gone(pids: set[int]) -> None:
     """On a busy machine, a process that was killed takes a moment to be gone."""
-    deadline = time.monotonic() + TIMEOUT_S
-    while any(map(is_running, pids)):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not any(map(is_running, pids)))
 
 
 @pytest.fixture(autouse=True)
@@ -148,12 +140,9 @@ def test_workers_end_when_all_rows_are_kept(tier):
         assert rows_are_right(feed)
 
 
-def test_random_numbers_of_items_leave_gpus_alone(monkeypatch):
+def test_random_numbers_of_a_dataset_do_not_depend_on_the_workers_and_leave_gpus_alone(monkeypatch):
     monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda _: pytest.fail("a GPU is seeded"))
-    source_of("random", DRAWN).read_rows(np.array([5, 9]), seed=0, epoch=3)
 
-
-def test_random_numbers_of_a_dataset_do_not_depend_on_the_workers():
     def draw(n_workers: int, epoch: int, first_pool: int, seed: int = 1) -> torch.Tensor:
         with closing(feed_of(source_of("random", DRAWN), n_workers, seed=seed)) as feed:
             pools = feed.pools(epoch, first_pool)
@@ -166,9 +155,6 @@ def test_random_numbers_of_a_dataset_do_not_depend_on_the_workers():
     assert len(numbers) == alone.numel()  # no rows draw what others have drawn
     assert numbers.isdisjoint(draw(0, 0, 0).flatten().tolist())  # of another epoch
     assert numbers.isdisjoint(draw(0, 1, 0, seed=2).flatten().tolist())  # and of another run
-
-
-# ---------------------------------------------------------------------------------------------- columns, types
 
 
 SINGLE = Made(lambda _: torch.zeros(1, 8, 8), n_classes=7)
@@ -191,13 +177,11 @@ CLASSES = np.arange(N_ROWS) % 4
 @pytest.mark.parametrize(
     ("item", "attributes", "column"),
     [
-        (lambda row: row % 4, {"targets": CLASSES.tolist()}, CLASSES),
         (lambda row: np.uint8(row % 4), {"labels": torch.from_numpy(CLASSES)}, CLASSES),
         (lambda row: np.float32(row / 7), {"targets": np.arange(N_ROWS) / 7}, np.arange(N_ROWS) / 7),
         (lambda row: np.nan, {"targets": np.full(N_ROWS, np.nan)}, np.full(N_ROWS, np.nan)),
-        (lambda row: row % 4, {"labels": ["a"] * N_ROWS, "targets": CLASSES}, CLASSES),
+        (lambda row: row % 4, {"labels": ["a"] * N_ROWS, "targets": CLASSES.tolist()}, CLASSES),
         (lambda row: row % 4, {"targets": CLASSES * 10 + 10}, None),  # numbered in another way
-        (lambda row: row % 4, {"targets": CLASSES[:-1]}, None),
         (lambda row: np.full((2, 2), row % 4), {"targets": CLASSES}, None),  # of images, not of pixels
         (lambda row: row % 4, {"labels": [[0], [0, 1]] * (N_ROWS // 2), "targets": len}, None),
     ],
@@ -207,36 +191,17 @@ def test_an_attribute_is_a_field_only_if_it_has_the_values_of_the_items(item, at
     np.testing.assert_array_equal(source.column("labels"), column)
 
 
-def read_odd(usual: object, odd: object) -> np.ndarray:
-    """Rows 7 and 3. Row 7, which is not among those that are compared at first, is of another kind."""
-    source = ItemDataset("mine", Made(lambda row: odd if row == 7 else usual), {"x": "x"})
-    return source.read_rows(np.array([7, 3]), seed=0, epoch=0)["x"]
+def read_odd(usual: object, odd: object, rows: tuple[int, ...] = (7, 3)) -> np.ndarray:
+    """These rows. Rows 7 and 8, which are not among those that are compared at first, are of another kind."""
+    source = ItemDataset("mine", Made(lambda row: odd if row in (7, 8) else usual), {"x": "x"})
+    return source.read_rows(np.array(rows), seed=0, epoch=0)["x"]
 
 
 def test_a_batch_with_rows_of_several_types_keeps_their_values():
     assert read_odd(np.int64(300), np.uint8(7)).tolist() == [7, 300]
 
 
-class Line(Numbered):
-    """Rows of the workload `minimal`. Reading row 70 fails on rank 1 only."""
-
-    def __getitem__(self, row: int):
-        if os.environ.get("RANK") == "1":
-            super().__getitem__(row)
-        return np.full(6, row / N_ROWS, np.float32), row / N_ROWS
-
-
-class Empty(Numbered):
-    def __len__(self) -> int:
-        return 0
-
-
-class WithoutLength(Dataset):
-    def __init__(self, path):
-        pass
-
-
-class Endless(WithoutLength, IterableDataset):
+class Endless(Made, IterableDataset):
     def __iter__(self):
         return iter(())
 
@@ -256,14 +221,17 @@ def test_messages(compare_messages):
             "other names": lambda: open_items(Made(lambda _: {"x": 1}), "x", "y"),
             "text": lambda: open_items(Made(lambda _: "a"), "x"),
             "a row of a wider type": lambda: read_odd(np.uint8(0), np.int64(256)),
+            "a tensor of a wider type": lambda: read_odd(torch.zeros(2), torch.zeros(2, dtype=torch.int64)),
             "a row of another shape": lambda: read_odd(np.uint8(0), np.zeros(2, np.uint8)),
             "a row of text": lambda: read_odd(np.uint8(0), "a"),
             "a row of another length": lambda: read_odd(np.zeros((1, 4)), np.zeros((2, 4))),
+            "tensors of another length": lambda: read_odd(torch.zeros(2), torch.zeros(3), (7, 8)),
+            "whole numbers in place of floats": lambda: read_odd(0.5, 1, (7, 8)),
             "no module": lambda: open_class("nowhere:Class"),
             "no class": lambda: open_class("test_dataset:Nothing"),
-            "no rows": lambda: open_class("test_dataset:Empty"),
-            "no length": lambda: open_class("test_dataset:WithoutLength"),
-            "an iterable": lambda: open_class("test_dataset:Endless"),
+            "no rows": lambda: open_items(Made(len, n_rows=0), "x"),
+            "no length": lambda: open_items(Dataset(), "x"),
+            "an iterable": lambda: open_items(Endless(len), "x"),
         }
     )
 
@@ -285,19 +253,17 @@ def test_an_error_of_the_dataset_reaches_the_loop_from_a_worker_as_one_line(kind
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["hang", "stop"])
-def test_a_worker_that_hangs_or_is_stopped_is_one_clear_error_and_is_killed(kind, monkeypatch, capfd):
+def test_a_worker_that_hangs_is_one_clear_error_and_is_killed(monkeypatch, capfd):
     for module in (prefetch, dataset_source):
         monkeypatch.setattr(module, "CLOSE_S", 0.2)
     message = r"no rows have come from Numbered in loader.timeout_s \(8 s\)"
-    with closing(feed_of(source_of(kind), 2, timeout_s=8)) as feed:
+    with closing(feed_of(source_of("hang"), 2, timeout_s=8)) as feed:
         pools = feed.pools(0)
         next(pools)
         pids = worker_pids()
         with pytest.raises(HangError, match=message):
             list(pools)
-    if kind == "hang":
-        assert "in __getitem__" in capfd.readouterr().err  # the stack of the worker: where its Dataset hangs
+    assert "in __getitem__" in capfd.readouterr().err  # the stack of the worker: where its Dataset hangs
     wait_until_gone(pids)
 
 
@@ -335,12 +301,10 @@ def test_a_machine_that_refuses_the_second_worker_is_one_line_and_none_is_left(m
         feed_of(source_of(), 2)
 
 
-# ---------------------------------------------------------------------------------------------- ranks
-
 KILLED = """
 import multiprocessing, os, signal
 from test_dataset import feed_of, source_of
-feed = feed_of(source_of({kind!r}), 2)
+feed = feed_of(source_of("hang"), 2)
 next(feed.pools(0))
 print(*[process.pid for process in multiprocessing.active_children()], flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
@@ -355,13 +319,21 @@ def python_path(monkeypatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("python_path")
-@pytest.mark.parametrize("kind", ["", "hang"])
-def test_workers_end_with_a_rank_that_is_killed(kind):
-    with subprocess.Popen([sys.executable, "-c", KILLED.format(kind=kind)], stdout=subprocess.PIPE) as rank:
+def test_workers_that_hang_end_with_a_rank_that_is_killed():
+    with subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE) as rank:
         assert rank.stdout
         pids = {int(word) for word in rank.stdout.readline().split()}
     assert len(pids) == 2
     wait_until_gone(pids)
+
+
+class Line(Numbered):
+    """Rows of the workload `minimal`. Reading row 70 fails on rank 1 only."""
+
+    def __getitem__(self, row: int):
+        if os.environ.get("RANK") == "1":
+            super().__getitem__(row)
+        return np.full(6, row / N_ROWS, np.float32), row / N_ROWS
 
 
 @pytest.mark.slow
@@ -376,16 +348,3 @@ def test_a_stopped_worker_of_one_rank_ends_both_with_a_line_each(folder):
     line = r"error: no rows have come from Line\('stop'\) of data.train in loader.timeout_s .*\n"
     assert re.search(line, second.stderr), first.stderr + second.stderr
     assert re.fullmatch(r"error: rank 0 lost the others.*\n", first.stderr)
-
-
-@pytest.mark.parametrize(
-    ("values", "dtype", "shape"),
-    [
-        ([torch.zeros(2), torch.zeros(2, dtype=torch.int64)], np.float32, (2,)),  # which torch stacks to floats
-        ([torch.zeros(3), torch.zeros(3)], np.float32, (2,)),
-        ([1, 2], np.float32, ()),
-    ],
-)
-def test_values_of_another_type_or_shape_than_those_of_the_first_row_are_refused(values, dtype, shape):
-    with pytest.raises(RankError, match="row . has x as "):
-        to_column("x", Field(np.dtype(dtype), shape), values, np.array([5, 6]), source="mine")

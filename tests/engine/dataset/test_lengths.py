@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import workloads
-from fastgpu.dataset.source import ItemDataset, rows_per_ask
+from fastgpu.dataset.source import ItemDataset
 from fastgpu.feed import Feed
 from fastgpu.feed.sizes import choose_sizes
 from fastgpu.process.config import Config, Data, Tier
@@ -25,23 +25,23 @@ from fastgpu.process.world import World
 from fastgpu.rows.order import BlockSampler
 from workloads import minimal
 
-N_ROWS = 60
-
 
 class Boxes(Dataset):
-    """Detection-like items: an image, any number of boxes, and any number of words."""
+    """Items of any length: boxes `x`, whose areas have the sum `y`."""
 
-    def __init__(self):
+    def __init__(self, n_rows: str):
+        self.n_rows = int(n_rows)
         self.read: list[int] = []
         """The rows that were read."""
 
     def __len__(self) -> int:
-        return N_ROWS
+        return self.n_rows
 
     def __getitem__(self, row: int):
         self.read.append(row)
-        boxes = np.full((row % 5, 4), row, np.float32)
-        return {"images": np.full((1, 4, 4), row, np.uint8), "boxes": boxes, "words": torch.arange(row % 7 + 1)}
+        boxes = np.random.default_rng(row).random((row % 5, 4), np.float32)
+        jitter = 0.01 * torch.rand(4).numpy()
+        return {"x": boxes + jitter, "y": boxes[:, :2].prod(1).sum()}
 
 
 def source_of(dataset: Dataset, *names: str) -> ItemDataset:
@@ -57,14 +57,8 @@ def choose_tier(source: ItemDataset, tier: Tier) -> None:
     choose_sizes(Config(workload="minimal", data=data), source, source, ALONE)
 
 
-def test_items_of_any_length_are_ragged_rows_also_with_a_trailing_shape():
-    fields = source_of(Boxes(), "images", "boxes", "words").fields
-    described = ["uint8 (N, 1, 4, 4)", "float32 (N, any number, 4)", "int64 (N, any number)"]
-    assert [*map(str, fields.values())] == described
-
-
 def test_the_memory_of_a_pool_grows_with_rows_that_are_longer_than_expected():
-    growing = Made(lambda row: np.full((1000 if row % 9 == 5 else 1, 4), row, np.float32), N_ROWS, ragged=("boxes",))
+    growing = Made(lambda row: np.full((1000 if row % 9 == 5 else 1, 4), row, np.float32), ragged=("boxes",))
     source = source_of(growing, "boxes")
     assert source.fields["boxes"].is_ragged  # although the items that were compared have one length
     with closing(feed_of(source)) as feed:
@@ -77,15 +71,15 @@ def test_the_memory_of_a_pool_grows_with_rows_that_are_longer_than_expected():
 
 @pytest.mark.parametrize("tier", ["host", "device"])
 def test_rows_of_unknown_length_stay_on_the_disk_tier(tier):
-    with pytest.raises(UserError, match=rf"data.tier is {tier}, but nobody knows how many values boxes of mine have"):
-        choose_tier(source_of(Boxes(), "boxes"), tier)
+    with pytest.raises(UserError, match=rf"data.tier is {tier}, but nobody knows how many values x of mine have"):
+        choose_tier(source_of(Boxes("60"), "x"), tier)
 
 
-DRAWING = Made(lambda _: torch.rand(2), N_ROWS)
+DRAWING, FIXED = Made(lambda _: torch.rand(2)), Made(torch.tensor)
 
 
 @pytest.mark.parametrize(
-    ("dataset", "tier", "is_told"), [(DRAWING, "host", True), (DRAWING, "disk", False), (Boxes(), "host", False)]
+    ("dataset", "tier", "is_told"), [(DRAWING, "host", True), (DRAWING, "disk", False), (FIXED, "host", False)]
 )
 def test_a_tier_that_would_freeze_what_a_dataset_draws_is_told(dataset, tier, is_told, capsys):
     choose_tier(source_of(dataset, "images"), tier)
@@ -95,41 +89,14 @@ def test_a_tier_that_would_freeze_what_a_dataset_draws_is_told(dataset, tier, is
 
 @pytest.mark.parametrize(("tier", "n_times"), [("disk", 2), ("host", 1), ("device", 1)])
 def test_no_row_is_read_that_no_epoch_needs_and_rows_that_are_kept_are_read_once(tier, n_times):
-    dataset = Boxes()
-    source = source_of(dataset, "images")
+    dataset = Boxes("60")
+    source = source_of(dataset, "y")
     dataset.read.clear()
     with closing(feed_of(source, tier)) as feed:
         feed.order.n_epochs = 2
         for epoch in range(2):
             list(feed.pools(epoch))
-    assert sorted(dataset.read) == sorted([*range(N_ROWS)] * n_times)
-
-
-def test_a_worker_is_asked_for_four_mib_but_all_workers_have_to_do():
-    small = source_of(Boxes(), "images")
-    order = BlockSampler(np.ones(100_000, np.int32), 256, pool_batches=390)
-    assert rows_per_ask(small, order) == 390 * 256 // 64
-    assert rows_per_ask(small, BlockSampler(np.ones(100, np.int32), 50, pool_batches=2)) == 50
-    small.fields = {"x": small.fields["images"]._replace(shape=(1 << 20,))}
-    assert rows_per_ask(small, order) == 4
-
-
-# ---------------------------------------------------------------------------------------------- training
-
-
-class Areas(Dataset):
-    """Boxes (k, 4) with jitter; y is their area."""
-
-    def __init__(self, path: str):
-        self.n_rows = int(path)
-
-    def __len__(self) -> int:
-        return self.n_rows
-
-    def __getitem__(self, row: int):
-        rng = np.random.default_rng(row)
-        boxes = rng.random((rng.integers(0, 6), 4), np.float32)
-        return {"x": boxes + 0.01 * torch.rand(4).numpy(), "y": boxes[:, :2].prod(1).sum()}
+    assert sorted(dataset.read) == sorted([*range(60)] * n_times)
 
 
 class Workload(minimal.Workload):
@@ -154,7 +121,7 @@ def train_lengths(world: World, stop_at: int, *words: str) -> int | str:
 @pytest.mark.slow
 def test_rows_of_any_length_train_resume_to_equal_weights_on_two_ranks_and_are_predicted_from(folder, monkeypatch):
     monkeypatch.setattr(workloads, "load", lambda _: Workload)
-    dataset = ("data.dataset=test_lengths:Areas", "data.train='400'", "data.val='80'")
+    dataset = ("data.dataset=test_lengths:Boxes", "data.train='400'", "data.val='80'")
     words = (*dataset, "loader.num_workers=1", "optim.lr=0.01")
     assert in_world(2, train_lengths, 0, "run.name=whole", *words) == [0, 0]
     assert in_world(2, train_lengths, 20, *words) == [128 + signal.SIGTERM] * 2

@@ -8,33 +8,24 @@ from fastgpu.feed.echo import echo
 from fastgpu.rows.order import echo_passes
 from fastgpu.rows.rows import Ragged, Rows
 
-ITEMS = ragged(range(25))
-
-
-def pool_of(*, has_ragged: bool) -> Rows:
-    """25 numbered rows."""
-    columns = {"number": torch.arange(25)}
-    if has_ragged:
-        items = Ragged(torch.from_numpy(ITEMS.values), torch.from_numpy(ITEMS.offsets), ITEMS.offsets)
-        columns["items"] = items
-    return Rows(columns)
+VALUES, OFFSETS = ragged(range(25))
+ITEMS = Ragged(torch.from_numpy(VALUES), torch.from_numpy(OFFSETS), OFFSETS)
+POOL = Rows({"number": torch.arange(25), "items": ITEMS})
 
 
 def test_the_first_pass_is_the_rows_in_their_order_as_views():
-    pool = pool_of(has_ragged=False)
-    batches = list(echo(pool, 10, 1, seed=0))
+    batches = list(echo(POOL, 10, 1, seed=0))
     assert [batch["number"].tolist() for batch in batches] == [[*range(10)], [*range(10, 20)], [*range(20, 25)]]
-    assert batches[1]["number"].data_ptr() == pool["number"][10].data_ptr()
+    assert batches[1]["number"].data_ptr() == POOL["number"][10].data_ptr()
 
 
-@pytest.mark.parametrize("has_ragged", [False, True])
-def test_each_other_pass_has_all_rows_whole_in_an_order_of_its_own_that_the_seed_decides(has_ragged):
+def test_each_other_pass_has_all_rows_whole_in_an_order_of_its_own_that_the_seed_decides():
     def numbers(seed: int, n_draws: int = 0) -> list[list[int]]:
         found = []
-        for batch in echo(pool_of(has_ragged=has_ragged), 10, 3, seed):
+        for batch in echo(POOL, 10, 3, seed):
             torch.rand(n_draws)  # the loop may draw what it wants
             found.append(batch["number"].tolist())
-            assert not has_ragged or is_ragged(batch["items"], found[-1])
+            assert is_ragged(batch["items"], found[-1])
         assert [*map(len, found)] == [10, 10, 5] * 3
         return [list(chain(*found[start : start + 3])) for start in (0, 3, 6)]
 

@@ -54,41 +54,31 @@ def sizes_of(
     return choose_sizes(config, source, val_source or Shape(0), world)
 
 
-# ---------------------------------------------------------------------------------------------- one number each
-
-
 @pytest.mark.parametrize(
-    ("batch_size", "world_size", "n_blocks", "canonical_ranks"),
-    [(64, 1, 50, 8), (64, 8, 50, 8), (48, 3, 50, 24), (51, 3, 50, 3), (64, 2, 5, 2), (64, 16, 50, 16), (64, 8, 5, 8)],
-)
-def test_canonical_ranks_are_a_multiple_of_8_where_that_is_possible(batch_size, world_size, n_blocks, canonical_ranks):
-    source = Shape(1000, n_blocks=n_blocks)
-    world = World(0, world_size, 1, CPU)
-    assert sizes_of(source, world, batch_size=batch_size).canonical_ranks == canonical_ranks
-
-
-@pytest.mark.parametrize(
-    ("pool_batches", "batch_size", "source", "chosen"),
+    ("number", "chosen", "source", "n_ranks", "settings"),
     [
-        (7, 64, Shape(50_000, row_bytes=3072), 7),
-        ("auto", 64, Shape(50_000, row_bytes=1 << 20), 4),  # 256 MiB
-        ("auto", 64, Shape(1442, row_bytes=64), 22),  # all rows
-        ("auto", 512, Shape(50_000, row_bytes=1 << 20), 1),  # a batch at least
-        ("auto", 8192, Shape(10**9, row_bytes=20), 1024),  # 8 million rows, which are planned quickly
+        # a multiple of 8 where that is possible
+        ("canonical_ranks", 8, Shape(1000), 1, {"batch_size": 64}),
+        ("canonical_ranks", 24, Shape(1000), 3, {"batch_size": 48}),
+        ("canonical_ranks", 3, Shape(1000), 3, {"batch_size": 51}),
+        ("canonical_ranks", 2, Shape(1000, n_blocks=5), 2, {"batch_size": 64}),
+        ("canonical_ranks", 16, Shape(1000), 16, {"batch_size": 64}),
+        # 256 MiB, all rows, one batch, or 8 million rows, which are planned quickly
+        ("pool_batches", 7, Shape(50_000), 1, {"batch_size": 64, "pool_batches": 7}),
+        ("pool_batches", 4, Shape(50_000, row_bytes=1 << 20), 1, {"batch_size": 64}),
+        ("pool_batches", 22, Shape(1442, row_bytes=64), 1, {"batch_size": 64}),
+        ("pool_batches", 1, Shape(50_000, row_bytes=1 << 20), 1, {"batch_size": 512}),
+        ("pool_batches", 1024, Shape(10**9, row_bytes=20), 1, {"batch_size": 8192}),
+        # the CPUs of a rank, and at most 8 unless they decode
+        ("n_readers", 8, Shape(1000), 1, {}),
+        ("n_readers", 4, Shape(1000), 8, {}),
+        ("n_readers", 1, Shape(1000), 64, {}),
+        ("n_readers", 3, Shape(1000), 8, {"sections": {"loader": Loader(num_readers=3)}}),
+        ("n_readers", 32, Shape(1000, decoding="decoded"), 1, {}),
     ],
 )
-def test_a_pool_has_256_mib_8_million_rows_all_rows_or_one_batch(pool_batches, batch_size, source, chosen):
-    assert sizes_of(source, pool_batches=pool_batches, batch_size=batch_size).pool_batches == chosen
-
-
-@pytest.mark.parametrize(
-    ("asked", "local_world_size", "decoding", "chosen"),
-    [("auto", 1, "", 8), ("auto", 8, "", 4), ("auto", 64, "", 1), (3, 8, "", 3), ("auto", 1, "decoded", 32)],
-)
-def test_readers_are_the_cpus_of_a_rank_and_at_most_8_unless_they_decode(asked, local_world_size, decoding, chosen):
-    world = World(0, 1, local_world_size, CPU)
-    found = sizes_of(Shape(1000, decoding=decoding), world, sections={"loader": Loader(num_readers=asked)})
-    assert found.n_readers == chosen
+def test_auto_becomes_a_number(number, chosen, source, n_ranks, settings):
+    assert getattr(sizes_of(source, World(0, n_ranks, n_ranks, CPU), **settings), number) == chosen
 
 
 FREE = {"device": 10 * GIB, "host": 32 * GIB}
@@ -120,14 +110,10 @@ def test_numbers_that_do_not_fit_are_refused(options, n_rows, message):
         sizes_of(Shape(n_rows, row_bytes=1 << 20), world, sections=ACCUMULATION, **options)
 
 
-# ---------------------------------------------------------------------------------------------- all of them
-
-
 def test_all_sizes_together():
     world = World(1, 4, 2, torch.device("cuda", 0))
     source, val_source = Shape(2000, row_bytes=1 << 20), Shape(48, row_bytes=1 << 20)
-    free = {"device": 10 * GIB, "host": 32 * GIB}
-    chosen = Sizes(16, 8, 4, "device", 8, uses_workers=False, need=2 * GIB, free=free)
+    chosen = Sizes(16, 8, 4, "device", 8, uses_workers=False, need=2 * GIB, free=FREE)
     assert sizes_of(source, world, val_source, sections=ACCUMULATION) == chosen
 
 

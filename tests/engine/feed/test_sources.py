@@ -6,7 +6,6 @@ import h5py
 import numpy as np
 import pytest
 from harness import numbered
-from torch.utils.data import Dataset as TorchDataset
 
 from fastgpu.feed.sources import open_splits
 from fastgpu.process.config import Data
@@ -50,11 +49,10 @@ def test_a_share_is_the_same_for_every_seed_of_a_run(write):
 def test_weights_make_a_group_of_each_source(write):
     for name, rows in (("p-0.h5", 20), ("p-1.h5", 30), ("q.h5", 10)):
         write(rows, name=name)
-    train, val = open_both({"p-*.h5": 1, "q.h5": 2.5}, "q.h5")
+    train, _ = open_both({"p-*.h5": 1, "q.h5": 2.5}, "q.h5")
     names, weights, groups, _ = train.selection.groups
     assert (names, weights) == (("p-*.h5", "q.h5"), (1, 2.5))
     assert groups.tolist() == [0] * 50 + [1] * 10
-    assert val.selection is None
     train, val = open_both({"p-*.h5": 1, "q.h5": 2.5}, "50%")  # both sources give rows for validation
     groups = train.selection.groups.groups
     assert np.bincount(groups[groups >= 0]).tolist() == pytest.approx([25, 5], abs=8)
@@ -66,7 +64,7 @@ def test_classes_are_groups_of_equal_weight(write):
     write(90, name="a.h5", classes=3)
     train, val = open_both(balance="classes")
     names, weights, groups, _ = train.selection.groups
-    assert (names, set(weights)) == (("class 0", "class 1", "class 2"), {1})
+    assert (names, weights) == (("class 0", "class 1", "class 2"), (1, 1, 1))
     assert groups.tolist() == [n % 3 for n in range(90)]
     assert val.selection is None
 
@@ -76,7 +74,6 @@ def test_messages(compare_messages, write):
     write(90, name="rows.h5")
     write(1, name="one.h5")
     write_labels("floats.h5", np.arange(5) / 2)
-    write_labels("many.h5", np.ones((5, 2), np.int8))
     write_labels("a.h5", np.arange(5), class_names=["cat", "dog", "cow"])
     write_labels("b.h5", np.arange(5), class_names=["cow", "cat", "dog"])
     write_labels("few.h5", np.arange(5), class_names=["cat", "dog"])
@@ -91,26 +88,18 @@ def test_messages(compare_messages, write):
             "a source that is held out as a whole": lambda: open_both({"rows.h5": 1, "one.h5": 1}, "90%"),
             "balance without labels": lambda: balanced("rows.h5", fields={"images": "images"}),
             "balance of fractions": lambda: balanced("floats.h5"),
-            "balance of several labels": lambda: balanced("many.h5"),
             "balance and weights": lambda: balanced({"rows.h5": 1}),
             "weights of a Dataset": lambda: open_both({"rows.h5": 1}, dataset="torch.utils.data:Dataset"),
             "classes in another order": lambda: open_both(["a.h5", "b.h5"]),
-            "classes in another order, with weights": lambda: open_both({"a.h5": 1, "b.h5": 2}),
             "classes in another order for validation": lambda: open_both("a.h5", "b.h5"),
             "a folder": lambda: open_both("photos"),
         }
     )
 
 
-class Ten(TorchDataset):
-    def __init__(self, path):
-        pass
-
-    def __len__(self) -> int:
-        return 10
-
-    def __getitem__(self, row: int):
-        return row
+def ten(path: str) -> range:
+    """A Dataset of ten numbers."""
+    return range(10)
 
 
 @pytest.mark.parametrize(
@@ -118,18 +107,14 @@ class Ten(TorchDataset):
     [
         ("p-*.h5", "p-val.h5", "p-val.h5", {}),
         ({"p-train.h5": 2, "p-val.h5": 1}, "p-val.h5", "p-val.h5", {}),
-        ("p-*.h5", "p-*.h5", "p-train.h5, p-val.h5", {}),
         ("groups.h5::/train", "groups.h5::/train", "groups.h5/train", {}),
         (["q.h5", "./q.h5"], "10%", "q.h5", {}),  # what is held out of one copy is trained on in the other
-        ({"p-*.h5": 1, "q.h5": 1, "p-val.h5": 2}, "10%", "p-val.h5", {}),
         (["groups.h5::train", "groups.h5::/train"], "10%", "groups.h5/train", {}),
-        ("a", "a", "a", {"dataset": "test_sources:Ten"}),
-        (["q.h5", "./q.h5"], "p-val.h5", "", {}),
+        ("a", "a", "a", {"dataset": "test_sources:ten"}),
         ("groups.h5::/train", "groups.h5::/val", "", {}),
         ("p-*.h5", "10%", "", {}),
         ("q.h5", "q.h5", "", {"val_fields": {"images": "labels"}}),  # other fields of the same rows
-        ("a", "b", "", {"dataset": "test_sources:Ten"}),
-        ("a", "20%", "", {"dataset": "test_sources:Ten"}),
+        ("a", "b", "", {"dataset": "test_sources:ten"}),
     ],
 )
 def test_validation_rows_that_are_trained_on_are_warned_of(write, capsys, train, val, shared, options):

@@ -24,13 +24,17 @@ def store(write) -> Callable[..., HDF5Dataset]:
 
 @pytest.fixture
 def open_x(tmp_path: Path) -> Callable[..., HDF5Dataset]:
-    """open_x(values, ...) is a file with one dataset `x`, opened. chunk: its rows. options: those of h5py."""
+    """open_x(values, ...) is a file with one dataset `x`, opened. chunk: its rows. options: those of h5py.
+
+    Its name could be a pattern of other names.
+    """
+    path = str(tmp_path / "[1]x.h5")
 
     def open_file(values: np.ndarray, chunk: int | None = 8, **options: Any) -> HDF5Dataset:
         chunks = (chunk, *values.shape[1:]) if chunk else None
-        with h5py.File(tmp_path / "x.h5", "w") as file:
+        with h5py.File(path, "w") as file:
             file.create_dataset("x", data=values, **{"chunks": chunks} | options)
-        return open_store("data.train", str(tmp_path / "x.h5"), {"x": "x"})
+        return open_store("data.train", path, {"x": "x"})
 
     return open_file
 

@@ -1,15 +1,20 @@
+import os
+import re
 import shutil
-from collections.abc import Callable, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 import pytest
-from harness import numbered
-from test_meaning import described
 
+from fastgpu.process.launch import UserError
 from fastgpu.storage import store
+from fastgpu.storage.arrays import ArrayDataset
+from fastgpu.storage.hdf5 import open_file
 from fastgpu.storage.meaning import check_meaning
 from fastgpu.storage.store import open_store
 
@@ -17,9 +22,8 @@ hdf5plugin = pytest.importorskip("hdf5plugin", reason="comes with the codecs")
 
 FIELDS = {"images": "images", "labels": "labels"}
 ITEMS = {"items": "items"}
-BAD_FIELDS = ("zero", "words", "link", "virtual", "external", "nothing", "no chunk", "no gzip", "no chunk of many")
+BAD_FIELDS = ("zero", "words", "link", "virtual", "no chunk", "no chunk of many")
 BAD_INDPTR = {
-    "falls": np.arange(21)[::-1],
     "falls at the end": np.array([*range(20), 3]),
     "falls in between": np.array([0, 9, 5, *[40] * 18]),
     "begins with 1": np.array([1, *[40] * 20]),
@@ -38,13 +42,14 @@ def write_bad_fields(path: str) -> None:
         file["four"] = np.arange(4)
         file["empty"] = np.arange(0)
         file["link"] = h5py.ExternalLink("source.h5", "images")
-        file["group"] = h5py.ExternalLink("source.h5", "/")
         file.create_virtual_dataset("virtual", layout)
-        file.create_dataset("external", (10, 1, 4, 2), "u1", external=[("raw", 0, 80)])
-        file.create_dataset("nothing", (2**34,), "u1")
-        file.create_dataset("no chunk", (40,), "u1", chunks=(10,))
-        file.create_dataset("no gzip", (2**34,), "u1", chunks=(2**33,), compression="gzip")
+        file.create_dataset("no chunk", (45,), "u1", chunks=(10,))
         file.create_dataset("no chunk of many", (2**62,), "u1", chunks=(1,))
+
+
+def described(name: str, attributes: Mapping[str, Sequence[object]]) -> ArrayDataset:
+    """Rows with these attributes."""
+    return ArrayDataset(name, {"x": np.zeros((2, 3), np.uint8)}, attributes)
 
 
 def test_messages(compare_messages, write, write_ragged, tmp_path, monkeypatch):
@@ -76,7 +81,6 @@ def test_messages(compare_messages, write, write_ragged, tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     Path("text.h5").write_text("no")
-    Path("raw").write_bytes(numbered(10).tobytes())
     write(10, (1, 2, 4), name="other.h5")
     write(10, name="source.h5")
     write(40, name="bitshuffle.h5", compression=hdf5plugin.Bitshuffle())
@@ -92,7 +96,6 @@ def test_messages(compare_messages, write, write_ragged, tmp_path, monkeypatch):
         "a folder": opens("."),
         "no dataset": opens("rows.h5", labels="targets"),
         "no group": opens("rows.h5::/train"),
-        "a group of another file": opens("rows.h5::/group"),
         **{f"a field that is {name}": opens("rows.h5", images=name) for name in BAD_FIELDS},
         "no file is named": opens([]),
         "no field is named": opens("rows.h5", {}),
@@ -104,13 +107,65 @@ def test_messages(compare_messages, write, write_ragged, tmp_path, monkeypatch):
         "a matrix by columns": opens_damaged("encoding-type", "csc_matrix"),
         "a matrix without a shape": opens_damaged("shape", None),
         "a matrix without columns": opens_damaged("shape", (20, 0)),
-        "a matrix of one dimension": opens_damaged("shape", (20,)),
         "a matrix without indices": opens_damaged("indices", None),
         **{f"indptr {how}": opens_damaged("indptr", value) for how, value in BAD_INDPTR.items()},
         "a row longer than fits": opens_long_rows,
         "other items": compares("item_ids", [7, 3, 9], [3, 7, 9]),
         "other classes": compares("class_names", ["a", "b"], ["b", "a"]),
-        "other targets": compares("target_names", ["row", "column"], ["column", "row"]),
         "fewer targets": compares("target_names", ["row", "column"], ["row"]),
     }
     compare_messages(mistakes)
+
+
+def refused(path: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        open_store("data.train", path, FIELDS)
+
+
+def test_a_file_that_is_locked_by_its_writer(write):
+    path = write()
+    code = f"import h5py; file = h5py.File({path!r}, 'r+'); print('open', flush=True); input()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes, text=True) as writer:
+        assert writer.stdout.readline() == "open\n"
+        refused(path, "is locked by a process that writes it")
+        writer.communicate("\n")
+
+
+def test_what_h5py_raises_is_one_line_and_a_bug_of_ours_is_not(write):
+    path = write(5)
+    with pytest.raises(UserError, match="cannot be read: .* doesn't exist"), open_file(path, path) as file:
+        file["nothing"]
+    with pytest.raises(KeyError, match="bug"), open_file(path, path):
+        {}["bug"]
+
+
+def test_a_file_that_was_cut_is_refused(write):
+    path = write(40, (1, 96, 96))
+    os.truncate(path, 20_000)
+    refused(path, r"rows.h5 cannot be read: .*truncated.*: copy or write it again$")
+
+
+IDS = np.array([7, 3, 9])
+SHORTER, EXACT = ({"preprocessing": f'{{"size": [8, 8], "resize": "{resize}"}}'} for resize in ("shorter", "exact"))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "told"),
+    [
+        ({"item_ids": IDS}, {"item_ids": [7, 3, 9]}, ""),
+        ({"item_ids": [0, 1, 2]}, {}, ""),  # a matrix with all its columns
+        ({"item_ids": IDS}, {}, "b has no item_ids; its items 0, 1, 2... are taken for 7, 3, 9 as in a"),
+        ({"class_names": ["cat", "dog"]}, {"class_names": ["cat"]}, ""),  # rows of fewer classes
+        ({}, {"class_names": ["0", "1", "10", "2"]}, "a has no class_names; .* are taken for 0, 1, 10, 2 as in b"),
+        ({"target_names": ["row", "column"]}, {}, "b has no target_names; .* are taken for row, column as in a"),
+        (SHORTER, SHORTER, ""),
+        (SHORTER, {}, ""),
+        (SHORTER, EXACT, "the images of b were prepared with .*exact.*, those of a with .*shorter"),
+    ],
+)
+def test_rows_that_may_mean_something_else_are_told(ours, theirs, told, capsys):
+    check_meaning("data.val", described("a", ours), described("b", theirs))
+    printed = capsys.readouterr().out
+    assert re.search(told, printed)
+    assert bool(printed) == bool(told)

@@ -1,6 +1,9 @@
+import re
 import subprocess
 import threading
 import time
+from collections.abc import Callable
+from itertools import count
 from queue import SimpleQueue
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -8,14 +11,69 @@ from unittest.mock import Mock
 import psutil
 import pytest
 import torch
-from harness import ALONE, CPU, TIMEOUT_S, needs_gpu
+from harness import ALONE, CPU, ROOT, TIMEOUT_S, needs_gpu, train
 
 from fastgpu.process.world import World
+from fastgpu.report.results import read_run
 from fastgpu.telemetry import monitor as monitor_module
+from fastgpu.telemetry.clock import Throughput
 from fastgpu.telemetry.monitor import Counters, Monitor, gpu_counters
 
 GPU = World(0, 1, 1, torch.device("cuda", 0))
 TWO_GPUS = World(0, 2, 2, torch.device("cuda", 0))
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The part of pynvml that the monitor uses, on two GPUs, the first of which holds 3 GiB of tensors.
+
+    `uuids`: of the GPUs that CUDA numbers 0 and 1; NVML knows a and b. `samples`: those of GPU activity that were not
+    freed; they count up.
+    """
+    numbers = count(1)
+    samples: list[int] = []
+
+    def take_sample() -> int:
+        samples.append(next(numbers))
+        return samples[-1]
+
+    def measure(request: SimpleNamespace) -> None:
+        assert (request.version, request.numMetrics) == (1, 1)
+        (metric,) = request.metrics
+        metric.value = 10 * metric.metricId + request.sample2 - request.sample1
+        metric.nvmlReturn = 0
+
+    nvml = SimpleNamespace(
+        uuids="ab",
+        samples=samples,
+        NVML_TEMPERATURE_GPU=0,
+        NVML_SUCCESS=0,
+        NVML_GPM_METRIC_SM_UTIL=2,
+        NVML_GPM_METRIC_ANY_TENSOR_UTIL=5,
+        NVML_GPM_METRICS_GET_VERSION=1,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=["GPU-a", "GPU-b"].index,
+        nvmlDeviceGetUtilizationRates=lambda gpu: SimpleNamespace(gpu=60 + gpu),
+        nvmlDeviceGetMemoryInfo=lambda gpu: SimpleNamespace(used=5 << 30),
+        nvmlDeviceGetPowerUsage=lambda gpu: 300_000,
+        nvmlDeviceGetTemperature=lambda gpu, sensor: 55,
+        nvmlGpmQueryDeviceSupport=lambda gpu: SimpleNamespace(isSupportedDevice=True),
+        nvmlGpmSampleAlloc=take_sample,
+        nvmlGpmSampleGet=lambda gpu, sample: sample,
+        nvmlGpmSampleFree=samples.remove,
+        c_nvmlGpmMetricsGet_t=lambda: SimpleNamespace(metrics=[SimpleNamespace()]),
+        nvmlGpmMetricsGet=measure,
+    )
+    monkeypatch.setattr(monitor_module, "pynvml", nvml)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(uuid=nvml.uuids[number]))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 3 << 30)
+    return nvml
+
+
+@pytest.fixture
+def refuse(nvml: SimpleNamespace) -> Callable[[str], None]:
+    """refuse(name): this function of pynvml raises from now on, as on older GPUs."""
+    return lambda name: setattr(nvml, name, Mock(side_effect=RuntimeError(f"{name} Not Supported")))
 
 
 @pytest.fixture
@@ -32,9 +90,6 @@ def told(monkeypatch) -> SimpleQueue[str]:
     told: SimpleQueue[str] = SimpleQueue()
     monkeypatch.setattr(monitor_module, "warn", told.put)
     return told
-
-
-# ---------------------------------------------------------------------------------------------- counters
 
 
 def test_gpus_are_found_by_uuid_and_numbered_as_the_process_sees_them(nvml):
@@ -71,15 +126,14 @@ def test_gpus_that_the_driver_does_not_know_are_told_and_left_out(nvml, refuse, 
 
 
 def test_the_host_is_that_of_psutil(monkeypatch):
-    cpus = [{"user": user, "nice": 2.0, "system": 12.0} for user in (4.0, 8.0, 8.0)]
+    cpus = [{"user": user, "nice": 2.0, "system": 12.0} for user in (4.0, 8.0)]
     cpu_times = [SimpleNamespace(_asdict=Mock(return_value=values)) for values in cpus]
-    disk_counters = [SimpleNamespace(read_bytes=1e6 * megabytes) for megabytes in (10, 40, 40)]
+    disk_counters = [SimpleNamespace(read_bytes=10e6), SimpleNamespace(read_bytes=40e6)]
     monkeypatch.setattr(psutil, "cpu_times_percent", Mock(side_effect=cpu_times))
     monkeypatch.setattr(psutil, "disk_io_counters", Mock(side_effect=disk_counters))
-    monkeypatch.setattr(monitor_module, "time", SimpleNamespace(monotonic=Mock(side_effect=[100.0, 102.0, 103.0])))
+    monkeypatch.setattr(monitor_module, "time", SimpleNamespace(monotonic=Mock(side_effect=[100.0, 102.0])))
     with Monitor(ALONE) as monitor:  # the first value of psutil is about the time before
         values = monitor.take()
-        assert monitor.take()["host/disk_read_mb_per_s"] == 0
     assert values.pop("host/rss_gib") == pytest.approx(psutil.Process().memory_info().rss / (1 << 30), rel=0.5)
     assert values.pop("host/available_gib") > 0
     assert values == {"host/cpu_user_pct": 10.0, "host/cpu_system_pct": 12.0, "host/disk_read_mb_per_s": 15.0}
@@ -92,19 +146,18 @@ def test_a_system_without_disks_is_told_and_never_a_zero(monkeypatch, capsys):
     assert capsys.readouterr().out.count("warning: host/disk_read_mb_per_s is not measured here (") == 1
 
 
-# ---------------------------------------------------------------------------------------------- the monitor
-
-
-def test_means_between_two_calls_and_minima(counters, told):
+def test_means_between_two_calls_and_minima_and_a_thread_that_ends(counters, told):
     counters["gpu0/util_pct"] = Mock(side_effect=[70, 75])
     counters["gpu0/power_w"] = Mock(side_effect=[200.0, 400.0])
-    with Monitor(ALONE, poll_s=0.01) as monitor:
+    with Monitor(ALONE, poll_s=0.01) as monitor, Monitor(World(1, 1, 1, CPU)) as of_another_rank:
         for _ in range(2):
             told.get(timeout=TIMEOUT_S)  # a counter has no more values
         taken, later = monitor.take(), monitor.take()
+        assert of_another_rank.take() == {}
     expected = {"gpu0/util_pct": 72.5, "gpu0/util_min_pct": 70, "gpu0/power_w": 300}
     assert {tag: value for tag, value in taken.items() if tag.startswith("gpu")} == expected
     assert not expected.keys() & later.keys()
+    assert "monitor" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_a_counter_that_is_missing_or_breaks_is_told_once_and_never_a_zero(counters, told, refuse):
@@ -125,14 +178,6 @@ def test_a_counter_that_is_missing_or_breaks_is_told_once_and_never_a_zero(count
     assert told.empty()
 
 
-def test_closing_ends_the_thread_and_other_ranks_read_nothing(counters):
-    counters["gpu0/util_pct"] = lambda: 1.0
-    with Monitor(World(1, 1, 1, CPU)) as other, Monitor(ALONE):
-        assert other.take() == {}
-        assert "monitor" in {thread.name for thread in threading.enumerate()}
-    assert "monitor" not in {thread.name for thread in threading.enumerate()}
-
-
 @pytest.mark.gpu
 @needs_gpu
 def test_on_a_gpu_its_counters_are_there():
@@ -151,3 +196,17 @@ def test_on_a_gpu_its_counters_are_there():
     assert scalars["gpu0/util_pct"] > 50
     assert scalars["gpu0/mem_used_gib"] == pytest.approx(used_mib / 1024, abs=1)
     assert scalars["gpu0/mem_used_gib"] > 0
+
+
+@pytest.mark.skipif(not psutil.LINUX, reason="other systems lack some counters")
+def test_the_page_of_scalars_explains_exactly_what_a_run_and_a_machine_with_a_gpu_log(folder, nvml):
+    train("train.epochs=1")
+    points = read_run(folder / "runs/a").points
+    logged = {name for point in points for name in point} - {"step", "time_s", "part", *Throughput._fields}
+    logged |= {"val/loss"}  # of other workloads
+    logged |= {"gpu0/util_min_pct", *gpu_counters(GPU)}
+    page = (ROOT / "docs/measuring.md").read_text(encoding="utf-8")
+    explained = re.findall(r"(?m)^\| `([^`|]+/[^`|]+)` \| [^|]* \| [^|]+ \| [^|]*\|$", page)
+    patterns = {name: name.replace("<n>", r"\d+").replace("<metric>", r"\w+") for name in explained}
+    assert [name for name in logged if not any(re.fullmatch(pattern, name) for pattern in patterns.values())] == []
+    assert [name for name in explained if not any(re.fullmatch(patterns[name], each) for each in logged)] == []
