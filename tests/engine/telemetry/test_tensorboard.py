@@ -43,11 +43,16 @@ def board(tmp_path) -> Iterator[Callable[..., TensorBoard]]:
         yield make
 
 
-def losses_in(folder: Path) -> list[tuple[int, float]]:
-    """(step, loss) as TensorBoard shows them."""
+def events_in(folder: Path) -> EventAccumulator:
+    """What TensorBoard shows of a run."""
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
-    return [(event.step, event.value) for event in events.Scalars("train/loss")]
+    return events
+
+
+def losses_in(folder: Path) -> list[tuple[int, float]]:
+    """(step, loss) as TensorBoard shows them."""
+    return [(event.step, event.value) for event in events_in(folder).Scalars("train/loss")]
 
 
 def test_other_ranks_write_and_print_nothing(board, tmp_path, capsys):
@@ -73,6 +78,9 @@ def test_points_that_a_resumed_run_trains_again_count_once(board, tmp_path, cloc
     assert Throughput(*(points[0][name] for name in Throughput._fields)) == STEP  # sums, for means over the run
     first, _, last = dict.fromkeys(point["part"] for point in metrics_of(tmp_path))
     assert [point["part"] for point in points] == [first, first, last, last, last]
+    tags = events_in(tmp_path).Tags()
+    assert set(tags["scalars"]) == {"train/loss", *STEP.scalars()}
+    assert "config/text_summary" in tags["tensors"]
 
 
 def test_a_full_disk_warns_once_and_never_stops(board, tmp_path, monkeypatch, capsys):
