@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from harness import image_file
 from PIL import Image
 from scipy import stats
 
@@ -23,10 +24,7 @@ def pixels(height: int = 30, width: int = 40) -> np.ndarray:
 
 
 def encoded(image: Image.Image, kind: str = "PNG", **options: object) -> io.BytesIO:
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    file.seek(0)
-    return file
+    return io.BytesIO(image_file(image, kind, **options))
 
 
 def exif_of(orientation: int) -> Image.Exif:
