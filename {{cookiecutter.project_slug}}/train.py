@@ -87,7 +87,7 @@ def make_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
 
 
 def learning_rate(share: float, optim: Optim) -> float:
-    """A linear rise, then a cosine or a line to 0, or the peak. share: part of the run that is done, in fresh rows."""
+    """A linear rise, then a cosine or a line to 0, or the peak. share: part of the run that is done, in steps."""
     rise = min(1.0, share / optim.warmup_share) if optim.warmup_share else 1.0
     fall = min(1.0, max(0.0, share - optim.warmup_share) / max(1e-9, 1 - optim.warmup_share))
     return optim.lr * rise * {"cosine": 0.5 * (1 + cos(pi * fall)), "linear": 1 - fall, "constant": 1.0}[optim.schedule]
@@ -115,6 +115,16 @@ def train_step(parts: Parts, batch: Rows, lr: float) -> dict[str, Tensor]:
     return numbers
 
 
+def steps_of_pools(sampler: BlockSampler, factor: float, epoch: int) -> list[int]:
+    """Steps on each pool of an epoch."""
+    first = epoch * sampler.pools_per_epoch
+    rows = [
+        min(sampler.max_pool_rows, sampler.num_samples - n * sampler.max_pool_rows)
+        for n in range(sampler.pools_per_epoch)
+    ]
+    return [echo_passes(factor, first + n) * -(-n_rows // sampler.batch_size) for n, n_rows in enumerate(rows)]
+
+
 def train(parts: Parts, world: World) -> int:
     """Train to the end, or until a signal asks for a stop. Returns the exit code."""
     cfg, sizes, workload, sampler = parts.config, parts.sizes, parts.workload, parts.loader.order
@@ -126,11 +136,15 @@ def train(parts: Parts, world: World) -> int:
             for pool in clock.timed(parts.loader.pools(at.epoch, at.pool)):
                 passes = echo_passes(cfg.data.echo, at.epoch * sampler.pools_per_epoch + at.pool)  # 2.5: 2, 3, 2, ...
                 fresh = cfg.data.batch_size / passes  # rows of an echoed batch that count as fresh ones
-                batches = echo(pool.rows, sizes.batch_size, passes, make_seed(world, cfg.run.seed, at.epoch, at.pool))
+                seed = make_seed(cfg.run.seed, at.epoch, at.pool, world.rank, 1)  # 1: apart from the seeds of steps
+                batches = echo(pool.rows, sizes.batch_size, passes, seed)
                 for batch in islice(batches, at.pool_steps, None):  # a resumed run goes on inside its pool
-                    done = sampler.rows_before(at.epoch, at.pool) + (at.pool_steps + 0.5) * fresh  # up to mid-step
-                    lr = learning_rate(done / run.planned_rows, cfg.optim)
-                    rows = workload.transform(batch, reseed(world, cfg.run.seed, at.epoch, at.pool, at.pool_steps))
+                    of_pools = steps_of_pools(sampler, cfg.data.echo, at.epoch)
+                    epoch_step, n_steps = sum(of_pools[: at.pool]) + at.pool_steps, sum(of_pools)
+                    share = (at.epoch * n_steps + epoch_step + 0.5) / (cfg.train.epochs * n_steps)  # up to mid-step
+                    lr = learning_rate(share, cfg.optim)
+                    rng = reseed(world.device, cfg.run.seed, at.epoch, epoch_step, world.rank)
+                    rows = workload.transform(batch, rng)
                     settle_buckets(parts, rows, world)  # once: on 3 ranks and more, for a resume that is exact
                     steps.append(train_step(parts, rows, lr))
                     run.count()  # advances at.step and at.pool_steps; now and then asks all ranks for signals

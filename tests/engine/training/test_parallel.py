@@ -73,12 +73,14 @@ def test_messages(compare_messages, monkeypatch):
     )
 
 
-def draw(*numbers: int, rank: int = 0) -> float:
-    rng = reseed(World(rank, 2, 2, CPU), *numbers)
+def draw(*numbers: int) -> float:
+    rng = reseed(CPU, *numbers)
     assert torch.initial_seed() == rng.initial_seed()  # dropout draws from the same generator
     return torch.rand(1, generator=rng).item()
 
 
-def test_a_seed_repeats_its_draws_and_depends_on_every_number_and_the_rank():
-    draws = {draw(*numbers, rank=rank) for numbers in product(range(3), repeat=3) for rank in (0, 1, 0)}
-    assert len(draws) == 54
+def test_a_seed_repeats_its_draws_and_depends_on_every_number_and_on_how_many_there_are():
+    keys = [numbers for length in (1, 2, 4) for numbers in product(range(3), repeat=length)]
+    draws = {draw(*numbers) for numbers in keys}
+    assert draws == {draw(*numbers) for numbers in keys}
+    assert len(draws) == 3 + 9 + 81

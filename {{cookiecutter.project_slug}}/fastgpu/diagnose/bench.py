@@ -96,7 +96,7 @@ def _make_loop(train: ModuleType, parts: Any, batch: Rows, world: World) -> Loop
     local_parts = parts._replace(ddp=parts.model)
     if world.world_size > 1 and parts.config.train.compile:  # so far only DDP around the model is compiled
         parts.model.compile()
-    rng = reseed(world, parts.config.run.seed)
+    rng = reseed(world.device, parts.config.run.seed, world.rank)
     return Loop(
         transform=lambda rows: parts.workload.transform(rows, rng),
         train_step=lambda rows: train.train_step(parts, rows, 0.0),  # a learning rate of 0 keeps the weights

@@ -30,7 +30,7 @@ from fastgpu.process.files import rename_folder
 from fastgpu.process.launch import UserError, warn
 
 Kind = Literal["last", "best"]
-FORMAT = 3
+FORMAT = 4
 DESCRIPTION = "model.json"
 WEIGHTS = "model.safetensors"
 PARTIAL = ".partial-"
