@@ -20,7 +20,7 @@ import torch
 from peers import Batch, Contender, Task, convert_once, h5py_rows, loader
 from torch.utils.data import TensorDataset
 
-from fastgpu.feed.tiers import Feed
+from fastgpu.feed import PoolLoader
 from fastgpu.process.config import Tier
 
 BLOCK_BYTES = 2 << 20
@@ -33,7 +33,7 @@ def fastgpu(task: Task, *, tier: Tier = "disk") -> Contender:
     return from_feed(ours.open_feed(ours.open_rows(task.h5), task.batch_size, tier=tier), [task.h5])
 
 
-def from_feed(feed: Feed, files: list[Path]) -> Contender:
+def from_feed(feed: PoolLoader, files: list[Path]) -> Contender:
     """The images and labels of a feed."""
     return Contender(files, lambda number: ((each["images"], each["labels"]) for each in ours.batches(feed, number)))
 

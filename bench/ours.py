@@ -6,7 +6,7 @@ from pathlib import Path
 import peers  # noqa: F401  makes the project importable
 import torch
 
-from fastgpu.feed import Feed, choose_sizes, open_loaders
+from fastgpu.feed import PoolLoader, choose_sizes, open_loaders
 from fastgpu.feed.sizes import MAX_READERS
 from fastgpu.process.config import Config, Data, Loader, Tier
 from fastgpu.process.machine import available_cpus
@@ -28,7 +28,7 @@ def open_rows(path: Path, names: tuple[str, ...] = IMAGES) -> Dataset:
 
 def open_feed(
     rows: Dataset, batch_size: int, *, tier: Tier = "disk", n_readers: int = READERS, pool_batches: int | None = None
-) -> Feed:
+) -> PoolLoader:
     """The feed of these rows on a CPU. pool_batches: None for what `auto` chooses."""
     data = Data(train="", val="", fields={}, batch_size=batch_size, tier=tier, pool_batches=pool_batches or "auto")
     loader = Loader(num_readers=n_readers, num_workers=n_readers)
@@ -39,7 +39,6 @@ def open_feed(
     return open_loaders([rows], [order], sizes, world.device, loader=loader)[0]
 
 
-def batches(feed: Feed, epoch: int) -> Iterator[Rows]:
+def batches(feed: PoolLoader, epoch: int) -> Iterator[Rows]:
     """The batches of an epoch."""
-    for pool in feed.pools(epoch):
-        yield from pool.rows.batches(feed.order.batch_size)
+    yield from feed.batches(epoch)

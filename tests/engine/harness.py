@@ -31,7 +31,8 @@ import torch.multiprocessing as mp
 import train as script
 from PIL import Image
 
-from fastgpu.feed import Feed, Sizes, open_loaders
+from fastgpu.feed import Passes, PoolLoader, Sizes, open_loaders
+from fastgpu.feed.loader import ONE_PASS
 from fastgpu.process.config import Dist, Loader, Tier
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import Launch, UserError
@@ -132,9 +133,9 @@ def read_rows(source: Dataset) -> dict[str, Any]:
     return out
 
 
-def sizes_of(tier: Tier, n_readers: int) -> Sizes:
+def sizes_of(tier: Tier, n_readers: int, passes: Passes = ONE_PASS) -> Sizes:
     """Sizes that name a tier and a number of readers."""
-    return Sizes(1, 1, 1, tier, n_readers, uses_workers=False, need=0, free={})
+    return Sizes(1, 1, 1, tier, n_readers, uses_workers=False, need=0, free={}, passes=passes)
 
 
 def open_feed(
@@ -144,10 +145,16 @@ def open_feed(
     n_readers: int = 2,
     *,
     device: torch.device = CPU,
+    passes: Passes = ONE_PASS,
     **loader: int,
-) -> Feed:
+) -> PoolLoader:
     """The rows of a source in the given order. loader: settings of `Loader`."""
-    return open_loaders([source], [order], sizes_of(tier, n_readers), device, loader=Loader(**loader))[0]
+    return open_loaders([source], [order], sizes_of(tier, n_readers, passes), device, loader=Loader(**loader))[0]
+
+
+def rows_before(order: BlockSampler, pool: int) -> int:
+    """Rows of an epoch that all ranks together take before that pool."""
+    return min(pool * order.pool_batches * order.global_batch_size, order.total_size)
 
 
 @contextmanager

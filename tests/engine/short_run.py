@@ -1,17 +1,17 @@
 """Parts of train.py without data: of a run of a few steps, and of a single step."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
 from harness import ALONE
 from torch import nn
-from train import Parts, make_optimizer
+from train import Training, make_optimizer
 
 from fastgpu.process.config import Config, Optim, Precision
+from fastgpu.process.world import World
 from fastgpu.rows.order import BlockSampler
+from fastgpu.run.record import describe_model
 from fastgpu.run.run import Run
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.training.average import AveragedModel
@@ -29,51 +29,44 @@ CONFIG = Config.model_validate(
 )
 SOURCE = ArrayDataset("made up", {"x": np.zeros((BATCH_SIZE, 100), np.uint8)})
 ORDER = BlockSampler(np.full(STEPS_PER_EPOCH, BATCH_SIZE, np.int32), BATCH_SIZE, seed=0)
-LOADER = SimpleNamespace(order=ORDER, close=lambda: None)
-"""A loader without rows."""
 
 
-def parts_of(
+def started_run(
     folder: Path,
     model: nn.Module | None = None,
     *,
-    name: str = "a",
     best: tuple[str, str] = ("score", "higher"),
+    state: dict[str, Any] | None = None,
+    source: ArrayDataset = SOURCE,
+    world: World = ALONE,
     **settings: Any,
-) -> Any:
-    """What a run asks of the `Parts` of train.py. settings: of section `run`."""
-    model = model or nn.Linear(2, 2)
-    return SimpleNamespace(
-        _asdict=lambda: {"model": model, "ddp": model},
-        config=CONFIG.resolved(run={"folder": str(folder), "name": name, **settings}),
-        train_rows=SOURCE,
-        val_rows=SOURCE,
-        loader=LOADER,
-        val_loader=LOADER,
-        workload=SimpleNamespace(card=lambda: {"classes": ["a", "b"]}, best=best),
-        precision=SimpleNamespace(name="fp32", scaler=torch.amp.GradScaler("cpu", enabled=False)),
-    )
+) -> Run:
+    """A run of this process. settings: of section `run`. state: more than the model."""
+    cfg = CONFIG.resolved(run={"folder": str(folder), "name": "a", **settings})
+    card = describe_model(cfg.flat(), source, SOURCE, {"classes": ["a", "b"]}, fingerprint=ORDER.identity)
+    return Run(cfg, world, {"model": model or nn.Linear(2, 2), **(state or {})}, card, best=best)
 
 
-def started_run(folder: Path, **options: Any) -> Run:
-    """A run of this process. options: see `parts_of`."""
-    return Run(parts_of(folder, **options), ALONE)
-
-
-def train_epoch(run: Run, *, loss: float = 0.5, score: float = 1.0) -> None:
-    """Four steps, one for each pool, and the end of an epoch."""
+def train_epoch(run: Run, *, loss: float = 0.5, score: float = 1.0, save_every: int = 0) -> None:
+    """Four steps, and the end of an epoch."""
+    at = run.progress
     for _ in range(STEPS_PER_EPOCH):
-        run.count()
-        run.end_pool()
-    run.end_epoch({"val/score": score, "val/loss": loss})
+        at.step += 1
+        at.epoch_step += 1
+        run.should_stop()
+        if save_every and at.step % save_every == 0:
+            run.save()
+    at.epoch += 1
+    at.epoch_step = 0
+    run.save({"val/score": score, "val/loss": loss})
 
 
 def parts_of_step(
     workload: object, model: nn.Module, settings: Optim, precision: Precision = "fp32", *, ddp: nn.Module | None = None
-) -> Parts:
+) -> Training:
     """The parts that `train_step` needs. workload: its `loss` is used."""
     unused = dict.fromkeys(("sizes", "train_rows", "val_rows", "loader", "val_loader"))
-    return Parts(
+    return Training(
         **unused,
         config=CONFIG.model_copy(update={"optim": settings}),
         workload=workload,

@@ -89,7 +89,7 @@ def rewind(run: Path, **progress: object) -> None:
 
 def test_a_run_killed_between_the_last_pool_and_validation_continues_with_the_validation(folder):
     train("train.epochs=1", "data.pool_batches=4")
-    rewind(folder / "runs/a", epoch=0, pool=6, best=None)
+    rewind(folder / "runs/a", epoch=0, epoch_step=21, best=None)
     train("train.epochs=2", "data.pool_batches=4", "run.resume=auto")
     assert [point["step"] for point in val_points(folder / "runs/a")] == [21, 21, 42]
 
@@ -98,7 +98,7 @@ def test_a_run_killed_between_the_last_pool_and_validation_continues_with_the_va
 def test_other_weights_or_another_validation_share_are_refused_inside_an_epoch(folder, change):
     words = ("train.epochs=1", "data.train={rows.h5::/train: 1, rows.h5::/val: 2}", "data.val=10%")
     train(*words)
-    rewind(folder / "runs/a", epoch=0, pool=0, pool_steps=4, best=None)
+    rewind(folder / "runs/a", epoch=0, epoch_step=4, best=None)
     with pytest.raises(UserError):
         train(*words, "run.resume=auto", change)
     train(*words, "run.resume=auto")

@@ -25,6 +25,7 @@ from harness import (
     photo,
     printed_by,
     ragged,
+    rows_before,
     same_weights,
     saved_steps,
     signalled,
@@ -40,7 +41,7 @@ from harness import (
 )
 from torch.utils.data import Dataset as TorchDataset
 
-from fastgpu.feed import Feed
+from fastgpu.feed import PoolLoader
 from fastgpu.feed.sources import open_splits
 from fastgpu.images.decode import EncodedImage
 from fastgpu.images.parts import centre_box, draw, random_box
@@ -169,7 +170,7 @@ def rows_of(batch: Rows) -> list[dict[str, bytes]]:
     return [{name: column[place].tobytes() for name, column in columns.items()} for place in range(len(batch))]
 
 
-def global_rows(feeds: list[Feed], epoch: int, first_pool: int) -> list[dict[str, bytes]]:
+def global_rows(feeds: list[PoolLoader], epoch: int, first_pool: int) -> list[dict[str, bytes]]:
     """The rows of an epoch, global batch after global batch, from the feeds of all ranks."""
     batches_of_ranks = []
     for feed in feeds:
@@ -205,7 +206,7 @@ def test_rows_and_their_order_depend_on_the_seed_alone(files, monkeypatch, kind,
                 feeds.append(stack.enter_context(closing(feed)))
             for epoch, first_pool in ((0, 0), (1, 0), (1, 1), (0, 0)):
                 alone.set_epoch(epoch)
-                numbers = list(alone)[alone.rows_before(0, first_pool) :]
+                numbers = list(alone)[rows_before(alone, first_pool) :]
                 assert global_rows(feeds, epoch, first_pool) == [bytes_of(n, epoch) for n in numbers]
                 if first_pool:
                     for feed in feeds:

@@ -12,7 +12,7 @@ from short_run import parts_of_step
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
-from train import Parts, learning_rate, make_optimizer, train_step
+from train import Training, learning_rate, make_optimizer, train_step
 
 from fastgpu.process.config import Dist, Optim, Precision
 from fastgpu.process.world import World
@@ -47,7 +47,7 @@ def make_model() -> nn.Module:
 
 def make_parts(
     model: nn.Module, precision: Precision = "fp32", *, ddp: nn.Module | None = None, ema: float = 0.0, **optim: object
-) -> Parts:
+) -> Training:
     """ema: the decay of the average. optim: settings of section `optim`."""
     parts = parts_of_step(Regression(), model, Optim(lr=0.1, **optim), precision, ddp=ddp)
     return parts._replace(ema=AveragedModel(model, ema))

@@ -49,7 +49,7 @@ import workloads
 from fastgpu.convert import writer
 from fastgpu.convert.summary import damaged
 from fastgpu.images.column import decoded
-from fastgpu.predict.model import load_model, make_rows, open_pools
+from fastgpu.predict.model import load_model, make_rows, open_batches
 from fastgpu.process.config_loader import load_config, read_options
 from fastgpu.process.launch import UserError, exit_with_message
 from fastgpu.rows.contract import Dataset
@@ -134,8 +134,8 @@ def make_checkpoint() -> None:
     state["model"](torch.ones(1, 6)).sum().backward()
     state["optimizer"].step()
     source = ArrayDataset("made up", {"x": np.zeros((2, 6), np.float32), "y": np.zeros(2, np.float32)})
-    card = describe_model(CONFIG.flat(), source, source, {}) | {"epoch": 2, "metrics": {"val/mse": 0.5}}
-    progress = checkpoint.Progress(epoch=2, pool=64, step=7, best=98.5, metric="val/mse")
+    card = describe_model(CONFIG.flat(), source, source, {}, fingerprint={}) | {"epoch": 2, "metrics": {"val/mse": 0.5}}
+    progress = checkpoint.Progress(epoch=2, epoch_step=64, step=7, best=98.5, metric="val/mse")
     SAVED.parent.mkdir(parents=True, exist_ok=True)
     checkpoint.save(Path("run"), "last", progress, state, card=card | {"order": {"rows": 10}})
 
@@ -151,9 +151,9 @@ def new_state() -> dict[str, Any]:
 def digest(source: Dataset) -> str:
     """SHA-256 of all rows, read in the order of the source as pools on a device."""
     digests = hashlib.sha256(str(source.fields).encode())
-    with open_pools(source, 16, ALONE.device) as pools:
-        for pool in pools:
-            columns: Mapping[str, Any] = pool.rows.slice(0, pool.plan.n_real_rows).numpy()
+    with open_batches(source, 16, ALONE.device) as batches:
+        for batch in batches:
+            columns: Mapping[str, Any] = batch.numpy()
             for name, rows in columns.items():
                 arrays = (rows.offsets, rows.values[: rows.offsets[-1]]) if isinstance(rows, RaggedArray) else (rows,)
                 digests.update(str((name, [array.tolist() for array in arrays])).encode())

@@ -36,11 +36,11 @@ def config(project: Path) -> Config:
 
 
 @pytest.fixture
-def build(config: Config) -> Iterator[Callable[..., train.Parts]]:
+def build(config: Config) -> Iterator[Callable[..., train.Training]]:
     """build("data.batch_size=8", ...) is everything that `train.py` with these words is made of, without a run."""
     with ExitStack() as stack:
 
-        def make(*words: str) -> train.Parts:
+        def make(*words: str) -> train.Training:
             changed = load_config([*ON_A_CPU, *words])
             world = stack.enter_context(init_distributed(changed.dist, Launch()))
             parts = train.build(changed, world)

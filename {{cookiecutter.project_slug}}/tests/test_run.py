@@ -82,13 +82,17 @@ def test_the_validation_rows_are_predicted_from_a_checkpoint(config, tmp_path):
 
 def stop_after(step: int) -> None:
     """Make train.py meet SIGTERM at a step, on all ranks."""
-    from fastgpu.process.signals import Agreement
+    from fastgpu.run import Run
 
-    def is_asked_to_stop(agreement: Agreement, at_step: int, **_: bool) -> bool:
-        agreement.stop_signal = int(signal.SIGTERM) if at_step >= step else 0
-        return agreement.stop_signal > 0
+    should_stop = Run.should_stop
 
-    Agreement.is_asked_to_stop = is_asked_to_stop
+    def stop(run: Run) -> bool:
+        if run.progress.step >= step:
+            run._signals._own_signal = signal.SIGTERM
+            run._signals._next_call = 0
+        return should_stop(run)
+
+    Run.should_stop = stop
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from fastgpu.dataset import source as dataset_source
 from fastgpu.dataset.source import ItemDataset, open_dataset
-from fastgpu.feed import Feed, prefetch
+from fastgpu.feed import PoolLoader, prefetch
 from fastgpu.process.launch import HangError, RankError, UserError
 from fastgpu.rows.order import BlockSampler
 
@@ -78,12 +78,12 @@ def source_of(kind: str = "", fields: dict[str, str] = FIELDS) -> ItemDataset:
     return ItemDataset("Numbered", Numbered(kind), fields)
 
 
-def feed_of(source: ItemDataset, n_workers: int, tier: str = "disk", *, seed: int = 1, **loader: int) -> Feed:
+def feed_of(source: ItemDataset, n_workers: int, tier: str = "disk", *, seed: int = 1, **loader: int) -> PoolLoader:
     order = BlockSampler(source.block_rows, 8, pool_batches=3, seed=seed)
     return open_feed(source, order, tier, n_workers, **loader)
 
 
-def rows_are_right(feed: Feed, epoch: int = 0) -> bool:
+def rows_are_right(feed: PoolLoader, epoch: int = 0) -> bool:
     """Whether the rows of an epoch come in the order of the sampler."""
     feed.order.set_epoch(epoch)
     rows = []

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 import workloads
 from fastgpu.dataset.source import ItemDataset
-from fastgpu.feed import Feed
+from fastgpu.feed import Passes, PoolLoader
 from fastgpu.feed.sizes import choose_sizes
 from fastgpu.process.config import Config, Data, Tier
 from fastgpu.process.launch import UserError
@@ -48,8 +48,9 @@ def source_of(dataset: Dataset, *names: str) -> ItemDataset:
     return ItemDataset("mine", dataset, {name: name for name in names})
 
 
-def feed_of(source: ItemDataset, tier: Tier = "disk") -> Feed:
-    return open_feed(source, BlockSampler(source.block_rows, 4, pool_batches=3, seed=1), tier, 0)
+def feed_of(source: ItemDataset, tier: Tier = "disk", *, n_epochs: int = 100) -> PoolLoader:
+    order = BlockSampler(source.block_rows, 4, pool_batches=3, seed=1)
+    return open_feed(source, order, tier, 0, passes=Passes(n_epochs=n_epochs))
 
 
 def choose_tier(source: ItemDataset, tier: Tier) -> None:
@@ -92,8 +93,7 @@ def test_no_row_is_read_that_no_epoch_needs_and_rows_that_are_kept_are_read_once
     dataset = Boxes("60")
     source = source_of(dataset, "y")
     dataset.read.clear()
-    with closing(feed_of(source, tier)) as feed:
-        feed.order.n_epochs = 2
+    with closing(feed_of(source, tier, n_epochs=2)) as feed:
         for epoch in range(2):
             list(feed.pools(epoch))
     assert sorted(dataset.read) == sorted([*range(60)] * n_times)

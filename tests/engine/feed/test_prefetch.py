@@ -20,12 +20,14 @@ from harness import (
     no_host_sync,
     numbers_of,
     open_feed,
+    rows_before,
     run_to_end,
     wait_until,
 )
 
 from fastgpu.dataset.source import READERS_NICE
-from fastgpu.feed import prefetch
+from fastgpu.feed import Passes, prefetch
+from fastgpu.feed.loader import ONE_PASS
 from fastgpu.feed.prefetch import PrefetchLoader
 from fastgpu.process.config import Loader
 from fastgpu.process.launch import HangError, RankError
@@ -46,10 +48,8 @@ def store(write, monkeypatch) -> HDF5Dataset:
     return open_store("data.train", write(120, chunk=5), FIELDS)
 
 
-def order_of(store: HDF5Dataset, n_epochs: int = sys.maxsize) -> BlockSampler:
-    order = BlockSampler(store.block_rows, 8, pool_batches=2)
-    order.n_epochs = n_epochs
-    return order
+def order_of(store: HDF5Dataset) -> BlockSampler:
+    return BlockSampler(store.block_rows, 8, pool_batches=2)
 
 
 def make_prefetcher(
@@ -61,13 +61,14 @@ def make_prefetcher(
     n_slots: int = 2,
     timeout_s: float = TIMEOUT_S,
 ) -> PrefetchLoader:
-    """A prefetcher for one epoch of pools of 16 rows, unless `order` says otherwise. read: instead of the store's."""
+    """A prefetcher for pools of 16 rows, of one epoch unless there is an `order`. read: instead of the store's."""
     source = copy(store)
     if read:
         source.read = read
         source.gathers = lambda *_: []
+    passes = ONE_PASS if order else Passes(n_epochs=1)
     loader = Loader.model_construct(prefetch_pools=n_slots - 1, timeout_s=timeout_s)
-    return PrefetchLoader(source, order or order_of(store, n_epochs=1), CPU, n_readers, loader=loader)
+    return PrefetchLoader(source, order or order_of(store), CPU, n_readers, passes=passes, loader=loader)
 
 
 def feed_threads() -> set[str]:
@@ -97,7 +98,8 @@ def test_a_signal_between_the_starts_of_two_threads_is_not_hidden(store, monkeyp
 
 
 def test_the_memory_of_the_pools_is_allocated_once(store):
-    prefetcher = make_prefetcher(store, order=order_of(store, n_epochs=3), n_slots=5)
+    loader = Loader(prefetch_pools=4)
+    prefetcher = PrefetchLoader(store, order_of(store), CPU, 2, passes=Passes(n_epochs=3), loader=loader)
     addresses = {rows["images"].data_ptr() for epoch in range(3) for _, rows in prefetcher.pools(epoch)}
     assert len(addresses) == 5
     assert not list(prefetcher.pools(3))  # an epoch without pools
@@ -130,7 +132,7 @@ def test_rows_stay_whole_while_the_loop_is_slow_and_the_readers_are_ahead(store)
 
     prefetcher = make_prefetcher(store, read, n_slots=2)
     for plan, rows in prefetcher.pools(0):
-        n_ahead = min(order.rows_before(0, plan.number + 2), order.total_size)
+        n_ahead = min(rows_before(order, plan.number + 2), order.total_size)
         wait_until(lambda n_ahead=n_ahead: sum(n_rows_read) >= n_ahead)  # every slot but this one is filled
         assert numbers_of(rows["images"]) == plan.row_ids.tolist()
     prefetcher.close()
@@ -143,7 +145,8 @@ def test_an_error_in_a_thread_reaches_the_loop_with_its_traceback(store, where):
 
     order = order_of(store)
     if where == "plan":
-        order.plans = lambda *_: chain(islice(order.pools(0), 1), map(fail, [order]))  # one pool, then the error
+        pools = order.pools
+        order.pools = lambda *_: chain(islice(pools(0), 1), map(fail, [order]))  # one pool, then the error
     prefetcher = make_prefetcher(store, fail if where == "reader" else None, order=order)
     with pytest.raises(EOFError, match="cut while in use") as error:
         list(prefetcher.pools(0))

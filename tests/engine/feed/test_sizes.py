@@ -9,7 +9,7 @@ from harness import ALONE, CPU
 from torch.utils.data import TensorDataset
 
 from fastgpu.dataset.source import ItemDataset
-from fastgpu.feed import sizes
+from fastgpu.feed import Passes, sizes
 from fastgpu.feed.sizes import Sizes, choose_sizes, choose_tier
 from fastgpu.process.config import Config, Data, Loader, Optim, Section
 from fastgpu.process.launch import UserError
@@ -113,7 +113,7 @@ def test_numbers_that_do_not_fit_are_refused(options, n_rows, message):
 def test_all_sizes_together():
     world = World(1, 4, 2, torch.device("cuda", 0))
     source, val_source = Shape(2000, row_bytes=1 << 20), Shape(48, row_bytes=1 << 20)
-    chosen = Sizes(16, 8, 4, "device", 8, uses_workers=False, need=2 * GIB, free=FREE)
+    chosen = Sizes(16, 8, 4, "device", 8, uses_workers=False, need=2 * GIB, free=FREE, passes=Passes(1, 20))
     assert sizes_of(source, world, val_source, sections=ACCUMULATION) == chosen
 
 

@@ -82,11 +82,11 @@ AGAIN = """
 import os
 from types import SimpleNamespace
 from fastgpu.process import signals
-agreement = signals.Agreement(SimpleNamespace(world_size=1, all_gather=lambda value: [value]), 0)
-assert not agreement.is_asked_to_stop(0)
+agreement = signals.Agreement(SimpleNamespace(world_size=1, all_gather=lambda value: [value]))
+assert not agreement.is_asked_to_stop()
 for _ in range(2):
     os.kill(os.getpid(), signals.STOP[0])
-print(agreement.is_asked_to_stop(1), flush=True)
+print(agreement.is_asked_to_stop(), flush=True)
 signals.ECHO_S = 0
 os.kill(os.getpid(), signals.STOP[0])
 """

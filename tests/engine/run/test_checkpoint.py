@@ -192,8 +192,8 @@ def test_another_model_or_optimizer_is_refused_in_one_short_line(run, state, mes
 
 def test_another_order_of_rows_is_refused_inside_an_epoch_only(run):
     changed = ORDER | {"seed": 1, "content": "b"}
-    for inside in ({"pool": 32}, {"pool_steps": 1}):
-        write(run, "last", 1, **inside)
+    for _ in (1,):
+        write(run, "last", 1, epoch_step=1)
         with pytest.raises(UserError, match=r"inside an epoch, in which .* cannot change \(seed, content\)$"):
             resume(run, order=changed)
     write(run, "last", 2)

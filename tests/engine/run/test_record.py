@@ -30,10 +30,10 @@ class Tied(nn.Module):
 def test_the_model_to_use_comes_back_with_what_was_known_and_may_be_read_by_the_same_people(tmp_path):
     attributes = {"mean": np.array([1.5], np.float32), "class_names": ["a", "b"], "count": np.int64(3)}
     source = ArrayDataset("made up", {"x": np.zeros((3, 4), np.uint8), "y": np.zeros(3, np.int64)}, attributes)
-    card = describe_model(CONFIG.flat(), source, source, {"classes": ["a", "b"]})
+    card = describe_model(CONFIG.flat(), source, source, {"classes": ["a", "b"]}, fingerprint={})
     model = Tied()
     (tmp_path / "checkpoints").mkdir()
-    checkpoint.save(tmp_path, "last", checkpoint.Progress(step=7), {"model": model}, card=card | {"order": {}})
+    checkpoint.save(tmp_path, "last", checkpoint.Progress(step=7), {"model": model}, card=card)
     path = tmp_path / "checkpoints/last-000001"
     description = json.loads((path / "model.json").read_text())
     assert description["attributes"] == {"mean": [1.5], "class_names": ["a", "b"], "count": 3, "classes": ["a", "b"]}
@@ -49,7 +49,7 @@ def test_the_model_to_use_comes_back_with_what_was_known_and_may_be_read_by_the_
 
 def job_of(**sections: dict[str, object]) -> dict[str, object]:
     """What identifies a job with these settings."""
-    return identify_job(CONFIG.resolved(**sections).flat(), (SOURCE, SOURCE), BlockSampler(SOURCE, 4))
+    return identify_job(CONFIG.resolved(**sections).flat(), (SOURCE, SOURCE), BlockSampler(SOURCE, 4).identity)
 
 
 def test_what_decides_the_weights_must_be_the_same_and_how_rows_are_read_may_differ():

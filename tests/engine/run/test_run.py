@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from harness import ALONE, in_world, newest, start_python, step_of
-from short_run import STEPS_PER_EPOCH, parts_of, started_run, train_epoch
+from short_run import STEPS_PER_EPOCH, started_run, train_epoch
 from torch import nn
 
 from fastgpu.process import config, files
@@ -20,9 +20,8 @@ from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
 from fastgpu.run import checkpoint
 from fastgpu.run import run as run_module
-from fastgpu.run.run import Run, lock_folder
+from fastgpu.run.run import lock_folder
 from fastgpu.storage.arrays import ArrayDataset
-from fastgpu.training.average import AveragedModel
 
 
 def checkpoints(run: Path) -> list[str]:
@@ -77,35 +76,32 @@ def test_a_folder_that_cannot_be_written_and_a_lock_that_is_a_link(tmp_path, nam
 
 
 def test_a_run_is_saved_after_each_epoch_and_inside_it_and_continued_where_it_was(tmp_path):
-    with started_run(tmp_path, checkpoint_every_steps=3) as run:
-        train_epoch(run, score=2.0)
+    with started_run(tmp_path) as run:
+        train_epoch(run, score=2.0, save_every=3)
         # the best one first: a kill between the two repeats the epoch, and misses no best one
         assert checkpoints(tmp_path / "a") == ["best-000002", "last-000001", "last-000003"]
         inside = json.loads((tmp_path / "a/checkpoints/last-000001/state.json").read_text())["progress"]
-        assert (inside["pool"], inside["pool_steps"], inside["step"]) == (3, 0, 3)
+        assert (inside["epoch"], inside["epoch_step"], inside["step"]) == (0, 3, 3)
         train_epoch(run, score=1.0)
     description = json.loads((tmp_path / "a/run.json").read_text())
     assert description["best"] == ["score", "higher"]
     assert {"command", "started", "gpu", "git_commit", "versions"} < description.keys()
     with started_run(tmp_path, resume="auto") as run:
-        assert run.progress == checkpoint.Progress(2, 0, 0, 8, 2.0, 1, run.progress.metric)
+        assert run.progress == checkpoint.Progress(2, 0, 8, 2.0, 1, run.progress.metric)
 
 
 def test_what_has_a_state_is_saved_and_comes_back_and_the_weights_are_saved_once(tmp_path):
     model = nn.Linear(2, 2)
     for epoch in range(2):
-        parts = parts_of(tmp_path, model, resume="auto")
         second = torch.optim.SGD(model.parameters(), lr=0.1)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(second, 0.5)
-        copies = {"ddp": model, "ema": AveragedModel(model, 0.0)}
-        parts._asdict = {**copies, "model": model, "second": second, "scheduler": scheduler, "n": 1}.copy
-        with Run(parts, ALONE) as run:
+        with started_run(tmp_path, model, resume="auto", state={"second": second, "scheduler": scheduler}) as run:
             assert (scheduler.last_epoch, second.param_groups[0]["lr"]) == (epoch, 0.1 * 0.5**epoch)
             second.step()
             scheduler.step()
             train_epoch(run)
     saved = {path.stem for path in newest(tmp_path / "a").glob("*.pt")}
-    assert saved == {"model", "second", "scheduler", "scaler"}
+    assert saved == {"model", "second", "scheduler"}
 
 
 @pytest.mark.parametrize(
@@ -141,10 +137,9 @@ def test_a_resumed_run_may_choose_another_metric_and_one_that_does_not_exist_is_
 def test_the_newest_run_is_not_taken_for_one_of_other_rows(tmp_path):
     with started_run(tmp_path) as run:
         train_epoch(run)
-    parts = parts_of(tmp_path, name="auto", resume="auto")
-    parts.train_rows = ArrayDataset("others", {"x": np.ones((9, 100), np.uint8)})
+    others = ArrayDataset("others", {"x": np.ones((9, 100), np.uint8)})
     with pytest.raises(UserError, match="run.name: the newest run, .*/a, has other rows; name the one to resume"):
-        Run(parts, ALONE)
+        started_run(tmp_path, name="auto", resume="auto", source=others)
 
 
 def test_a_full_disk_costs_the_description_of_a_run_but_not_its_last_checkpoint(tmp_path, monkeypatch, capsys):
@@ -169,7 +164,7 @@ def lose_a_value(world: World, folder: Path, name: str = "queue") -> str:
     model = nn.BatchNorm1d(2)
     model.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
     model.register_buffer("queue", torch.zeros(2))
-    with Run(parts_of(folder, model), world) as run:
+    with started_run(folder, model, world=world) as run:
         train_epoch(run)
         if world.rank == world.world_size - 1:
             model.state_dict()[name][0] = nan

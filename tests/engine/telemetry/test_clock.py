@@ -20,18 +20,16 @@ def time(monkeypatch) -> SimpleNamespace:
 
 
 def test_waits_and_rates_since_the_first_pool_or_a_restart(time):
-    clock = Clock(ALONE)
+    clock = Clock(ALONE, 10, echo=2)
     time.now += 128  # validation, say
 
-    def pools():
-        for pool in range(3):
-            time.now += 0.25  # reading
-            yield pool
+    def batches():
+        for batch in range(6):
+            time.now += 0.25 * (batch % 2)  # reading
+            yield batch
 
-    for _ in clock.timed(pools()):
-        time.now += 0.75  # training
-        for _ in range(2):
-            clock.count(fresh_rows=5, trained_rows=10)
+    for _ in clock.timed(batches()):
+        time.now += 0.375  # training
     throughput = clock.take()
     assert throughput == (3, 0.75, 30, 60, 6)
     assert throughput.scalars() == {
@@ -42,11 +40,10 @@ def test_waits_and_rates_since_the_first_pool_or_a_restart(time):
         "data/echo": 2,
     }
     assert str(throughput) == "10 fresh rows/s, 25.0 % of the time waiting for data"
-    clock.count(1, 1)
+    next(clock.timed(batches()))
     clock.restart()
     time.now += 1
-    clock.count(3, 3)
-    assert clock.take() == (1, 0, 3, 3, 1)
+    assert clock.take() == (1, 0, 0, 0, 0)
 
 
 def test_the_wait_is_that_of_the_slowest_rank(time):
@@ -54,9 +51,9 @@ def test_the_wait_is_that_of_the_slowest_rank(time):
         def all_reduce_max(self, value: float) -> float:
             return value + 1
 
-    clock = Clock(Slower(0, 2, 2, torch.device("cpu")))
+    clock = Clock(Slower(0, 2, 2, torch.device("cpu")), 8)
+    next(clock.timed([0]))
     time.now += 4
-    clock.count(8, 8)
     assert clock.take().scalars()["data/wait_pct"] == 25
 
 
@@ -64,7 +61,7 @@ def test_the_wait_is_that_of_the_slowest_rank(time):
 @needs_gpu
 @pytest.mark.parametrize("read_s", [0, 0.2])  # at once; longer than the work that is queued, on an H100 about 0.06 s
 def test_on_a_gpu_the_wait_is_that_of_a_trace(read_s):
-    clock = Clock(World(0, 1, 1, torch.device("cuda", 0)))
+    clock = Clock(World(0, 1, 1, torch.device("cuda", 0)), 1)
     x = torch.randn(4096, 4096, device="cuda")
 
     def pools():
@@ -84,7 +81,6 @@ def test_on_a_gpu_the_wait_is_that_of_a_trace(read_s):
         clock.restart()
         for _ in clock.timed(pools()):
             work()
-            clock.count(1, 1)
         torch.cuda.synchronize()
         throughput = clock.take()
     on_device = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]

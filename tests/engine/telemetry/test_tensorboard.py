@@ -35,10 +35,12 @@ def board(tmp_path) -> Iterator[Callable[..., TensorBoard]]:
     """board(row=0, step=0, ...) -> the log of a run in tmp_path that begins at this row and step."""
     with ExitStack() as stack:
 
-        def make(planned_rows: int = 100, row: int = 0, step: int = 0, world: World = ALONE, **config: Any):
-            rows = {"first_row": row, "planned_rows": planned_rows}
-            run = SimpleNamespace(folder=tmp_path, config={"log.wandb": "", **config}, first_step=step, **rows)
-            return stack.enter_context(TensorBoard(run, world))
+        def make(n_steps: int = 100, step: int = 0, world: World = ALONE, **config: Any):
+            settings = {"log.wandb": "", "train.epochs": 1, **config}
+            at = SimpleNamespace(epoch=0, epoch_step=step, step=step)
+            return stack.enter_context(
+                TensorBoard(tmp_path, settings, world, at=at, steps_per_epoch=lambda epoch: n_steps)
+            )
 
         yield make
 
@@ -102,10 +104,10 @@ def test_a_full_disk_warns_once_and_never_stops(board, tmp_path, monkeypatch, ca
 
 
 def test_lines_of_progress_are_few_and_a_resumed_run_counts_from_its_first_row(board, clock, capsys):
-    log = board(planned_rows=200, row=20)
+    log = board(n_steps=20, step=2)
     for second in range(11):
         clock.now = second
-        log.count(STEP.fresh_rows)
+        log.count()
         log.write(second, {"train/loss": 1.0}, STEP)
     lines = capsys.readouterr().out.splitlines()
     assert [re.sub(":.*,", " ...", line) for line in lines] == ["step 5 ... 40 % done", "step 10 ... 65 % done"]
@@ -130,9 +132,9 @@ def test_the_bar_ends_at_the_planned_rows_also_if_a_step_has_a_fraction_of_a_row
     terminal = io.StringIO()
     terminal.isatty = lambda: True
     monkeypatch.setattr(tensorboard.sys, "stderr", terminal)
-    log = board(planned_rows=6400)
+    log = board(n_steps=300)
     for _ in range(300):
-        log.count(64 / 3)
+        log.count()
     assert log._bar.n == log._bar.total
     assert "Warning" not in terminal.getvalue()  # that of tqdm, if the rows are more than planned
 

@@ -1,5 +1,4 @@
 from collections.abc import Mapping
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -43,7 +42,7 @@ def evaluate_rows(world: World, n_rows: int, tier: Tier = "disk") -> dict[str, f
     feed = open_feed(source, order, tier)
     norm = nn.BatchNorm1d(1)
     norm.running_mean.fill_(world.rank)
-    first, second = (evaluate(norm, RowNumbers(), feed.pools(epoch), world, precision=FP32) for epoch in range(2))
+    first, second = (evaluate(norm, RowNumbers(), feed.batches(epoch), world, precision=FP32) for epoch in range(2))
     feed.close()
     assert norm.running_mean.item() == pytest.approx((world.world_size - 1) / 2)
     assert first == second
@@ -75,9 +74,8 @@ def test_metrics_are_the_same_for_any_number_of_ranks_and_a_rank_without_rows_do
 def test_what_did_not_train_does_not_train_afterwards_and_a_metric_that_is_no_number_is_told(capsys):
     model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
     freeze(model[0])
-    plan = SimpleNamespace(n_real_rows=3, order=SimpleNamespace(batch_size=2))
-    pool = SimpleNamespace(plan=plan, rows=Rows({"images": torch.ones(4, 3)}))  # none is odd: 0 / 0
-    assert evaluate(model, RowNumbers(), [pool], ALONE, precision=FP32)["val/number"] == 2
+    batches = [Rows({"images": torch.ones(n_rows, 3)}) for n_rows in (2, 1, 0)]  # none is odd: 0 / 0
+    assert evaluate(model, RowNumbers(), batches, ALONE, precision=FP32)["val/number"] == 2
     assert [module.training for module in model.modules()] == [True, False, True]
     assert [p.requires_grad for p in model.parameters()] == [False, False, True, True]
     assert "warning: val/odd is nan, " in capsys.readouterr().out

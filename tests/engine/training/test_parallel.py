@@ -11,10 +11,10 @@ from torch import nn
 from train import make_optimizer
 
 from fastgpu.process.config import Dist, Optim
+from fastgpu.process.seeds import reseed
 from fastgpu.process.world import World
 from fastgpu.rows.rows import Field
 from fastgpu.training.parallel import average_statistics, mean_over_ranks, share_gradients
-from fastgpu.training.step import reseed
 
 TWO = World(0, 2, 2, CPU)
 ROWS, RAGGED = (SimpleNamespace(fields={"x": Field(np.dtype("u1"), (), mean)}) for mean in (None, 1.0))

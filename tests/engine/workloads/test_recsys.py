@@ -213,7 +213,7 @@ def test_users_of_two_kinds_are_told_apart_and_a_resumed_run_has_the_same_weight
     assert last_scores(whole)["val/recall_at_20"] > 1.5 * 20 / 200
     shutil.copytree(whole, again)
     *_, inside, last = sorted((again / "checkpoints").glob("last-*"))
-    assert json.loads((inside / "state.json").read_text())["progress"]["pool"]  # inside an epoch
+    assert json.loads((inside / "state.json").read_text())["progress"]["epoch_step"]  # inside an epoch
     shutil.rmtree(last)
     train("run.name=again", "run.resume=auto", *options)
     assert same_weights(whole, again)

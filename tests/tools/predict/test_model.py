@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fastgpu.images.column import decoded
 from fastgpu.images.parts import Preprocessing
-from fastgpu.predict.model import export, load_model, open_inputs, open_pools
+from fastgpu.predict.model import export, load_model, open_batches, open_inputs
 from fastgpu.process.launch import UserError
 from fastgpu.storage.store import open_store
 from workloads import minimal
@@ -77,8 +77,8 @@ def test_a_copy_that_does_not_fit_is_one_line(copy_model, name, content, reason)
 
 
 def read(source, name="images"):
-    with open_pools(source, 4, ALONE.device) as pools:
-        return np.concatenate([rows[name][: plan.n_real_rows].numpy().copy() for plan, rows in pools])
+    with open_batches(source, 4, ALONE.device) as batches:
+        return np.concatenate([batch[name].numpy().copy() for batch in batches])
 
 
 def test_rows_come_in_the_order_of_the_files_from_the_datasets_of_training(write, write_ragged, model_of):
@@ -86,8 +86,8 @@ def test_rows_come_in_the_order_of_the_files_from_the_datasets_of_training(write
     paths = [write(20, name="a.h5"), write(15, name="b.h5", start=20)]
     assert numbers_of(read(open_inputs(paths, trained), "x")) == list(range(35))
     items = {"dtype": "int32", "is_ragged": True, "n_items": 1000}
-    with open_pools(open_inputs([write_ragged(50)], model_of({"items": items})), 50, ALONE.device) as pools:
-        assert is_ragged(next(pools).rows["items"], range(50))
+    with open_batches(open_inputs([write_ragged(50)], model_of({"items": items})), 50, ALONE.device) as batches:
+        assert is_ragged(next(batches)["items"], range(50))
 
 
 def test_single_numbers_may_have_another_type(tmp_path, model_of):

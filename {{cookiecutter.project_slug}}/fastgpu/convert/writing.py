@@ -13,7 +13,7 @@ from tqdm import tqdm
 from fastgpu.convert.reader import SPLITS, Reader, list_first, rows_of
 from fastgpu.convert.writer import Compression, write_attributes, write_rows
 from fastgpu.dataset.items import Columns
-from fastgpu.feed import PrefetchLoader
+from fastgpu.feed import Passes, PrefetchLoader
 from fastgpu.process.config import Loader
 from fastgpu.process.files import flush, new_file
 from fastgpu.process.launch import UserError, warn
@@ -89,9 +89,11 @@ def _read(source: Dataset, seed: int | None, broken: Mapping[int, str], name: st
     pool_bytes = max(POOL_BYTES, POOL_BLOCKS * block_bytes) if block_bytes > source.row_bytes else SINGLE_ROW_POOL_BYTES
     pool_rows = max(1, min(len(source), min(pool_bytes, free_host_bytes() // 4) // source.row_bytes))
     batch_size = max(1, BLOCK_BYTES // source.row_bytes)
-    order = BlockSampler(source, batch_size, pool_batches=-(-pool_rows // batch_size), seed=seed, drop_last=False)
-    order.n_epochs = 1
-    feed = PrefetchLoader(source, order, torch.device("cpu"), available_cpus(), loader=Loader(prefetch_pools=1))
+    pool_batches = -(-pool_rows // batch_size)
+    order = BlockSampler(source, batch_size, pool_batches=pool_batches, seed=seed, drop_last=False)
+    feed = PrefetchLoader(
+        source, order, torch.device("cpu"), available_cpus(), passes=Passes(n_epochs=1), loader=Loader(prefetch_pools=1)
+    )
     with closing(feed), tqdm(total=len(source), unit="rows", unit_scale=True, desc=name, disable=None) as bar:
         for pool in feed.pools(0):
             columns = pool.rows.numpy()

@@ -12,10 +12,10 @@ from fastgpu.diagnose import ceilings
 from fastgpu.diagnose.ceilings import Loop, Meter, Supply, read_pool, repeat
 from fastgpu.diagnose.verdict import Measured
 from fastgpu.process.config import Config
+from fastgpu.process.seeds import reseed
 from fastgpu.process.world import World
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.rows.rows import Rows
-from fastgpu.training.step import reseed
 
 POOL_S = 0.1
 """Larger pools are cut until one takes this long to train on or to supply; measuring whole ones would take minutes."""

@@ -22,7 +22,7 @@ import torch
 
 from fastgpu.dataset.source import ItemDataset
 from fastgpu.diagnose.verdict import MAX_ROUNDS, N_ROUNDS, Measured, Rounds, is_enough
-from fastgpu.feed.echo import echo
+from fastgpu.feed.loader import Passes
 from fastgpu.feed.prefetch import PrefetchLoader
 from fastgpu.feed.sizes import Sizes
 from fastgpu.feed.tiers import open_loaders
@@ -30,7 +30,7 @@ from fastgpu.process.config import Loader
 from fastgpu.process.machine import available_cpus
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Dataset
-from fastgpu.rows.order import BlockSampler, echo_passes
+from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Ragged, Rows
 from fastgpu.storage.store import HDF5Dataset
 
@@ -76,7 +76,7 @@ class Supply:
     def __init__(self, loop: Loop, order: BlockSampler):
         source, sizes = loop.source, loop.sizes
         self._loop = loop
-        self._order = order
+        order_of_run = order
         if sizes.tier != "device":
             self.n_ready = loop.loader.prefetch_pools + 1
         if sizes.tier == "disk" and isinstance(source, ItemDataset):
@@ -86,18 +86,14 @@ class Supply:
             order = copy(order)
             order.batch_size = min(order.batch_size, max(1, order.max_pool_rows // n_parts))
             self.n_joint = max(1, min(self.n_ready, ceil(sizes.n_readers / n_parts)))
+        sizes = sizes._replace(passes=Passes(loop.echo))
         (self.feed,) = open_loaders([source], [order], sizes, loop.device, loader=loop.loader)
-        self._pools = enumerate(pool for epoch in count() for pool in self.feed.pools(epoch))
-
-    def _next(self) -> tuple[Rows, int]:
-        """(rows, number of times to train on them)"""
-        number, pool = next(self._pools)
-        return pool.rows, echo_passes(self._loop.echo, number)
+        self.feed.order = order_of_run
+        self._pools = (pool for epoch in count() for pool in self.feed.pools(epoch))
 
     def steps(self) -> Iterator[object]:
         """The steps on one pool."""
-        rows, passes = self._next()
-        for batch in echo(rows, self._order.batch_size, passes, seed=0):
+        for batch in self.feed.echo(next(self._pools)):
             yield self._loop.train_step(self._loop.transform(batch))
 
     def train(self, n_pools: int) -> int:
@@ -106,8 +102,8 @@ class Supply:
 
     def drain(self, n_pools: int) -> int:
         """Take that many pools without training on them. Returns the number of steps that they are good for."""
-        pools = [self._next() for _ in range(n_pools)]
-        return sum(passes * ceil(len(rows) / self._order.batch_size) for rows, passes in pools)
+        plans = [next(self._pools).plan for _ in range(n_pools)]
+        return sum(self.feed.steps_on_pool(plan.epoch, plan.number) for plan in plans)
 
 
 def open_supplies(loop: Loop, order: BlockSampler) -> dict[str, Supply]:

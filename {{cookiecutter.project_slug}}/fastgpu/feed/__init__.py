@@ -4,13 +4,23 @@ sources.py   opens the source that the config names
 sizes.py     a number for every `auto` that says how rows move
 tiers.py     rows that are kept on the device, in host memory or on disk, with the same batches
 prefetch.py  reader threads, staging memory and the copy stream
-echo.py      the batches of a pool, once or several times
+loader.py    what the training loop knows of all this: the batches of an epoch
 """
 
-from fastgpu.feed.echo import echo
+from fastgpu.feed.loader import Loader, Passes, PoolLoader
 from fastgpu.feed.prefetch import PrefetchLoader
 from fastgpu.feed.sizes import Sizes, choose_sizes
 from fastgpu.feed.sources import open_splits
-from fastgpu.feed.tiers import Feed, ResidentLoader, open_loaders
+from fastgpu.feed.tiers import ResidentLoader, open_loaders
 
-__all__ = ["Feed", "PrefetchLoader", "ResidentLoader", "Sizes", "choose_sizes", "echo", "open_loaders", "open_splits"]
+__all__ = [
+    "Loader",
+    "Passes",
+    "PoolLoader",
+    "PrefetchLoader",
+    "ResidentLoader",
+    "Sizes",
+    "choose_sizes",
+    "open_loaders",
+    "open_splits",
+]

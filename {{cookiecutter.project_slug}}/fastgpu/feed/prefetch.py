@@ -25,7 +25,8 @@ import numpy as np
 import torch
 
 from fastgpu.dataset.source import CLOSE_S, READERS_NICE, ItemDataset, rows_per_ask
-from fastgpu.process.config import Loader
+from fastgpu.feed.loader import ONE_PASS, Passes, PoolLoader
+from fastgpu.process import config
 from fastgpu.process.launch import HangError
 from fastgpu.rows.contract import Dataset, Out, Pool, PoolPlan
 from fastgpu.rows.order import BlockSampler
@@ -36,7 +37,7 @@ JOB_BYTES = 1 << 20
 """A reader thread is given at least this much at a time, ..."""
 JOBS_PER_READER = 8
 """... or this fraction of its part of a pool, whichever is more."""
-DEFAULTS = Loader()
+DEFAULTS = config.Loader()
 
 
 @dataclass
@@ -52,7 +53,7 @@ class _Slot:
     """Parts of the pool that reader threads have still to read."""
 
 
-class PrefetchLoader:
+class PrefetchLoader(PoolLoader):
     """The pools of one epoch after the other, read ahead: `loader.prefetch_pools` before the one in use.
 
     The first pools of the next epoch are read while this one ends. `close` ends every thread. If no rows come for
@@ -60,13 +61,20 @@ class PrefetchLoader:
     """
 
     def __init__(
-        self, source: Dataset, order: BlockSampler, device: torch.device, n_readers: int, *, loader: Loader = DEFAULTS
+        self,
+        source: Dataset,
+        order: BlockSampler,
+        device: torch.device,
+        n_readers: int,
+        *,
+        passes: Passes = ONE_PASS,
+        loader: config.Loader = DEFAULTS,
     ):
         """n_readers: threads that read, or worker processes (0: none) of a torch Dataset.
 
         loader: prefetch_pools and timeout_s are used. Raises UserError if the processes cannot be started.
         """
-        self.order = order
+        super().__init__(order, passes, source)
         self._timeout_s = loader.timeout_s
         self._hang_error = HangError(f"no rows have come from {source.name} in loader.timeout_s ({loader.timeout_s} s)")
         self._n_threads = max(1, n_readers)
@@ -104,7 +112,7 @@ class PrefetchLoader:
         if first_pool == self.order.pools_per_epoch:
             return
         if self._next != (epoch, first_pool):
-            self._start(self.order.plans(epoch, first_pool))
+            self._start(self._plans(epoch, first_pool))
         self._next = None  # until all pools of this epoch have been taken
         while True:
             slot = self._ready.get()

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from fastgpu.dataset.source import ItemDataset
+from fastgpu.feed.loader import ONE_PASS, Passes
 from fastgpu.process.config import Config, Data, Tier
 from fastgpu.process.launch import UserError, warn
 from fastgpu.process.machine import available_cpus, format_bytes, free_host_bytes
@@ -42,6 +43,7 @@ class Sizes(NamedTuple):
     """Bytes of the rows that may be kept, of training and validation."""
     free: Mapping[str, int]
     """{"device": bytes, "host": bytes} that are free for each rank."""
+    passes: Passes = ONE_PASS
 
     @property
     def chosen(self) -> dict[str, dict[str, Any]]:
@@ -82,7 +84,8 @@ def choose_sizes(cfg: Config, source: Dataset, val_source: Dataset, world: World
     free = {"device": free_device, "host": free_host}
     tier = choose_tier(data, (source, val_source), need, free)
     batch_size = data.batch_size // world.world_size
-    return Sizes(batch_size, canonical_ranks, pool_batches, tier, n_readers, uses_workers, need, free)
+    passes = Passes(data.echo, cfg.train.epochs)
+    return Sizes(batch_size, canonical_ranks, pool_batches, tier, n_readers, uses_workers, need, free, passes)
 
 
 def choose_tier(data: Data, sources: tuple[Dataset, Dataset], need: int, free: Mapping[str, int]) -> Tier:

@@ -6,6 +6,7 @@ from contextlib import closing
 import numpy as np
 import torch
 
+from fastgpu.feed.loader import ONE_PASS, Passes, PoolLoader
 from fastgpu.feed.prefetch import PrefetchLoader
 from fastgpu.feed.sizes import Sizes
 from fastgpu.process.config import Loader
@@ -20,12 +21,12 @@ LOAD_BATCHES = 16
 """A step is so many batches: a worker process of a Dataset is asked for one at a time."""
 
 
-class ResidentLoader:
+class ResidentLoader(PoolLoader):
     """All rows are on the device and a pool is one gather there. An epoch touches neither disk nor host memory."""
 
-    def __init__(self, rows: Rows, source: Dataset, order: BlockSampler):
+    def __init__(self, rows: Rows, source: Dataset, order: BlockSampler, *, passes: Passes = ONE_PASS):
         """rows: those of `source`, on the device."""
-        self.order = order
+        super().__init__(order, passes, source)
         self._rows = rows
         self._lengths = source.lengths
         # Memory for one pool is enough: kernels that fill and use it run in order.
@@ -42,33 +43,37 @@ class ResidentLoader:
         """Nothing to end."""
 
 
-Feed = PrefetchLoader | ResidentLoader
-"""Gives the pools of one epoch after the other: see `PrefetchLoader.pools`."""
-
-
 def open_loaders(
-    sources: Sequence[Dataset], orders: Sequence[BlockSampler], sizes: Sizes, device: torch.device, *, loader: Loader
-) -> list[Feed]:
-    """The loaders of a training run: rows in the given orders, kept on the tier of `sizes`, as pools on the device.
+    sources: Sequence[Dataset],
+    orders: Sequence[BlockSampler],
+    sizes: Sizes,
+    device: torch.device,
+    *,
+    loader: Loader,
+) -> list[PoolLoader]:
+    """The loaders of a training run: rows in the given orders, kept on the tier of `sizes`, as batches on the device.
 
     loader: prefetch_pools and timeout_s are used. Raises UserError if the rows cannot be read.
     """
-    feeds: list[Feed] = []
+    feeds: list[PoolLoader] = []
     kept: dict[int, Rows] = {}
     for source, order in zip(sources, orders, strict=True):
+        passes = sizes.passes if order.shuffle else sizes.passes._replace(echo=1.0)
         if sizes.tier == "disk":
-            feeds.append(PrefetchLoader(source, order, device, sizes.n_readers, loader=loader))
+            feeds.append(PrefetchLoader(source, order, device, sizes.n_readers, passes=passes, loader=loader))
             continue
         key = id(source.block_rows)  # the parts of a split share it, and are read once
         if key not in kept:
             home = device if sizes.tier == "device" else torch.device("cpu")
             kept[key] = _read_all(source, home, sizes.n_readers, loader)
         if sizes.tier == "device":
-            feeds.append(ResidentLoader(kept[key], source, order))
+            feeds.append(ResidentLoader(kept[key], source, order, passes=passes))
             continue
         arrays, blocks = kept[key].numpy(), source.block_rows
         rows = ArrayDataset(source.name, arrays, source.attributes, block_rows=blocks, fields=source.fields)
-        feeds.append(PrefetchLoader(rows, order, device, max(1, sizes.n_readers), loader=loader))
+        feed = PrefetchLoader(rows, order, device, max(1, sizes.n_readers), passes=passes, loader=loader)
+        feed.rows = source  # what is in memory has no digest
+        feeds.append(feed)
     return feeds
 
 
@@ -81,11 +86,10 @@ def _read_all(source: Dataset, device: torch.device, n_readers: int, loader: Loa
         np.cumsum(lengths, out=rows[name].host_offsets[1:])
         rows[name].offsets.copy_(torch.from_numpy(rows[name].host_offsets))
     batch_size = min(n_rows, max(1, LOAD_BYTES // LOAD_BATCHES // source.row_bytes))
-    order = BlockSampler(source.block_rows, batch_size, pool_batches=LOAD_BATCHES, seed=None, drop_last=False)
-    order.n_epochs = 1
+    order = BlockSampler(source.block_rows, batch_size, pool_batches=LOAD_BATCHES, seed=None)
     loader = loader.model_copy(update={"prefetch_pools": 1})
     start = 0
-    with closing(PrefetchLoader(source, order, device, n_readers, loader=loader)) as feed:
+    with closing(PrefetchLoader(source, order, device, n_readers, passes=Passes(n_epochs=1), loader=loader)) as feed:
         for plan, part in feed.pools(0):
             rows.slice(start, start + plan.n_real_rows).copy_(part.slice(0, plan.n_real_rows))
             start += plan.n_real_rows

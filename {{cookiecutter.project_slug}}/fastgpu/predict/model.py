@@ -17,12 +17,12 @@ from safetensors.torch import load_model as fill
 from torch import Tensor, nn
 
 import workloads
-from fastgpu.feed import PrefetchLoader
+from fastgpu.feed import Passes, PrefetchLoader
 from fastgpu.process.files import new_file
 from fastgpu.process.launch import UserError
 from fastgpu.process.machine import available_cpus
 from fastgpu.rows import BlockSampler
-from fastgpu.rows.contract import Dataset, Out, Pool, PoolPlan, Reads
+from fastgpu.rows.contract import Dataset, Out, PoolPlan, Reads
 from fastgpu.rows.rows import Field, Ragged, Rows
 from fastgpu.run.checkpoint import DESCRIPTION, WEIGHTS, newest_first, sha256_of
 from fastgpu.storage.arrays import ArrayDataset
@@ -170,13 +170,12 @@ def _open_arrays(path: str, names: Sequence[str]) -> Dataset:
 
 
 @contextmanager
-def open_pools(source: Dataset, batch_size: int, device: torch.device) -> Iterator[Iterator[Pool]]:
-    """All rows once, in their order, read ahead by threads, as pools of whole batches on the device."""
+def open_batches(source: Dataset, batch_size: int, device: torch.device) -> Iterator[Iterator[Rows]]:
+    """All rows once, in their order, read ahead by threads, as batches on the device."""
     pool_batches = max(1, (64 << 20) // (source.row_bytes * batch_size))  # 64 MiB; three pools are in memory
     order = BlockSampler(source, batch_size, pool_batches=pool_batches, seed=None)
-    order.n_epochs = 1
-    with closing(PrefetchLoader(source, order, device, available_cpus())) as feed:
-        yield feed.pools(0)
+    with closing(PrefetchLoader(source, order, device, available_cpus(), passes=Passes(n_epochs=1))) as feed:
+        yield feed.batches(0)
 
 
 @torch.no_grad()

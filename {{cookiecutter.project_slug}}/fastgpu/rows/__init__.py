@@ -7,7 +7,7 @@ rows.py       the type of a field, and columns of equal length that are moved, s
 """
 
 from fastgpu.rows.contract import Dataset
-from fastgpu.rows.order import BlockSampler, Shard, echo_passes
+from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.rows.rows import Rows
 
-__all__ = ["BlockSampler", "Dataset", "Rows", "Shard", "echo_passes"]
+__all__ = ["BlockSampler", "Dataset", "Rows", "Shard"]

@@ -9,7 +9,6 @@ global batch takes equally many rows from every canonical rank, and each real ra
 batches are the same, rows in the same order, for every world size that divides the number of canonical ranks.
 """
 
-import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -18,15 +17,6 @@ from torch.utils.data import DistributedSampler
 
 from fastgpu.rows.contract import Dataset, PoolPlan, Reads
 from fastgpu.rows.selection import Extents, Mixture, Share
-
-
-def echo_passes(factor: float, number: int) -> int:
-    """How many times to train on pool `number`, counted over the whole run: 2.5 gives 2, 3, 2, 3, ...
-
-    The difference of two floors of number x factor is exact in the mean and needs no state in a checkpoint.
-    """
-    milli = round(1000 * factor)
-    return (number + 1) * milli // 1000 - number * milli // 1000
 
 
 class Shard(NamedTuple):
@@ -96,8 +86,6 @@ class BlockSampler(DistributedSampler):
         self.pool_batches = pool_batches
         self.canonical_ranks = shard.canonical_ranks or shard.world_size
         self.global_batch_size = batch_size * shard.world_size
-        self.n_epochs = sys.maxsize
-        """Number of epochs that are read at most."""
         if self.canonical_ranks % shard.world_size or self.global_batch_size % self.canonical_ranks:
             numbers = f"{self.global_batch_size} rows, {self.canonical_ranks} canonical ranks, {shard.world_size} ranks"
             raise ValueError(f"a global batch should divide among canonical ranks, and these among ranks: {numbers}")
@@ -120,9 +108,9 @@ class BlockSampler(DistributedSampler):
         }
         """The numbers that decide which row comes when, under the names that checkpoints use."""
 
-    def rows_before(self, epoch: int, pool: int) -> int:
-        """Fresh rows of a run that all ranks together take before that pool of that epoch."""
-        return epoch * self.total_size + min(pool * self.pool_batches * self.global_batch_size, self.total_size)
+    def batches_in(self, number: int) -> int:
+        """Batches of that pool of an epoch: the last pool may have fewer, the last of which may be short."""
+        return min(self.pool_batches, -(-self._canonical_rows // self._share) - number * self.pool_batches)
 
     def __iter__(self) -> Iterator[int]:
         """Row numbers of this rank in order, for torch's DataLoader. `set_epoch` selects the epoch."""
@@ -140,12 +128,6 @@ class BlockSampler(DistributedSampler):
         line = Line(extents, order, np.cumsum(ends, out=ends))  # in place: there may be ten million blocks
         for number in range(first_pool, self.pools_per_epoch):
             yield self._plan(epoch, number, line)
-
-    def plans(self, epoch: int, first_pool: int = 0) -> Iterator[PoolPlan]:
-        """The pools of an epoch, beginning with pool `first_pool`, and those of the epochs after it."""
-        yield from self.pools(epoch, first_pool)
-        for later in range(epoch + 1, self.n_epochs):
-            yield from self.pools(later)
 
     def _plan(self, epoch: int, number: int, line: Line) -> PoolPlan:
         """Plan one pool of this rank. line: the rows of the epoch.

@@ -1,6 +1,5 @@
 """What a run is, in words and numbers: in its folder, in model.json, for the other ranks, and for a person."""
 
-import hashlib
 import json
 import subprocess
 import sys
@@ -50,8 +49,18 @@ def write_or_warn(path: Path, text: str) -> None:
         warn(f"cannot write {path} ({error}); training goes on")
 
 
-def describe_model(config: Mapping[str, Any], train: Dataset, val: Dataset, card: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of model.json that is known when a run starts. config: {dotted key: value}, without `auto`."""
+def describe_model(
+    config: Mapping[str, Any],
+    train: Dataset,
+    val: Dataset,
+    card: Mapping[str, Any],
+    *,
+    fingerprint: Mapping[str, object],
+) -> dict[str, Any]:
+    """The part of model.json that is known when a run starts.
+
+    config: {dotted key: value}, without `auto`. card: of the workload. fingerprint: of the loader.
+    """
     fields = val.fields | train.fields
     described = dict(train.attributes)
     if val.decoding:  # what is predicted will be decoded like this, perhaps to another size than in training
@@ -76,28 +85,24 @@ def describe_model(config: Mapping[str, Any], train: Dataset, val: Dataset, card
             for name, field in fields.items()
         },
         "attributes": attributes,
-        "rows": _digest_of_rows(train),
-        "val_rows": _digest_of_rows(val),
+        "order": dict(fingerprint),
+        "rows": train.fingerprint,
+        "val_rows": val.fingerprint,
         "batch_size": config["data.batch_size"],
         "precision": config["train.precision"],
     }
 
 
-def _digest_of_rows(source: Dataset) -> str:
-    """What tells rows from others."""
-    fields = {f"field {name}": field for name, field in source.fields.items()}
-    identity = {"the number of rows": len(source), **fields, "the digest of the rows": source.digest}
-    return hashlib.sha256(str(identity).encode()).hexdigest()[:12]
-
-
-def identify_job(config: Mapping[str, object], splits: Sequence[Dataset], order: BlockSampler) -> dict[str, object]:
+def identify_job(
+    config: Mapping[str, object], splits: Sequence[Dataset], fingerprint: Mapping[str, object]
+) -> dict[str, object]:
     """{what all ranks must have the same: its value}. config: {dotted key: value}, without `auto`.
 
     How rows are read may differ, and so may the names of files: their rows are compared.
     """
     settings = {key: value for key, value in config.items() if not key.startswith(("loader.", "data.tier"))}
-    train, val = (f"{len(rows):,} rows of digest {_digest_of_rows(rows)}" for rows in splits)
-    return settings | {"data.train": train, "data.val": val, "the versions": VERSIONS, "the order": order.identity}
+    train, val = (f"{len(rows):,} rows of digest {rows.fingerprint}" for rows in splits)
+    return settings | {"data.train": train, "data.val": val, "the versions": VERSIONS, "the order": fingerprint}
 
 
 KEPT = {"device": "kept on the device", "host": "kept in RAM", "disk": "read from disk"}

@@ -6,7 +6,7 @@ A log that cannot be written never stops a run: the first error is reported, lat
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,23 +27,30 @@ LINE_EVERY_S = 5.0
 class TensorBoard(AbstractContextManager["TensorBoard"]):
     """Takes the scalars and the progress of a run. On every rank but rank 0 it does nothing."""
 
-    def __init__(self, run: Any, world: World):
-        """run: its folder, config, first_row, planned_rows and first_step are used.
+    def __init__(
+        self,
+        folder: Path,
+        config: Mapping[str, Any],
+        world: World,
+        *,
+        at: Any,
+        steps_per_epoch: Callable[[int], int],
+    ):
+        """folder: of the run. config: {dotted key: value}. at: the `Progress` of the run, which begins there.
 
         Raises UserError on every rank if wandb refuses.
         """
-        self._folder: Path | None = run.folder if world.is_main else None
-        self._planned_rows = run.planned_rows
-        self._row = float(run.first_row)
+        self._folder = folder if world.is_main else None
+        self._n_done = sum(map(steps_per_epoch, range(at.epoch))) + at.epoch_step
+        self._n_steps = sum(map(steps_per_epoch, range(config["train.epochs"])))
         self._epoch: list[tuple[float, Throughput]] = []  # loss and interval of each point
         self._has_warned = False
         self._printed = time.monotonic()
         self._part = round(time.time())  # names this process among those that resumed the run
         self._bar = tqdm(
-            total=run.planned_rows,
-            initial=run.first_row,
-            unit=" rows",
-            unit_scale=True,
+            total=self._n_steps,
+            initial=self._n_done,
+            unit=" steps",
             dynamic_ncols=True,
             mininterval=1,
             miniters=0,  # it moves in an epoch of few steps, too
@@ -51,14 +58,14 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
             disable=not world.is_main or not sys.stderr.isatty(),
         )
         with world.together():
-            if self._folder and run.config["log.wandb"]:
-                _start_wandb(run)
+            if self._folder and config["log.wandb"]:
+                _start_wandb(folder, config)
         self._writer: SummaryWriter | None = None
         if self._folder:
             with self._forgiving():
-                purge_step = run.first_step + 1 if run.first_step else None  # a resumed run trains these steps again
+                purge_step = at.step + 1 if at.step else None  # a resumed run trains these steps again
                 self._writer = SummaryWriter(str(self._folder), purge_step=purge_step)
-                lines = [f"    {key}: {json.dumps(value)}" for key, value in run.config.items()]
+                lines = [f"    {key}: {json.dumps(value)}" for key, value in config.items()]
                 self._writer.add_text("config", "\n".join(lines))  # indented by four: code in Markdown
 
     def __exit__(self, *error: object) -> None:
@@ -68,10 +75,10 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
             with self._forgiving():
                 self._writer.close()
 
-    def count(self, fresh_rows: float) -> None:
-        """Count rows of a step that is queued for the device. The bar is drawn once a second."""
-        self._row += fresh_rows
-        self._bar.update(round(self._row) - self._bar.n)
+    def count(self) -> None:
+        """Count a step that is queued for the device. The bar is drawn once a second."""
+        self._n_done += 1
+        self._bar.update()
 
     def write(self, step: int, values: Mapping[str, float], interval: Throughput | None = None) -> None:
         """Log one point: {tag: value} at this optimizer step.
@@ -88,7 +95,7 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
             self._bar.set_postfix_str(text)
             if self._bar.disable and time.monotonic() - self._printed >= LINE_EVERY_S:
                 self._printed = time.monotonic()
-                print(f"{text}, {100 * self._row / self._planned_rows:.0f} % done", flush=True)
+                print(f"{text}, {100 * self._n_done / self._n_steps:.0f} % done", flush=True)
             values = {**values, **interval.scalars()}
             point |= interval._asdict()
         with self._forgiving():
@@ -125,13 +132,12 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
             self._has_warned = True
 
 
-def _start_wandb(run: Any) -> None:
+def _start_wandb(folder: Path, config: Mapping[str, Any]) -> None:
     """Let wandb take over what SummaryWriter writes from here on. A resumed run is another one of the same group."""
-    project = run.config["log.wandb"]
+    project = config["log.wandb"]
     try:
         import wandb
 
-        config, group = dict(run.config), run.folder.name
-        wandb.init(project=project, group=group, dir=run.folder, config=config, sync_tensorboard=True)
+        wandb.init(project=project, group=folder.name, dir=folder, config=dict(config), sync_tensorboard=True)
     except Exception as error:
         raise UserError(f'log.wandb is {project}, but {error}; use log.wandb="" to train without it') from None

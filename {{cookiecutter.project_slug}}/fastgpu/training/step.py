@@ -1,15 +1,11 @@
-"""Parts of an optimizer step: precision, memory format, parts of a batch, seeds. The step itself is in train.py."""
+"""Precision and memory format of an optimizer step. The step itself is in train.py."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 
 from fastgpu.process.config import Auto, Precision
-from fastgpu.rows.rows import Rows
 
 
 class MixedPrecision(NamedTuple):
@@ -43,33 +39,3 @@ def to_device(model: nn.Module, device: torch.device) -> nn.Module:
     """The model on the device, with its weights in the NHWC memory format, which tensor cores prefer."""
     moved: nn.Module = model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     return moved
-
-
-def micro_batches(batch: Rows, steps: int, ddp: nn.Module) -> Iterator[tuple[Rows, AbstractContextManager[None]]]:
-    """The batch in `steps` equal parts, each with the context to run it in.
-
-    Only the last part averages gradients over the ranks: the others run in the `no_sync` context of the DDP module.
-    """
-    no_sync = getattr(ddp, "no_sync", nullcontext)
-    for number, part in enumerate(batch.batches(len(batch) // steps), 1):
-        yield part, nullcontext() if number == steps else no_sync()
-
-
-def reseed(device: torch.device, seed: int, *key: int) -> torch.Generator:
-    """Seed torch's generators with `make_seed(seed, *key)`, and return the one of the device.
-
-    Each step calls it, so that no checkpoint has to keep a random state. `torch.manual_seed` takes 0.13 ms.
-    """
-    derived = make_seed(seed, *key)
-    rng = torch.default_generator.manual_seed(derived)
-    if device.type == "cuda":
-        rng = torch.cuda.default_generators[device.index].manual_seed(derived)
-    return rng
-
-
-def make_seed(seed: int, *key: int) -> int:
-    """Derive a seed of 64 bits from the seed of the run. key: what it is for, such as (epoch, step, rank).
-
-    `spawn_key` keeps keys of different lengths apart: to NumPy, the plain seeds (0, 0) and (0, 0, 0, 0) are the same.
-    """
-    return int(np.random.SeedSequence(seed, spawn_key=key).generate_state(1, np.uint64)[0])

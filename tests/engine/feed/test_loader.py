@@ -1,0 +1,86 @@
+from contextlib import closing
+from itertools import chain
+
+import numpy as np
+import pytest
+from harness import is_ragged, numbers_of, open_feed, write_ragged, write_rows
+
+from fastgpu.feed import Passes
+from fastgpu.rows.order import BlockSampler, Shard
+from fastgpu.storage.store import open_store
+
+N_ROWS = 150
+
+
+@pytest.fixture
+def dense(tmp_path):
+    return open_store("data.train", write_rows(tmp_path / "rows.h5", N_ROWS), {"images": "images", "labels": "labels"})
+
+
+@pytest.fixture
+def ragged_rows(tmp_path):
+    return open_store("data.train", write_ragged(tmp_path / "r.h5", N_ROWS), {"items": "items", "number": "number"})
+
+
+def order_of(source, pool_batches=3, **options) -> BlockSampler:
+    return BlockSampler(source, 8, pool_batches=pool_batches, **{"seed": 5, **options})
+
+
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+@pytest.mark.parametrize("echo", [1, 1.7, 2.5])
+@pytest.mark.parametrize("pool_batches", [1, 4, 1000])
+def test_an_epoch_has_its_steps_and_goes_on_at_any_of_them(dense, tier, echo, pool_batches):
+    with closing(open_feed(dense, order_of(dense, pool_batches), tier, passes=Passes(echo))) as loader:
+        for epoch in range(3):
+            whole = [numbers_of(batch["images"]) for batch in loader.batches(epoch)]
+            assert len(whole) == loader.steps_per_epoch(epoch)
+            assert sum(map(len, whole)) == 8 * len(whole)
+            for start in (0, 1, len(whole) // 2, len(whole) - 1, len(whole)):
+                assert [numbers_of(batch["images"]) for batch in loader.batches(epoch, start)] == whole[start:]
+
+
+def test_fractions_alternate_and_their_mean_is_exact(dense):
+    with closing(open_feed(dense, order_of(dense, 1000), "device", passes=Passes(2.5))) as loader:
+        assert [loader.steps_per_epoch(epoch) for epoch in range(4)] == [2 * 18, 3 * 18, 2 * 18, 3 * 18]
+
+
+def test_each_pass_has_all_rows_whole_in_an_order_of_its_own(ragged_rows):
+    with closing(open_feed(ragged_rows, order_of(ragged_rows, 1000), passes=Passes(3))) as loader:
+        batches = []
+        for batch in loader.batches(0):
+            batches.append(batch["number"].tolist())
+            assert is_ragged(batch["items"], batches[-1])
+    first, second, third = (list(chain(*batches[start : start + 18])) for start in (0, 18, 36))
+    assert sorted(first) == sorted(second) == sorted(third)
+    assert len({*map(tuple, (first, second, third))}) == 3
+    assert set(first[:8]) != set(second[:8])  # other rows stand together
+
+
+@pytest.mark.parametrize("n_rows", [1, 2, 13, 24, 50])
+def test_without_a_shuffle_every_rank_has_equally_many_batches_and_each_row_comes_once(dense, n_rows):
+    seen, counts = [], set()
+    for rank in range(3):
+        order = BlockSampler(np.full(n_rows, 1, np.int32), 4, Shard(rank, 3), 2, seed=None)
+        with closing(open_feed(dense, order, passes=Passes(2.5))) as loader:
+            batches = [numbers_of(batch["images"]) if len(batch) else [] for batch in loader.batches(0)]
+        counts.add(len(batches))
+        assert len(batches) == loader.steps_per_epoch(0)
+        seen += chain(*batches)
+    assert sorted(seen) == list(range(n_rows))
+    assert len(counts) == 1
+
+
+def test_the_fingerprint_is_that_of_the_rows_and_their_order_not_of_the_tier(dense):
+    prints = []
+    for tier, options in (
+        ("device", {}),
+        ("host", {}),
+        ("disk", {}),
+        ("disk", {"passes": Passes(2)}),
+        ("disk", {"seed": 6}),
+    ):
+        order = order_of(dense, seed=options.pop("seed", 5))
+        with closing(open_feed(dense, order, tier, **options)) as loader:
+            prints.append(loader.fingerprint)
+    assert prints[0] == prints[1] == prints[2]
+    assert prints[2] != prints[3] != prints[4] != prints[2]
