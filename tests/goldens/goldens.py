@@ -59,7 +59,7 @@ from fastgpu.process.world import World
 from fastgpu.rows.order import BlockSampler, Shard
 
 BASE = "3b0ba535"
-"""The commit whose weights g3 expects: the last one that changed them on purpose (seeds and learning rate of a step)."""
+"""The commit whose weights g3 expects. It was the last to change them on purpose: seeds and learning rate of a step."""
 WORLDS = (1, 2, 4, 8)
 N_ROWS = 700
 BATCH_SIZE = 32
