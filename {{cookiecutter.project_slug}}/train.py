@@ -28,7 +28,7 @@ from fastgpu.process.world import World, init_distributed
 from fastgpu.rows import BlockSampler, Dataset, Rows, Shard, echo_passes
 from fastgpu.run import Run, describe_feed, identify_job
 from fastgpu.telemetry import Clock, Monitor, TensorBoard
-from fastgpu.training import AveragedModel, apex_optimizer, evaluate, mean_over_ranks, settle_buckets, share_gradients
+from fastgpu.training import AveragedModel, apex_optimizer, evaluate, mean_over_ranks, share_gradients
 from fastgpu.training.step import MixedPrecision, make_seed, micro_batches, mixed_precision, reseed, to_device
 
 
@@ -145,7 +145,6 @@ def train(parts: Parts, world: World) -> int:
                     lr = learning_rate(share, cfg.optim)
                     rng = reseed(world.device, cfg.run.seed, at.epoch, epoch_step, world.rank)
                     rows = workload.transform(batch, rng)
-                    settle_buckets(parts, rows, world)  # once: on 3 ranks and more, for a resume that is exact
                     steps.append(train_step(parts, rows, lr))
                     run.count()  # advances at.step and at.pool_steps; now and then asks all ranks for signals
                     clock.count(fresh, cfg.data.batch_size)
