@@ -103,7 +103,7 @@ def pools_of(parts: Parts) -> Iterator[Batches]:
     """The batches of each pool, epoch after epoch."""
     for epoch in count():
         for pool in parts.loader.pools(epoch):
-            yield pool.rows.batches(parts.sizes.batch_size)
+            yield pool.rows.batches(parts.data.sizes.batch_size)
 
 
 def pools_of_loader(case: Case, spec: DataSpec, device: torch.device) -> Iterator[Batches]:
@@ -151,21 +151,21 @@ class Bench:
             sources[TUNED] = pools_of_loader(case, spec, device)
         first_pool = next(iter(self.parts.loader.pools(0))).rows
         fixed = first_pool.take(torch.arange(spec.batch_size, device=first_pool.device))
-        sources[FIXED] = repeat([fixed] * self.parts.sizes.pool_batches)
+        sources[FIXED] = repeat([fixed] * self.parts.data.sizes.pool_batches)
         rng = torch.Generator(device).manual_seed(0)
         self.loops = {name: loop(pools, self.clock, self.parts, rng) for name, pools in sources.items()}
         stack.callback(self.loops.clear)  # ends the workers of DataLoaders
 
     def measure(self, name: str, seconds: float) -> dict[str, float]:
         """Whole steps for at least so many seconds, from idle device to idle device."""
-        n_ahead = (self.parts.config.loader.prefetch_pools + 1) * self.parts.sizes.pool_batches
+        n_ahead = (self.parts.config.loader.prefetch_pools + 1) * self.parts.data.sizes.pool_batches
         self._step(name, n_ahead, min(LEAD_S, seconds))
         self.clock.restart()
         self.monitor.take()
         self._step(name, 1, seconds)
         interval = self.clock.take()
         read = self.monitor.take()
-        n_rows = interval.steps * self.parts.sizes.batch_size
+        n_rows = interval.steps * self.parts.data.sizes.batch_size
         numbers = {"rows": n_rows, "seconds": interval.seconds, "wait_pct": 100 * interval.wait_s / interval.seconds}
         return numbers | {tag: read[tag] for tag in COUNTERS if tag in read}
 

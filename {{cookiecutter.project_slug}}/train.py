@@ -1,4 +1,4 @@
-"""Train on rows that are on the device before the step asks for them.
+"""Training script: builds data, model and optimizer from config.yaml and runs the training loop.
 
 python train.py                                          one process: a CPU or one GPU
 torchrun --standalone --nproc-per-node=gpu train.py      every GPU of this machine
@@ -17,82 +17,66 @@ if __name__ == "__main__":
 
 from contextlib import closing
 from math import cos, isfinite, pi
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import workloads
-from fastgpu.feed import Loader, Sizes, choose_sizes, open_loaders, open_splits
+from fastgpu import feed, training
 from fastgpu.process.config import Config, Optim
 from fastgpu.process.seeds import reseed
 from fastgpu.process.world import World, init_distributed
-from fastgpu.rows import BlockSampler, Dataset, Rows, Shard
-from fastgpu.run import Run, describe_feed, describe_model, identify_job
+from fastgpu.rows import BlockSampler, Rows, Shard
+from fastgpu.run import Run, Stateful, describe_model, identify_job
 from fastgpu.telemetry import Clock, Monitor, TensorBoard
-from fastgpu.training import AveragedModel, apex_optimizer, evaluate, mean_over_ranks, share_gradients
-from fastgpu.training.step import MixedPrecision, mixed_precision, to_device
 
 
 class Training(NamedTuple):
-    """What `build` makes: all that the loop needs. diagnose.py measures these very objects."""
+    """All that the loop needs, as `build` makes it. diagnose.py measures these very objects."""
 
     config: Config  # with the value that was chosen in place of each `auto`
-    sizes: Sizes
-    train_rows: Dataset
-    val_rows: Dataset
-    loader: Loader
-    val_loader: Loader
+    data: feed.Data
+    loader: feed.Loader
+    val_loader: feed.Loader
     workload: workloads.Workload
     model: nn.Module
-    ddp: nn.Module
+    ddp: nn.Module  # the model, wrapped in DistributedDataParallel if there is more than one rank
     optimizer: torch.optim.Optimizer
-    precision: MixedPrecision
-    ema: AveragedModel
+    precision: training.MixedPrecision
+    ema: training.AveragedModel  # ema.module is validated, and saved for use
+
+
+# ------------------------------------------------------------------------------ data, model, optimizer
 
 
 def build(cfg: Config, world: World) -> Training:
     # A UserError of one rank in this block, such as a missing file, ends every rank with its message.
     with world.together():
-        # Data: HDF5 files (HDF5Dataset), or any torch Dataset (data.dataset). `sizes` has a number for each `auto`.
-        train_rows, val_rows = open_splits(cfg.data, cfg.run.seed)
-        workload = workloads.make(cfg, train_rows, val_rows)
-        sizes = choose_sizes(cfg, train_rows, val_rows, world)
+        # HDF5 files (HDF5Dataset), or any torch Dataset (data.dataset).
+        train_rows, val_rows = feed.open_splits(cfg.data, cfg.run.seed)
+        data = feed.Data(train_rows, val_rows, feed.choose_sizes(cfg, train_rows, val_rows, world))
+        loader, val_loader = build_loaders(cfg, data, world)
 
-        # Order: BlockSampler is a DistributedSampler that shuffles blocks of the files, and rows within a pool of them.
-        # Validation has no seed: it is not shuffled.
-        batch_size, pool_batches = sizes.batch_size, sizes.pool_batches
-        shard = Shard(world.rank, world.world_size, sizes.canonical_ranks)
-        val_shard = Shard(world.rank, world.world_size)
-        sampler = BlockSampler(train_rows, batch_size, shard, pool_batches, seed=cfg.run.seed)
-        val_sampler = BlockSampler(val_rows, batch_size, val_shard, pool_batches, seed=None)
-
-        # Loading: a PrefetchLoader reads ahead in threads or worker processes; a ResidentLoader has all rows on the
-        # device. Both echo: data.echo trains on what was read several times. To train from another loader, replace
-        # these two by objects with the four members of `Loader`.
-        loader, val_loader = open_loaders(
-            (train_rows, val_rows), (sampler, val_sampler), sizes, world.device, loader=cfg.loader
-        )
-
+        # Tensor cores prefer the NHWC memory format, so the weights of convolutions have it, too.
+        workload = workloads.make(cfg, data.train, data.val)
         torch.manual_seed(cfg.run.seed)
-        model = to_device(workload.model(), world.device)
+        model = workload.model().to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         optimizer = make_optimizer(model, cfg.optim)
-        precision = mixed_precision(cfg.train.precision, world.device, optimizer)
+        precision = training.mixed_precision(cfg.train.precision, world.device, optimizer)
 
-    cfg = cfg.resolved(**sizes.chosen, model=workload.options.model_dump(), train={"precision": precision.name})
-    world.check_same(identify_job(cfg.flat(), (train_rows, val_rows), loader.fingerprint))
-    world.print_once(describe_feed(train_rows, sizes, sampler))
+    chosen = {**data.sizes.chosen, "model": workload.options.model_dump(), "train": {"precision": precision.name}}
+    cfg = cfg.resolved(**chosen)
+    world.check_same(identify_job(cfg.flat(), (data.train, data.val), loader.fingerprint))
 
     # The average copies the model, so it comes before DDP; what is compiled is the model with DDP around it.
-    ema = AveragedModel(model, cfg.train.ema)  # a decay of 0: the model itself
-    ddp = share_gradients(model, cfg.dist, world, train_rows)  # DistributedDataParallel if there are several ranks
+    ema = training.AveragedModel(model, cfg.train.ema)  # with a decay of 0, it is the model itself
+    ddp = training.share_gradients(model, cfg.dist, world, data.train)
     if cfg.train.compile:
         ddp.compile()
     return Training(
         config=cfg,
-        sizes=sizes,
-        train_rows=train_rows,
-        val_rows=val_rows,
+        data=data,
         loader=loader,
         val_loader=val_loader,
         workload=workload,
@@ -104,6 +88,25 @@ def build(cfg: Config, world: World) -> Training:
     )
 
 
+def build_loaders(cfg: Config, data: feed.Data, world: World) -> tuple[feed.Loader, feed.Loader]:
+    """The batches of this rank, on its device: shuffled for training, in the order of the file for validation."""
+    # BlockSampler is a DistributedSampler that shuffles blocks of a file, and then the samples of many batches.
+    # Any number of ranks that divides `canonical_ranks` sees the same global batches.
+    batch_size, pool_batches = data.sizes.batch_size, data.sizes.pool_batches
+    shard = Shard(world.rank, world.world_size, data.sizes.canonical_ranks)
+    val_shard = Shard(world.rank, world.world_size)
+    sampler = BlockSampler(data.train, batch_size, shard, pool_batches, seed=cfg.run.seed)
+    val_sampler = BlockSampler(data.val, batch_size, val_shard, pool_batches, seed=None)
+    world.print_once(data.describe(sampler))
+
+    # A PrefetchLoader reads ahead in threads or worker processes; a ResidentLoader has all data on the device. Both
+    # echo: with data.echo=2, each batch is trained on twice. To use a loader of your own, return two objects with the
+    # four members of feed.Loader here: docs/code.md shows one around a torch DataLoader.
+    splits, samplers = (data.train, data.val), (sampler, val_sampler)
+    loader, val_loader = feed.open_loaders(splits, samplers, data.sizes, world.device, loader=cfg.loader)
+    return loader, val_loader
+
+
 def make_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
     """Each has fused kernels. Another optimizer: a branch here, and its name in `Optim.name`."""
     matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
@@ -113,11 +116,14 @@ def make_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
         return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.momentum, 0.999), fused=True)
     if optim.name == "sgd":
         return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, nesterov=optim.momentum > 0, fused=True)
-    return apex_optimizer(groups, optim)  # fused_adam or fused_lamb of NVIDIA Apex
+    return training.apex_optimizer(groups, optim)  # fused_adam or fused_lamb of NVIDIA Apex
+
+
+# ------------------------------------------------------------------------------ one step
 
 
 def learning_rate(share: float, optim: Optim) -> float:
-    """A linear rise, then a cosine or a line to 0, or the peak. share: the part of the run that is done."""
+    """Linear warm-up, then a cosine or a line to 0, or a constant. share: part of the run that is done, 0 to 1."""
     rise = min(1.0, share / optim.warmup_share) if optim.warmup_share else 1.0
     fall = min(1.0, max(0.0, share - optim.warmup_share) / max(1e-9, 1 - optim.warmup_share))
     return optim.lr * rise * {"cosine": 0.5 * (1 + cos(pi * fall)), "linear": 1 - fall, "constant": 1.0}[optim.schedule]
@@ -127,10 +133,10 @@ def train_step(t: Training, batch: Rows, lr: float) -> dict[str, Tensor]:
     """Forward, backward, update. Nothing here waits. Returns what each step logs: {tag: scalar on the device}."""
     optim, optimizer, scaler = t.config.optim, t.optimizer, t.precision.scaler
     for group in optimizer.param_groups:
-        group["lr"] = lr  # 0 leaves the weights as they are: diagnose.py times such steps
+        group["lr"] = lr  # diagnose.py passes 0 to time steps without changing the weights
 
-    # Accumulation: each micro-batch adds its share of the gradients. Only the last one averages them over the ranks, in
-    # its backward pass; DDP.no_sync() sets this attribute, too.
+    # Accumulation: each micro-batch adds its share of the gradients. DDP averages them over the ranks in the backward
+    # pass of the last one only; its no_sync() sets the same attribute.
     loss_sum = torch.zeros((), device=batch.device)
     for n, micro_batch in enumerate(batch.batches(len(batch) // optim.accumulation_steps), 1):
         t.ddp.require_backward_grad_sync = n == optim.accumulation_steps  # type: ignore[assignment]
@@ -140,8 +146,8 @@ def train_step(t: Training, batch: Rows, lr: float) -> dict[str, Tensor]:
         loss_sum += loss.detach()
     metrics = {"train/loss": loss_sum}
 
-    # In fp16 the gradients are scaled, and have to be unscaled before they are clipped. A step whose gradients are not
-    # finite is left out by the scaler. In bf16 and fp32, it does nothing.
+    # In fp16 the gradients are scaled, and clipping needs their true values. The scaler skips a step whose gradients
+    # are not finite. In bf16 and fp32 it does nothing.
     scaler.unscale_(optimizer)
     if optim.clip_grad_norm:
         metrics["train/grad_norm"] = nn.utils.clip_grad_norm_(t.model.parameters(), optim.clip_grad_norm)
@@ -152,33 +158,38 @@ def train_step(t: Training, batch: Rows, lr: float) -> dict[str, Tensor]:
     return metrics
 
 
+# ------------------------------------------------------------------------------ the loop
+
+
 def train(t: Training, world: World) -> int:
     """Train to the end, or until a signal asks for a stop. Returns the exit code."""
     cfg, loader, val_loader, workload = t.config, t.loader, t.val_loader, t.workload
 
-    # What a checkpoint keeps, by name: whatever has a state_dict, such as a second optimizer.
-    state: dict[str, Any] = {"model": t.model, "optimizer": t.optimizer, "scaler": t.precision.scaler}
+    # What a checkpoint keeps, by name: anything with a state_dict, such as a second optimizer.
+    state: dict[str, Stateful] = {"model": t.model, "optimizer": t.optimizer, "scaler": t.precision.scaler}
     if cfg.train.ema:
         state["ema"] = t.ema
-    card = describe_model(cfg.flat(), t.train_rows, t.val_rows, workload.card(), fingerprint=loader.fingerprint)
+    card = describe_model(cfg.flat(), t.data, workload.card(), loader.fingerprint)
 
+    run = Run(cfg, world, state, card, best=workload.best)
+    at = run.progress  # epoch, epoch_step and step: zeros, or where the checkpoint was saved
+    n_left = sum(map(loader.steps_per_epoch, range(at.epoch, cfg.train.epochs))) - at.epoch_step
+    clock = Clock(world, cfg.data.batch_size, cfg.data.echo)
+    metrics: list[dict[str, Tensor]] = []  # of the steps since the last point of the log
     with (
         closing(loader),
         closing(val_loader),
-        Run(cfg, world, state, card, best=workload.best) as run,
-        TensorBoard(run.folder, cfg.flat(), world, at=run.progress, steps_per_epoch=loader.steps_per_epoch) as board,
+        run,
+        TensorBoard(run.folder, cfg.flat(), world, step=at.step, n_steps=at.step + n_left) as board,
         Monitor(world) as monitor,
     ):
-        at = run.progress  # epoch, epoch_step and step: zeros, or where the checkpoint was saved
-        clock = Clock(world, cfg.data.batch_size, cfg.data.echo)
-        metrics: list[dict[str, Tensor]] = []  # of the steps since the last point of the log
         while at.epoch < cfg.train.epochs:
             n_steps = loader.steps_per_epoch(at.epoch)
             for batch in clock.timed(loader.batches(at.epoch, start=at.epoch_step)):
                 # The learning rate follows the part of the run that is done by the middle of this step.
                 lr = learning_rate((at.epoch * n_steps + at.epoch_step + 0.5) / (cfg.train.epochs * n_steps), cfg.optim)
 
-                # Every step is seeded anew, so a resumed run draws the same augmentation and dropout.
+                # Each step has its own seed, so a resumed run draws the same augmentation and dropout.
                 rng = reseed(world.device, cfg.run.seed, at.epoch, at.epoch_step, world.rank)
                 metrics.append(train_step(t, workload.transform(batch, rng), lr))
                 at.step += 1
@@ -188,21 +199,24 @@ def train(t: Training, world: World) -> int:
 
                 # The host runs ahead of the device, and waits for it only here, to read the metrics.
                 if len(metrics) == cfg.log.every_steps or at.epoch_step == n_steps or stop:
-                    means = mean_over_ranks(metrics, world)
+                    means = training.mean_over_ranks(metrics, world)
                     metrics.clear()
                     if not isfinite(loss := means["train/loss"]):
                         raise UserError(f"the loss is {loss} at step {at.step}; lower optim.lr ({cfg.optim.lr})")
                     board.write(at.step, {**means, "train/lr": lr, **monitor.take()}, clock.take())
-
                 if stop:
                     return run.finish()  # saves this step
                 if cfg.run.checkpoint_every_steps and at.step % cfg.run.checkpoint_every_steps == 0:
                     run.save()
 
-            # Validation. If a signal ends it, the run is resumed with it.
-            val_batches = val_loader.batches(at.epoch)
-            val_metrics = evaluate(
-                t.ema.module, workload, val_batches, world, precision=t.precision, should_stop=run.should_stop
+            # Validation, at the end of each epoch. If a signal ends it, the resumed run begins with it.
+            val_metrics = training.evaluate(
+                t.ema.module,
+                workload,
+                val_loader.batches(at.epoch),
+                world,
+                precision=t.precision,
+                should_stop=run.should_stop,
             )
             if val_metrics is None:
                 return run.finish()
@@ -213,8 +227,11 @@ def train(t: Training, world: World) -> int:
         return run.finish()
 
 
+# ------------------------------------------------------------------------------ main
+
+
 if __name__ == "__main__":
     with exit_with_message(), init_distributed(config.dist) as world:  # nccl between GPUs, gloo between CPUs
-        training = build(config, world)
-        exit_code = 0 if config.run.check else train(training, world)
+        t = build(config, world)
+        exit_code = 0 if config.run.check else train(t, world)
     sys.exit(exit_code)

@@ -8,6 +8,7 @@ from harness import ALONE
 from torch import nn
 from train import Training, make_optimizer
 
+from fastgpu.feed import Data, Sizes
 from fastgpu.process.config import Config, Optim, Precision
 from fastgpu.process.world import World
 from fastgpu.rows.order import BlockSampler
@@ -28,6 +29,7 @@ CONFIG = Config.model_validate(
     }
 )
 SOURCE = ArrayDataset("made up", {"x": np.zeros((BATCH_SIZE, 100), np.uint8)})
+SIZES = Sizes(BATCH_SIZE, 1, 1, "disk", 1, uses_workers=False, need=0, free={})
 ORDER = BlockSampler(np.full(STEPS_PER_EPOCH, BATCH_SIZE, np.int32), BATCH_SIZE, seed=0)
 
 
@@ -43,7 +45,7 @@ def started_run(
 ) -> Run:
     """A run of this process. settings: of section `run`. state: more than the model."""
     cfg = CONFIG.resolved(run={"folder": str(folder), "name": "a", **settings})
-    card = describe_model(cfg.flat(), source, SOURCE, {"classes": ["a", "b"]}, fingerprint=ORDER.identity)
+    card = describe_model(cfg.flat(), Data(source, SOURCE, SIZES), {"classes": ["a", "b"]}, ORDER.identity)
     return Run(cfg, world, {"model": model or nn.Linear(2, 2), **(state or {})}, card, best=best)
 
 
@@ -65,7 +67,7 @@ def parts_of_step(
     workload: object, model: nn.Module, settings: Optim, precision: Precision = "fp32", *, ddp: nn.Module | None = None
 ) -> Training:
     """The parts that `train_step` needs. workload: its `loss` is used."""
-    unused = dict.fromkeys(("sizes", "train_rows", "val_rows", "loader", "val_loader"))
+    unused = dict.fromkeys(("data", "loader", "val_loader"))
     return Training(
         **unused,
         config=CONFIG.model_copy(update={"optim": settings}),

@@ -20,7 +20,7 @@ from fastgpu.rows.rows import Rows
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.training.average import AveragedModel
 from fastgpu.training.parallel import share_gradients
-from fastgpu.training.step import mixed_precision, to_device
+from fastgpu.training.step import mixed_precision
 
 ROWS = ArrayDataset("x.h5", {"x": np.zeros((1, 3), np.float32)})
 CUDA = torch.device("cuda", 0)
@@ -197,7 +197,7 @@ def test_auto_is_the_precision_that_the_device_has(monkeypatch, asked, device, h
 
 def test_a_first_step_that_is_skipped_in_fp16_leaves_no_value_in_the_momentum():
     """torch.empty would: what is in the memory by chance."""
-    model = to_device(nn.Conv2d(4, 4, 3), CPU)
+    model = nn.Conv2d(4, 4, 3).to(CPU, memory_format=torch.channels_last)
     assert model.weight.is_contiguous(memory_format=torch.channels_last)
     optimizer = make_optimizer(model, Optim(name="sgd"))
     precision = mixed_precision("fp16", CPU, optimizer)

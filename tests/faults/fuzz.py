@@ -42,12 +42,13 @@ import torch
 from harness import ALONE, ITEMS, numbered, ragged, write_rows
 from mutations import flip, mutate
 from PIL import Image
-from short_run import CONFIG
+from short_run import CONFIG, SIZES
 from torch import nn
 
 import workloads
 from fastgpu.convert import writer
 from fastgpu.convert.summary import damaged
+from fastgpu.feed import Data
 from fastgpu.images.column import decoded
 from fastgpu.predict.model import load_model, make_rows, open_batches
 from fastgpu.process.config_loader import load_config, read_options
@@ -134,7 +135,11 @@ def make_checkpoint() -> None:
     state["model"](torch.ones(1, 6)).sum().backward()
     state["optimizer"].step()
     source = ArrayDataset("made up", {"x": np.zeros((2, 6), np.float32), "y": np.zeros(2, np.float32)})
-    card = describe_model(CONFIG.flat(), source, source, {}, fingerprint={}) | {"epoch": 2, "metrics": {"val/mse": 0.5}}
+    data = Data(source, source, SIZES)
+    card = describe_model(CONFIG.flat(), data, {}, {}) | {
+        "epoch": 2,
+        "metrics": {"val/mse": 0.5},
+    }
     progress = checkpoint.Progress(epoch=2, epoch_step=64, step=7, best=98.5, metric="val/mse")
     SAVED.parent.mkdir(parents=True, exist_ok=True)
     checkpoint.save(Path("run"), "last", progress, state, card=card | {"order": {"rows": 10}})

@@ -67,10 +67,10 @@ def check_first_blocks(group: h5py.Group) -> None:
 
 def test_both_splits_have_the_fields_of_the_config(parts):
     data = parts.config.data
-    assert parts.train_rows.fields.keys() == data.fields.keys()
-    assert parts.val_rows.fields.keys() == (data.val_fields or data.fields).keys()
-    for name in parts.train_rows.fields.keys() & parts.val_rows.fields.keys():
-        assert parts.train_rows.fields[name].dtype == parts.val_rows.fields[name].dtype
+    assert parts.data.train.fields.keys() == data.fields.keys()
+    assert parts.data.val.fields.keys() == (data.val_fields or data.fields).keys()
+    for name in parts.data.train.fields.keys() & parts.data.val.fields.keys():
+        assert parts.data.train.fields[name].dtype == parts.data.val.fields[name].dtype
 
 
 def test_no_value_is_nan_or_infinite(parts):
@@ -82,7 +82,7 @@ def test_no_value_is_nan_or_infinite(parts):
 
 
 def test_labels_that_are_whole_numbers_fit_the_class_names(parts):
-    names = parts.train_rows.attributes.get("class_names")
+    names = parts.data.train.attributes.get("class_names")
     for feed in (parts.loader, parts.val_loader):
         for rows in first_pools(feed):
             if "labels" not in rows.columns or rows["labels"].is_floating_point():
@@ -93,7 +93,7 @@ def test_labels_that_are_whole_numbers_fit_the_class_names(parts):
 
 def test_most_validation_rows_are_not_trained_on(parts):
     """A few equal rows are no mistake: pictures repeat, and users like the same two items."""
-    names = sorted(parts.train_rows.fields.keys() & parts.val_rows.fields.keys())
+    names = sorted(parts.data.train.fields.keys() & parts.data.val.fields.keys())
     trained_on: set[int] = set()
     for rows in first_pools(parts.loader):
         trained_on |= row_keys(rows, names)

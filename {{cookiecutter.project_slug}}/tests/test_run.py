@@ -36,19 +36,12 @@ def weights_of(run: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_weights(run: Path, other: Path) -> None:
-    """Compare weights bit for bit.
-
-    Running statistics are averaged over the ranks with each checkpoint, so a run that saves once more rounds them
-    otherwise. They are compared with a tolerance.
-    """
+    """Compare weights and running statistics bit for bit."""
     weights = weights_of(run)
     others = weights_of(other)
     assert weights.keys() == others.keys()
     for name, values in weights.items():
-        if "running_" in name:
-            torch.testing.assert_close(values, others[name])
-        else:
-            assert torch.equal(values, others[name]), name
+        assert torch.equal(values, others[name]), name
 
 
 def test_a_stopped_and_resumed_run_ends_with_equal_weights(config, tmp_path):

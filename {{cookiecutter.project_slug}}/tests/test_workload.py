@@ -59,10 +59,10 @@ def test_a_model_built_again_from_its_card_gives_equal_outputs(parts):
     if not parts.workload.inputs:
         pytest.skip("the workload declares no inputs of predict")
     card = json.loads(json.dumps(parts.workload.card()))
-    for source in (parts.train_rows, parts.val_rows):
+    for source in (parts.data.train, parts.data.val):
         source.attributes = {**source.attributes, **card}
     make = workloads.load(parts.config.workload)
-    again = make(make.Options(**parts.config.model), parts.train_rows, parts.val_rows)
+    again = make(make.Options(**parts.config.model), parts.data.train, parts.data.val)
     model = parts.workload.model().eval()
     rebuilt = again.model()
     rebuilt.load_state_dict(model.state_dict())

@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import tempfile
@@ -9,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from harness import CPU, write_state
+from harness import write_state
 from safetensors import SafetensorError
 from torch import nn
 
@@ -39,7 +40,7 @@ def write(run: Path, kind: checkpoint.Kind, step: int, **progress: int) -> bool:
 def resume(run: Path, state: dict[str, Any] | None = None, order: dict[str, Any] = ORDER) -> tuple[int, float]:
     """Load the newest intact checkpoint, as a run does. Returns its step, and a weight."""
     state = state or parts()
-    return load(find_intact(run), state, order, CPU).step, state["model"].weight[0, 0].item()
+    return load(find_intact(run), state, order).step, state["model"].weight[0, 0].item()
 
 
 @pytest.fixture
@@ -90,7 +91,7 @@ def test_killed_at_any_point_of_saving_a_complete_checkpoint_is_there(tmp_path, 
             with suppress(Killed):
                 write(run, kind, 2)
         fresh = parts()
-        step = load(newest_first(run, kind)[0], fresh, ORDER, CPU).step
+        step = load(newest_first(run, kind)[0], fresh, ORDER).step
         assert (step, fresh["model"].bias[0]) in ((1, 1.0), (2, 2.0))
         lock_folder(Run(folder=str(tmp_path), name=run.name, resume="auto"))[1].close()  # as the next start does
         for later in (2, 3):  # the next saves work, and nothing is left over
@@ -190,11 +191,35 @@ def test_another_model_or_optimizer_is_refused_in_one_short_line(run, state, mes
     assert len(str(error.value)) - len(str(run)) < 300
 
 
+def test_a_file_that_cannot_be_read_for_a_moment_damages_no_checkpoint(run, monkeypatch):
+    write(run, "last", 1)
+
+    def refuse(path: Path) -> str:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "sha256_of", refuse)
+        with pytest.raises(UserError, match=r"cannot read .*\(Input/output error\); start again"):
+            find_intact(run)
+    assert resume(run)[0] == 1
+
+
+def test_each_rank_gets_its_own_buffers_back_unless_the_number_of_ranks_has_changed(run):
+    def state() -> dict[str, Any]:
+        return {"model": nn.BatchNorm1d(1)}
+
+    own = [{"model.running_mean": torch.tensor([value])} for value in (1.0, 2.0)]
+    save(run, "last", Progress(), state(), card={"order": ORDER}, buffers=own)
+    for rank, world_size, expected in ((0, 2, 1.0), (1, 2, 2.0), (1, 4, 0.0)):
+        loaded = state()
+        load(find_intact(run), loaded, ORDER, rank=rank, world_size=world_size)
+        assert loaded["model"].running_mean.item() == expected
+
+
 def test_another_order_of_rows_is_refused_inside_an_epoch_only(run):
     changed = ORDER | {"seed": 1, "content": "b"}
-    for _ in (1,):
-        write(run, "last", 1, epoch_step=1)
-        with pytest.raises(UserError, match=r"inside an epoch, in which .* cannot change \(seed, content\)$"):
-            resume(run, order=changed)
+    write(run, "last", 1, epoch_step=1)
+    with pytest.raises(UserError, match=r"inside an epoch, in which .* cannot change \(seed, content\)$"):
+        resume(run, order=changed)
     write(run, "last", 2)
     assert resume(run, order=changed) == (2, 2.0)

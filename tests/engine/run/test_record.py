@@ -4,15 +4,15 @@ import stat
 import numpy as np
 import torch
 from safetensors.torch import load_model
-from short_run import CONFIG, SOURCE
+from short_run import CONFIG, SIZES, SOURCE
 from torch import nn
 
-from fastgpu.feed.sizes import Sizes
+from fastgpu.feed import Data, Sizes
 from fastgpu.predict.model import training_rows
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.selection import Groups, Mixture
 from fastgpu.run import checkpoint
-from fastgpu.run.record import describe_feed, describe_model, identify_job
+from fastgpu.run.record import describe_model, identify_job
 from fastgpu.storage.arrays import ArrayDataset
 
 
@@ -30,7 +30,7 @@ class Tied(nn.Module):
 def test_the_model_to_use_comes_back_with_what_was_known_and_may_be_read_by_the_same_people(tmp_path):
     attributes = {"mean": np.array([1.5], np.float32), "class_names": ["a", "b"], "count": np.int64(3)}
     source = ArrayDataset("made up", {"x": np.zeros((3, 4), np.uint8), "y": np.zeros(3, np.int64)}, attributes)
-    card = describe_model(CONFIG.flat(), source, source, {"classes": ["a", "b"]}, fingerprint={})
+    card = describe_model(CONFIG.flat(), Data(source, source, SIZES), {"classes": ["a", "b"]}, {})
     model = Tied()
     (tmp_path / "checkpoints").mkdir()
     checkpoint.save(tmp_path, "last", checkpoint.Progress(step=7), {"model": model}, card=card)
@@ -72,7 +72,7 @@ def test_it_is_told_how_many_rows_an_epoch_has():
     plain, weighted = (ArrayDataset("x.h5", {"x": np.arange(n_rows)}) for n_rows in (1011, 10))
     groups = Groups(("a.h5", "b.h5"), (1, 3), np.repeat([0, 1], [8, 2]), True)
     weighted.selection = Mixture(groups, weighted.block_rows, 4, 0)
-    told = [describe_feed(rows, sizes, BlockSampler(rows, 4)).splitlines() for rows in (plain, weighted)]
+    told = [Data(rows, rows, sizes).describe(BlockSampler(rows, 4)).splitlines() for rows in (plain, weighted)]
     assert [lines[-1] for lines in told] == [
         "each epoch: 1,008 of 1,011 rows; the rest does not fill a batch",
         "each epoch: 2 rows of a.h5 (0.25 passes), 6 rows of b.h5 (3 passes)",

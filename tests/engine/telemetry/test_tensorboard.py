@@ -37,10 +37,7 @@ def board(tmp_path) -> Iterator[Callable[..., TensorBoard]]:
 
         def make(n_steps: int = 100, step: int = 0, world: World = ALONE, **config: Any):
             settings = {"log.wandb": "", "train.epochs": 1, **config}
-            at = SimpleNamespace(epoch=0, epoch_step=step, step=step)
-            return stack.enter_context(
-                TensorBoard(tmp_path, settings, world, at=at, steps_per_epoch=lambda epoch: n_steps)
-            )
+            return stack.enter_context(TensorBoard(tmp_path, settings, world, step=step, n_steps=n_steps))
 
         yield make
 

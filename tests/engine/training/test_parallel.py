@@ -14,7 +14,7 @@ from fastgpu.process.config import Dist, Optim
 from fastgpu.process.seeds import reseed
 from fastgpu.process.world import World
 from fastgpu.rows.rows import Field
-from fastgpu.training.parallel import average_statistics, mean_over_ranks, share_gradients
+from fastgpu.training.parallel import averaged_statistics, mean_over_ranks, share_gradients
 
 TWO = World(0, 2, 2, CPU)
 ROWS, RAGGED = (SimpleNamespace(fields={"x": Field(np.dtype("u1"), (), mean)}) for mean in (None, 1.0))
@@ -29,9 +29,11 @@ def averages(world: World) -> tuple[list, list, float, int, list]:
     norm.running_mean.fill_(world.rank)
     norm.num_batches_tracked.fill_(5)
     norm.register_buffer("queue", torch.eye(2)[world.rank])
-    average_statistics(norm, world)
+    with averaged_statistics(norm, world):
+        mean = norm.running_mean.item()
     steps = [{"loss": torch.tensor(world.rank + number)} for number in (1.0, 2.0)]
-    statistics = norm.running_mean.item(), norm.num_batches_tracked.item(), norm.queue.tolist()
+    assert norm.running_mean.item() == world.rank  # as before
+    statistics = mean, norm.num_batches_tracked.item(), norm.queue.tolist()
     return model.weight.tolist(), mean_over_ranks(steps, world), *statistics
 
 

@@ -35,11 +35,11 @@ class Bench:
         parts.loader.close()
         parts.val_loader.close()
         self.parts = parts._replace(loader=None, val_loader=None)  # measurements open feeds of their own
-        self.sizes = parts.sizes
+        self.sizes = parts.data.sizes
         world.check_same({"data.tier": self.sizes.tier}, "set data.tier: free memory differs")
         self._seed = config.run.seed
         self._pool_batches = 1
-        batch = read_pool(parts.train_rows, self._next_order(), self.sizes.n_readers)
+        batch = read_pool(parts.data.train, self._next_order(), self.sizes.n_readers)
         self.loop = _make_loop(train, self.parts, batch.to(world.device), world)
         self.loop.step()  # DDP needs a step before the bare model runs, so this is the first
         self.loop.local_step(self.loop.batch)
@@ -89,7 +89,7 @@ class Bench:
         self._seed += 1
         sizes = self.sizes
         shard = Shard(self.world.rank, self.world.world_size, sizes.canonical_ranks)
-        return BlockSampler(self.parts.train_rows, sizes.batch_size, shard, self._pool_batches, seed=self._seed)
+        return BlockSampler(self.parts.data.train, sizes.batch_size, shard, self._pool_batches, seed=self._seed)
 
 
 def _make_loop(train: ModuleType, parts: Any, batch: Rows, world: World) -> Loop:
@@ -102,8 +102,8 @@ def _make_loop(train: ModuleType, parts: Any, batch: Rows, world: World) -> Loop
         train_step=lambda rows: train.train_step(parts, rows, 0.0),  # a learning rate of 0 keeps the weights
         local_step=lambda rows: train.train_step(local_parts, rows, 0.0),
         batch=batch,
-        source=parts.train_rows,
-        sizes=parts.sizes,
+        source=parts.data.train,
+        sizes=parts.data.sizes,
         device=world.device,
         loader=parts.config.loader,
         echo=parts.config.data.echo,

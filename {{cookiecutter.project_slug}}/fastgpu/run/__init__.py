@@ -5,7 +5,8 @@ record       what a run is: in its folder, in model.json, for the other ranks, a
 checkpoint   saving and resuming: complete or absent, verified when read; the model to use
 """
 
-from fastgpu.run.record import describe_feed, describe_model, identify_job
+from fastgpu.run.checkpoint import Stateful
+from fastgpu.run.record import describe_model, identify_job
 from fastgpu.run.run import Run
 
-__all__ = ["Run", "describe_feed", "describe_model", "identify_job"]
+__all__ = ["Run", "Stateful", "describe_model", "identify_job"]

@@ -13,13 +13,10 @@ from typing import Any
 import yaml
 
 from fastgpu import TEMPLATE_VERSION
-from fastgpu.feed.sizes import Sizes
+from fastgpu.feed.data import Data
 from fastgpu.process.files import new_file
 from fastgpu.process.launch import warn
-from fastgpu.process.machine import format_bytes
 from fastgpu.rows.contract import Dataset
-from fastgpu.rows.order import BlockSampler
-from fastgpu.rows.selection import Mixture
 
 VERSIONS = {"template": TEMPLATE_VERSION, **{name: version(name) for name in ("torch", "numpy", "h5py")}}
 
@@ -50,17 +47,13 @@ def write_or_warn(path: Path, text: str) -> None:
 
 
 def describe_model(
-    config: Mapping[str, Any],
-    train: Dataset,
-    val: Dataset,
-    card: Mapping[str, Any],
-    *,
-    fingerprint: Mapping[str, object],
+    config: Mapping[str, Any], data: Data, card: Mapping[str, Any], fingerprint: Mapping[str, object]
 ) -> dict[str, Any]:
     """The part of model.json that is known when a run starts.
 
     config: {dotted key: value}, without `auto`. card: of the workload. fingerprint: of the loader.
     """
+    train, val = data.train, data.val
     fields = val.fields | train.fields
     described = dict(train.attributes)
     if val.decoding:  # what is predicted will be decoded like this, perhaps to another size than in training
@@ -103,27 +96,3 @@ def identify_job(
     settings = {key: value for key, value in config.items() if not key.startswith(("loader.", "data.tier"))}
     train, val = (f"{len(rows):,} rows of digest {rows.fingerprint}" for rows in splits)
     return settings | {"data.train": train, "data.val": val, "the versions": VERSIONS, "the order": fingerprint}
-
-
-KEPT = {"device": "kept on the device", "host": "kept in RAM", "disk": "read from disk"}
-
-
-def describe_feed(source: Dataset, sizes: Sizes, order: BlockSampler) -> str:
-    """Where the rows are kept, in which portions they move, and how many an epoch has, in words that need no page."""
-    kind = "worker processes" if sizes.uses_workers else "reader threads"
-    readers = "" if sizes.tier == "device" else f"; {kind} on each rank: {sizes.n_readers}"
-    fields = ", ".join(f"{name}: {field}" for name, field in source.fields.items())
-    free = f"{format_bytes(sizes.free['host'])} in RAM"
-    if sizes.free["device"] != sizes.free["host"]:  # the device is not the CPU
-        free = f"{format_bytes(sizes.free['device'])} on its device, {free}"
-    lines = [
-        f"rows: {source.name} ({fields}) {source.decoding}".rstrip(),
-        f"memory: {format_bytes(sizes.need)} for all rows, {KEPT[sizes.tier]}; free for each rank: {free}",
-        f"batches: {order.global_batch_size} rows over all ranks, {sizes.batch_size} on each; shuffled "
-        f"{sizes.pool_batches} at a time{readers}",
-    ]
-    if isinstance(source.selection, Mixture):
-        lines.append(f"each epoch: {source.selection.describe()}")
-    elif order.total_size < len(source):
-        lines.append(f"each epoch: {order.total_size:,} of {len(source):,} rows; the rest does not fill a batch")
-    return "\n".join(lines)

@@ -6,7 +6,7 @@ A log that cannot be written never stops a run: the first error is reported, lat
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,16 +33,16 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
         config: Mapping[str, Any],
         world: World,
         *,
-        at: Any,
-        steps_per_epoch: Callable[[int], int],
+        step: int,
+        n_steps: int,
     ):
-        """folder: of the run. config: {dotted key: value}. at: the `Progress` of the run, which begins there.
+        """folder: of the run. config: {dotted key: value}. step: the steps that are done. n_steps: of the whole run.
 
         Raises UserError on every rank if wandb refuses.
         """
         self._folder = folder if world.is_main else None
-        self._n_done = sum(map(steps_per_epoch, range(at.epoch))) + at.epoch_step
-        self._n_steps = sum(map(steps_per_epoch, range(config["train.epochs"])))
+        self._n_done = step
+        self._n_steps = n_steps
         self._epoch: list[tuple[float, Throughput]] = []  # loss and interval of each point
         self._has_warned = False
         self._printed = time.monotonic()
@@ -63,7 +63,7 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
         self._writer: SummaryWriter | None = None
         if self._folder:
             with self._forgiving():
-                purge_step = at.step + 1 if at.step else None  # a resumed run trains these steps again
+                purge_step = step + 1 if step else None  # a resumed run trains these steps again
                 self._writer = SummaryWriter(str(self._folder), purge_step=purge_step)
                 lines = [f"    {key}: {json.dumps(value)}" for key, value in config.items()]
                 self._writer.add_text("config", "\n".join(lines))  # indented by four: code in Markdown

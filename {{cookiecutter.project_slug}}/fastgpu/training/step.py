@@ -1,9 +1,8 @@
-"""Precision and memory format of an optimizer step. The step itself is in train.py."""
+"""The precision of an optimizer step. The step itself is in train.py."""
 
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from fastgpu.process.config import Auto, Precision
 
@@ -33,9 +32,3 @@ def mixed_precision(
     dtype = torch.float16 if is_fp16 else torch.bfloat16
     autocast = torch.autocast(device.type, dtype, enabled=precision != "fp32")
     return MixedPrecision(precision, autocast, torch.amp.GradScaler(device.type, enabled=is_fp16))
-
-
-def to_device(model: nn.Module, device: torch.device) -> nn.Module:
-    """The model on the device, with its weights in the NHWC memory format, which tensor cores prefer."""
-    moved: nn.Module = model.to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return moved
