@@ -48,7 +48,7 @@ def diagnose(cfg: Config, world: World, args: argparse.Namespace) -> dict[str, o
     verdict = world.broadcast(judge(measured, cfg.data.echo))
     if verdict.cause in ("READ", "DECODE"):
         verdict = world.broadcast(judge(measured, cfg.data.echo, readers=bench.try_readers()))
-    title = f"{world}, {cfg.data.batch_size} rows per step, {bench.sizes.tier} tier, {bench.sizes.n_readers} readers"
+    title = f"{world}, {bench.describe()}"
     world.print_once(f"\n{result.table(title, measured, verdict)}")
     if args.trace > 0:
         path = Path(cfg.run.folder) / "trace.json"

@@ -291,7 +291,7 @@ def test_no_thread_outlives_a_process_that_leaves_without_closing(write, end, co
 def test_the_loader_works_in_a_loop_of_somebody_else(tmp_path):
     """The program of docs/code.md, as it is."""
     page = (ROOT / "docs/code.md").read_text()
-    program = re.search(r"## The loader alone.*?```python\n(.*?)```", page, re.DOTALL)
+    program = re.search(r"## Our loader in another loop.*?```python\n(.*?)```", page, re.DOTALL)
     assert program
     (tmp_path / "data").symlink_to(ROOT / "data")
     done = run_to_end([sys.executable, "-c", program[1]], tmp_path, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")

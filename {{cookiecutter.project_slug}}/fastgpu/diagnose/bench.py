@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from fastgpu.diagnose import ceilings
-from fastgpu.diagnose.ceilings import Loop, Meter, Supply, read_pool, repeat
+from fastgpu.diagnose.ceilings import Loop, Meter, Supply, open_supplies, read_pool, repeat
 from fastgpu.diagnose.verdict import Measured
+from fastgpu.feed import PoolLoader
 from fastgpu.process.config import Config
 from fastgpu.process.seeds import reseed
 from fastgpu.process.world import World
@@ -32,26 +33,31 @@ class Bench:
         self.world = world
         self.meter = Meter(world, seconds)
         parts = train.build(config, world)
-        parts.loader.close()
         parts.val_loader.close()
-        self.parts = parts._replace(loader=None, val_loader=None)  # measurements open feeds of their own
+        self._other = None if isinstance(parts.loader, PoolLoader) else parts.loader
+        if not self._other:
+            parts.loader.close()  # measurements open feeds of their own
+        self.parts = parts._replace(loader=None, val_loader=None)
         self.sizes = parts.data.sizes
         world.check_same({"data.tier": self.sizes.tier}, "set data.tier: free memory differs")
         self._seed = config.run.seed
         self._pool_batches = 1
-        batch = read_pool(parts.data.train, self._next_order(), self.sizes.n_readers)
-        self.loop = _make_loop(train, self.parts, batch.to(world.device), world)
+        if self._other:
+            batch = next(iter(self._other.batches(0)))
+        else:
+            batch = read_pool(parts.data.train, self._next_order(), self.sizes.n_readers).to(world.device)
+        self.loop = _make_loop(train, self.parts, batch, world)._replace(other=self._other)
         self.loop.step()  # DDP needs a step before the bare model runs, so this is the first
         self.loop.local_step(self.loop.batch)
         slowest_s = max(self.meter.run(partial(repeat, self.loop.step))[2])
-        if self.sizes.tier == "disk":
+        if self.sizes.tier == "disk" and not self._other:
             slowest_s = max(slowest_s, self._supply_s(self.sizes.n_readers))
         self._pool_batches = min(self.sizes.pool_batches, max(1, round(POOL_S / slowest_s)))
 
     def measure(self) -> Measured:
         """Every part of the training loop."""
         copy = None
-        if self.world.device.type == "cuda" and self.sizes.tier != "device":
+        if self.world.device.type == "cuda" and self.sizes.tier != "device" and not self._other:
             copy = ceilings.copies(self.loop, read_pool(self.loop.source, self._next_order(), self.sizes.n_readers))
         return ceilings.measure(self.meter, self.loop, self._next_order(), copy)
 
@@ -62,15 +68,22 @@ class Bench:
         self.world.print_once(f"trying {setting}")
         return setting, self._supply_s(n_readers)
 
+    def describe(self) -> str:
+        """What is measured, for the title of the table."""
+        rows = f"{self.parts.config.data.batch_size} rows per step"
+        if self._other:
+            return f"{rows}, {type(self._other).__name__} as the loader"
+        return f"{rows}, {self.sizes.tier} tier, {self.sizes.n_readers} readers"
+
     def trace(self, n_steps: int, path: Path) -> None:
         """Write a profile of some steps of the loop, on rank 0."""
-        supply = Supply(self.loop, self._next_order())
+        supply = open_supplies(self.loop, self._next_order())["real"]
         steps = (step for _ in count() for step in supply.steps())
         next(steps)
         with torch.profiler.profile() as profile:
             list(islice(steps, n_steps))
             self.meter.synchronize()
-        supply.feed.close()
+        supply.close()
         if self.world.is_main:
             path.parent.mkdir(parents=True, exist_ok=True)
             profile.export_chrome_trace(str(path))
@@ -81,7 +94,7 @@ class Bench:
         supply = Supply(self.loop._replace(sizes=sizes), self._next_order())
         supply.drain(supply.n_ready)
         _, _, ranks_s = self.meter.run(supply.drain, 4 * supply.n_joint)
-        supply.feed.close()
+        supply.close()
         return max(ranks_s)
 
     def _next_order(self) -> BlockSampler:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from copy import copy
 from functools import partial
-from itertools import count
+from itertools import count, islice
 from math import ceil
 from typing import NamedTuple
 
@@ -22,11 +22,11 @@ import torch
 
 from fastgpu.dataset.source import ItemDataset
 from fastgpu.diagnose.verdict import MAX_ROUNDS, N_ROUNDS, Measured, Rounds, is_enough
-from fastgpu.feed.loader import Passes
+from fastgpu.feed.loader import Loader, Passes
 from fastgpu.feed.prefetch import PrefetchLoader
 from fastgpu.feed.sizes import Sizes
 from fastgpu.feed.tiers import open_loaders
-from fastgpu.process.config import Loader
+from fastgpu.process import config
 from fastgpu.process.machine import available_cpus
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Dataset
@@ -58,8 +58,10 @@ class Loop(NamedTuple):
     source: Dataset
     sizes: Sizes
     device: torch.device
-    loader: Loader
+    loader: config.Loader
     echo: float = 1.0
+    other: Loader | None = None
+    """A loader that is not this project's. None: this project's feed is measured, opened anew for each measurement."""
 
     def step(self) -> None:
         self.train_step(self.transform(self.batch))
@@ -70,6 +72,8 @@ class Supply:
 
     n_ready = 0
     """Pools that lie ready when the feed has rested."""
+    n_first: int
+    """Pools until each block of an epoch has been read once."""
     n_joint = 1
     """Pools that may arrive at the same time, because as many worker processes started at the same time."""
 
@@ -89,6 +93,7 @@ class Supply:
         sizes = sizes._replace(passes=Passes(loop.echo))
         (self.feed,) = open_loaders([source], [order], sizes, loop.device, loader=loop.loader)
         self.feed.order = order_of_run
+        self.n_first = self.n_ready + order_of_run.pools_per_epoch
         self._pools = (pool for epoch in count() for pool in self.feed.pools(epoch))
 
     def steps(self) -> Iterator[object]:
@@ -105,10 +110,46 @@ class Supply:
         plans = [next(self._pools).plan for _ in range(n_pools)]
         return sum(self.feed.steps_on_pool(plan.epoch, plan.number) for plan in plans)
 
+    def close(self) -> None:
+        """End the feed."""
+        self.feed.close()
 
-def open_supplies(loop: Loop, order: BlockSampler) -> dict[str, Supply]:
+
+class OtherSupply:
+    """The batches of a loader that is not this project's, epoch after epoch. A unit is a batch."""
+
+    n_ready = 16
+    """Batches that may have been prepared when the loader has rested."""
+    n_joint = 1
+
+    def __init__(self, loop: Loop, loader: Loader):
+        self._loop = loop
+        self._batches = (batch for epoch in count() for batch in loader.batches(epoch))
+
+    def steps(self) -> Iterator[object]:
+        """The step on one batch."""
+        yield self._loop.train_step(self._loop.transform(next(self._batches)))
+
+    def train(self, n_batches: int) -> int:
+        """Train on that many batches. Returns the number of steps."""
+        return sum(1 for _ in range(n_batches) for _ in self.steps())
+
+    def drain(self, n_batches: int) -> int:
+        """Take that many batches without training on them. Returns their number."""
+        return sum(1 for _ in islice(self._batches, n_batches))
+
+    def close(self) -> None:
+        """The loader is still needed."""
+
+
+Supplies = Mapping[str, Supply | OtherSupply]
+
+
+def open_supplies(loop: Loop, order: BlockSampler) -> Supplies:
     """real: the feed of a run; cached: a feed from files that reads the same few blocks again and again."""
-    supplies = {"real": Supply(loop, order)}
+    if loop.other:
+        return {"real": OtherSupply(loop, loop.other)}
+    supplies: dict[str, Supply | OtherSupply] = {"real": Supply(loop, order)}
     reads_apart = isinstance(loop.source, HDF5Dataset) and not loop.source.file.is_direct  # from decoding
     if loop.sizes.tier == "disk" and reads_apart:
         supplies["cached"] = Supply(loop, first_blocks(loop.source, order))
@@ -125,7 +166,7 @@ def first_blocks(source: Dataset, order: BlockSampler) -> BlockSampler:
 
 def read_pool(source: Dataset, order: BlockSampler, n_readers: int) -> Rows:
     """The first pool of epoch 0 on the host, in memory of its own, without gaps between ragged values."""
-    feed = PrefetchLoader(source, order, torch.device("cpu"), n_readers, loader=Loader(prefetch_pools=1))
+    feed = PrefetchLoader(source, order, torch.device("cpu"), n_readers, loader=config.Loader(prefetch_pools=1))
     rows = next(feed.pools(0)).rows
     pool = rows.take(torch.arange(len(rows)))
     feed.close()
@@ -251,17 +292,18 @@ def measure(
             busy_s=busy_s or None,
             syncs=syncs,
             cpu_share=Rounds(cpu_shares),
+            is_other=loop.other is not None,
             is_uncached=isinstance(loop.source, HDF5Dataset) and loop.source.file.is_direct,
         )
         is_late = time.perf_counter() > deadline and number + 1 >= N_ROUNDS
         if world.broadcast(is_late or stop(measured)):
             break
     for supply in supplies.values():
-        supply.feed.close()
+        supply.close()
     return measured
 
 
-def _tasks(loop: Loop, supplies: Mapping[str, Supply], copy: Work | None, world: World) -> dict[str, _Task]:
+def _tasks(loop: Loop, supplies: Supplies, copy: Work | None, world: World) -> dict[str, _Task]:
     """{field of `Measured`: what is timed for it}, in the order of a round. local: see `Measured.ranks_compute`."""
     transformed = loop.transform(loop.batch)
     steps: dict[str, Callable[[], object]] = {
@@ -278,9 +320,8 @@ def _tasks(loop: Loop, supplies: Mapping[str, Supply], copy: Work | None, world:
     if real.n_ready:  # the loop follows at once: no pools lie ready for it
         tasks["supply"] = _Task(real.drain, partial(real.drain, real.n_ready), multiple)
     tasks["loop"] = _Task(real.train, partial(real.train, real.n_ready), multiple, real.n_ready)
-    if cached := supplies.get("cached"):
-        n_first = cached.n_ready + cached.feed.order.pools_per_epoch  # until each of its blocks has been read once
-        tasks["cached"] = _Task(cached.drain, partial(cached.drain, n_first), 2, cached.n_ready)
+    if isinstance(cached := supplies.get("cached"), Supply):
+        tasks["cached"] = _Task(cached.drain, partial(cached.drain, cached.n_first), 2, cached.n_ready)
     return tasks
 
 

@@ -18,7 +18,7 @@ from math import log2
 from statistics import median, median_low
 from typing import Literal, NamedTuple
 
-Cause = Literal["READ", "DECODE", "COPY", "AUGMENT", "HOST", "RANKS", "COMPUTE", "INCONCLUSIVE"]
+Cause = Literal["READ", "DECODE", "COPY", "AUGMENT", "HOST", "RANKS", "COMPUTE", "LOADER", "INCONCLUSIVE"]
 ADVICE: dict[Cause, str] = {
     "READ": "data.tier=auto; a disk of this machine, or blocks of 2 MiB (python convert.py repack writes them)",
     "DECODE": "decode once instead of in each epoch: python convert.py dataset, or repack; more CPUs",
@@ -27,6 +27,7 @@ ADVICE: dict[Cause, str] = {
     "HOST": "train.compile=true; bf16 instead of fp16, whose loss scaler reads a value in each step",
     "RANKS": "fewer ranks; of a slow rank, the other processes, clocks and disk of its machine",
     "COMPUTE": "nothing but the step itself: train.compile=true and train.precision=bf16 may make it faster",
+    "LOADER": "its own documentation: more worker processes, kept from epoch to epoch; pinned memory; larger batches",
     "INCONCLUSIVE": "run it again on a quieter machine, with larger --seconds, or look at --trace",
 }
 MAX_ECHO = 4.0  # Choi et al. found echoed batches worth almost as much as fresh ones up to about this factor
@@ -111,6 +112,8 @@ class Measured(NamedTuple):
     """Places in the code, as `file.py:12`, where the step makes the host wait for the device."""
     cpu_share: Rounds = Rounds((0.0,))
     """Share of the CPUs' time that the loop and its readers used."""
+    is_other: bool = False
+    """Whether the loader of train.py is not this project's, so that nothing is known of its parts."""
     is_uncached: bool = False
     """Whether files larger than the memory are read around the page cache, so that there is no `cached`."""
 
@@ -237,6 +240,8 @@ def _find_in_supply(m: Measured) -> list[Suspect]:
             return [straggler]
         if is_straggler is None:
             suspects.append(straggler)
+    if m.is_other:
+        return [*suspects, Suspect("LOADER", "the loader of train.py alone takes as long as the loop")]
     if m.is_uncached and m.cpu_share.low < CPU_SHARE:
         return [*suspects, Suspect("READ", "the files are larger than the memory, and the CPUs wait for the disk")]
     if not (m.supply and m.cached):

@@ -1,0 +1,69 @@
+"""The loader of docs/code.md: a plain DataLoader in the loop of train.py."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from harness import kill_tree, printed_by, same_weights, train_command, wait_until
+
+DIGITS = """
+import h5py
+from torch.utils.data import Dataset
+
+
+class Digits(Dataset):
+    def __init__(self, path):
+        file, _, group = path.partition("::")
+        with h5py.File(file) as opened:
+            self.images, self.labels = opened[group]["images"][:], opened[group]["labels"][:]
+        self.attributes = {"n_classes": 10}
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, index):
+        return self.images[index], int(self.labels[index])
+"""
+WORDS = ["data.dataset=digits:Digits", "dist.device=cpu", "model.width=8", "train.epochs=5", "loader.num_workers=1"]
+
+
+def accuracy(run: Path) -> float:
+    """Of the last validation of a run, in percent."""
+    points = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [point["val/top1_pct"] for point in points if "val/top1_pct" in point][-1]
+
+
+@pytest.mark.slow
+def test_a_plain_data_loader_trains_resumes_and_is_diagnosed(own_copy):
+    """The words and the code of the page: it has the accuracy of our own loader, also after SIGKILL on two ranks."""
+    project = own_copy("both")
+    (project / "digits.py").write_text(DIGITS)
+    printed_by(train_command(*WORDS, "run.name=ours", root=project), project)
+
+    page = (project / "docs/code.md").read_text().split("## Another loader in this loop")[1]
+    loader, build = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[:2]
+    (project / "torch_loader.py").write_text(loader)
+    program = (project / "train.py").read_text()
+    changed = re.sub(r"def build_loaders\(.*?(?=\n\n\n)", lambda _: build.rstrip(), program, flags=re.DOTALL)
+    assert changed != program
+    (project / "train.py").write_text(
+        changed.replace("import workloads\n", "import workloads\nfrom torch_loader import TorchLoader\n", 1)
+    )
+
+    printed_by(train_command(*WORDS, "run.name=alone", root=project), project)
+    assert accuracy(project / "runs/alone") > accuracy(project / "runs/ours") - 4 > 80
+    steps = "run.checkpoint_every_steps=5"
+    printed_by(train_command(*WORDS, steps, "run.name=whole", ranks=2, root=project), project)
+    command = train_command(*WORDS, steps, "run.name=killed", ranks=2, root=project)
+    with subprocess.Popen(command, cwd=project, stdout=subprocess.DEVNULL) as process:
+        wait_until(lambda: any((project / "runs/killed").glob("checkpoints/last-00000[5-9]")), process)
+        kill_tree(process)
+    printed_by(train_command("run.resume=runs/killed", ranks=2, root=project), project)
+    assert same_weights(project / "runs/whole", project / "runs/killed")
+
+    printed = printed_by([sys.executable, "diagnose.py", *WORDS, "--seconds=0.05"], project)
+    assert "TorchLoader as the loader" in printed
+    assert "supply" in printed
