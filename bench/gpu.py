@@ -29,7 +29,7 @@ from processes import kept_warm
 from publish import spread, take_turns
 from tables import compare, speeds
 from torch.utils.data import Dataset
-from train import Parts, build, train_step
+from train import Training, build, train_step
 
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import UserError
@@ -90,23 +90,20 @@ CASES = {
 }
 
 
-def loop(pools: Iterable[Batches], clock: Clock, parts: Parts, rng: torch.Generator) -> Iterator[None]:
+def loop(batches: Batches, clock: Clock, parts: Training, rng: torch.Generator) -> Iterator[None]:
     """The loop of train.py, which stops after each step."""
-    for batches in clock.timed(pools):
-        for batch in batches:
-            train_step(parts, parts.workload.transform(batch, rng), LR)
-            clock.count(len(batch), len(batch))
-            yield
+    for batch in clock.timed(batches):
+        train_step(parts, parts.workload.transform(batch, rng), LR)
+        yield
 
 
-def pools_of(parts: Parts) -> Iterator[Batches]:
-    """The batches of each pool, epoch after epoch."""
+def batches_of(parts: Training) -> Iterator[Rows]:
+    """The batches of the training rows, epoch after epoch."""
     for epoch in count():
-        for pool in parts.loader.pools(epoch):
-            yield pool.rows.batches(parts.data.sizes.batch_size)
+        yield from parts.loader.batches(epoch)
 
 
-def pools_of_loader(case: Case, spec: DataSpec, device: torch.device) -> Iterator[Batches]:
+def batches_of_loader(case: Case, spec: DataSpec, device: torch.device) -> Iterator[Rows]:
     """Batches of a DataLoader with workers on all CPUs that work ahead, pinned memory and copies without waiting."""
     task = Task(spec.h5, spec.folder, spec.batch_size, available_cpus())
     is_pinned = device.type == "cuda"
@@ -114,10 +111,10 @@ def pools_of_loader(case: Case, spec: DataSpec, device: torch.device) -> Iterato
     for number in count():
         for batch in tuned.epoch(number):
             labels = torch.zeros(spec.batch_size, dtype=torch.int64, device=device)
-            yield [Rows({"images": batch[0].to(device, non_blocking=True), "labels": labels})]
+            yield Rows({"images": batch[0].to(device, non_blocking=True), "labels": labels})
 
 
-def build_parts(case: Case, spec: DataSpec, tier: str, world: World) -> Parts:
+def build_parts(case: Case, spec: DataSpec, tier: str, world: World) -> Training:
     """What train.py would train. Raises UserError if such rows cannot be kept on this tier."""
     val = spec.folder / "users-val.h5" if case.make is data.make_users else spec.h5
     keys = {"data.train": spec.h5, "data.val": val, "data.batch_size": spec.batch_size, "data.tier": tier, **case.keys}
@@ -132,7 +129,7 @@ class Bench:
         """Threads and processes end with `stack`."""
         world = World(rank=0, world_size=1, local_world_size=1, device=device)
         self.synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-        self.clock = Clock(world)
+        self.clock = Clock(world, spec.batch_size)
         self.monitor = stack.enter_context(Monitor(world, poll_s=0.2))
         self.failed: dict[str, str] = {}
         sources = {}
@@ -144,16 +141,15 @@ class Bench:
                 continue
             parts.val_loader.close()
             stack.callback(parts.loader.close)
-            sources[name] = pools_of(parts)
+            sources[name] = batches_of(parts)
             if tier == "disk":
                 self.parts = parts
         if case.dataset:
-            sources[TUNED] = pools_of_loader(case, spec, device)
-        first_pool = next(iter(self.parts.loader.pools(0))).rows
-        fixed = first_pool.take(torch.arange(spec.batch_size, device=first_pool.device))
-        sources[FIXED] = repeat([fixed] * self.parts.data.sizes.pool_batches)
+            sources[TUNED] = batches_of_loader(case, spec, device)
+        first = next(iter(self.parts.loader.batches(0)))
+        sources[FIXED] = repeat(first.take(torch.arange(spec.batch_size, device=first.device)))
         rng = torch.Generator(device).manual_seed(0)
-        self.loops = {name: loop(pools, self.clock, self.parts, rng) for name, pools in sources.items()}
+        self.loops = {name: loop(batches, self.clock, self.parts, rng) for name, batches in sources.items()}
         stack.callback(self.loops.clear)  # ends the workers of DataLoaders
 
     def measure(self, name: str, seconds: float) -> dict[str, float]:
