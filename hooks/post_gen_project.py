@@ -27,7 +27,7 @@ KEEP = [
     ({"workload": ["images", "both"]}, "workloads/images.py fastgpu/images"),
     ({"workload": ["images", "both"]}, "fastgpu/convert/images"),
     ({"workload": ["recsys", "both"]}, "configs/recsys.yaml data/interactions-train.h5 data/interactions-val.h5"),
-    ({"workload": ["recsys", "both"]}, "workloads/recsys.py fastgpu/convert/recsys fastgpu/training/ranking.py"),
+    ({"workload": ["recsys", "both"]}, "workloads/recsys.py fastgpu/convert/recsys"),
 ]
 """({question: answers that keep them}, paths): no other project has these files and folders."""
 LEFTOVERS = [
