@@ -15,12 +15,14 @@ from torch import Tensor, nn
 
 import workloads
 from fastgpu.images import augment
-from fastgpu.images.files import IGNORED_CLASS
 from fastgpu.process.config import Count, CountOrZero, Section
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Rows
 from workloads import images
+
+IGNORED_CLASS = 255
+"""Pixels of a mask that have no class, as convert.py writes them."""
 
 
 class Workload(workloads.Workload):
