@@ -1,9 +1,10 @@
-"""Images with one class of many, or any number of attributes. A compact residual network.
+"""Classifies images, into one class of many or by any number of attributes, with a small ResNet.
 
 Shapes: B rows of a batch, C H W of an image, K classes or attributes.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -21,16 +22,17 @@ from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Rows
 
 DTYPES = ("uint8", "float16", "float32")
-"""Types of the images that this workload trains on as they are."""
+"""Types of images that this workload trains on, without conversion."""
 CHANNELS = (1, 3, 4)
-"""Usual numbers of channels. A last axis of such a length is perhaps theirs, as Pillow, OpenCV and Keras have it."""
+"""Usual numbers of channels. Pillow, OpenCV and Keras have them in the last axis."""
 
 
 class Workload(workloads.Workload):
     """Trains on `images`, (N, C, H, W) or (N, H, W) of one of `DTYPES`, and `labels`.
 
-    Integers (N,) from 0 on are classes, integers 0 and 1 (N, K) are attributes. Used of the attributes of the training
-    data are `class_names` or `n_classes`, and `mean` and `std` of each channel, in the units of the file.
+    Integers (N,) from 0 on are classes, integers 0 and 1 (N, K) are attributes. From the attributes
+    of the training data, it uses `class_names` or `n_classes`, and `mean` and `std` of each channel,
+    in the units of the file.
     """
 
     class Options(Section):
@@ -57,22 +59,21 @@ class Workload(workloads.Workload):
         label_smoothing: Annotated[float, Limits(ge=0, lt=1)] = 0.0
         """Share of the target that is spread over all classes."""
 
+    options: Options
     best = ("top1_pct", "higher")
     inputs = ("images",)
 
     def __init__(self, options: Options, train: Dataset, val: Dataset):
         """Raises UserError if the rows are not images with labels, or if validation rows are of another kind."""
         check_images(train, val)
-        images, labels = train.fields["images"], train.fields["labels"]
+        labels = train.fields["labels"]
         is_column = labels.shape == (1,)  # more often classes with an axis too many than a single attribute
         if labels.is_ragged or labels.dtype.kind not in "ui" or len(labels.shape) > 1 or is_column:
             raise UserError(
                 f"{train.name}: labels are {labels}; allowed are integers, (N,) for classes or 0 and 1 (N, K) for "
                 "attributes: write (N, 1) as labels[:, 0] and one-hot rows as labels.argmax(1)"
             )
-        self.options = options
-        # The fields of a model.json have the size of validation images; its card has that of training images.
-        self.shape_CHW = tuple(train.attributes.get("training_shape", (1, *images.shape)[-3:]))
+        self.set_up(options, train)
         self.class_names = [str(name) for name in train.attributes.get("class_names") or []]
         self.has_attributes = bool(labels.shape)
         self.n_outputs = labels.shape[0] if self.has_attributes else count_classes(train)
@@ -80,27 +81,33 @@ class Workload(workloads.Workload):
             self.best = ("accuracy_pct", "higher")
         for source in (train, val):
             check_range(source, 1 if self.has_attributes else self.n_outputs - 1)
-        self.is_pretrained = options.pretrained and len(train) > 0  # predict.py, which has no rows, loads its weights
-        self.check_options()
-        self.normalize = Normalize(train.attributes, self.shape_CHW[0], images.dtype)
 
-    def check_options(self) -> None:
-        """Raise UserError if an option leaves nothing of an image, or has no effect."""
-        if self.options.pretrained and not self.options.timm:
+    def set_up(self, options: Options, train: Dataset) -> None:
+        """Set what depends on the options and images. Raises UserError if they do not fit together."""
+        self.options = options
+        images = train.fields["images"]
+        self.shape_CHW = (1, *images.shape)[-3:]
+        if options.pretrained and not options.timm:
             raise UserError("model.pretrained is true, but only networks of timm have such weights; set model.timm")
         side = min(self.shape_CHW[1:])
-        if max(self.options.crop_padding, self.options.cutout_size) >= side:
+        if max(options.crop_padding, options.cutout_size) >= side:
             raise UserError(f"images are {side} pixels high or wide; model.crop_padding and cutout_size should be less")
+        # predict.py, which has no rows, loads the weights of a checkpoint instead.
+        self.is_pretrained = options.pretrained and len(train) > 0
+        self.normalize = partial(Normalize, train.attributes, self.shape_CHW[0], images.dtype)
+        layer = self.normalize()
+        mean_C = (-layer.shift / layer.scale).flatten()
+        self.fill_C = augment.to_dtype(mean_C, getattr(torch, images.dtype.name))
 
     def model(self) -> nn.Module:
-        """Images as they lie in the file -> logits (B, K)."""
+        """Images of the file, unchanged -> logits (B, K)."""
         o = self.options
         if not o.timm:
-            return nn.Sequential(self.normalize, resnet(self.shape_CHW, self.n_outputs, o.width, o.blocks))
+            return nn.Sequential(self.normalize(), resnet(self.shape_CHW, self.n_outputs, o.width, o.blocks))
         shape = {"in_chans": self.shape_CHW[0], "num_classes": self.n_outputs}
         try:
             create = import_module("timm").create_model
-            return nn.Sequential(self.normalize, create(o.timm, pretrained=self.is_pretrained, **shape))
+            return nn.Sequential(self.normalize(), create(o.timm, pretrained=self.is_pretrained, **shape))
         except (ImportError, RuntimeError, OSError) as error:  # of timm, of its name of a network, or of the weights
             raise UserError(f"model.timm is {o.timm}: {error}; pip install timm; see timm.list_models()") from None
 
@@ -116,8 +123,8 @@ class Workload(workloads.Workload):
         if o.flip:
             x_BCHW = augment.random_flip(x_BCHW, rng)
         if o.cutout_size:
-            fill_C = augment.to_dtype((-self.normalize.shift / self.normalize.scale).flatten(), x_BCHW.dtype)
-            x_BCHW = augment.cutout(x_BCHW, o.cutout_size, fill_C, rng)
+            self.fill_C = self.fill_C.to(x_BCHW.device)  # copied in the first step
+            x_BCHW = augment.cutout(x_BCHW, o.cutout_size, self.fill_C, rng)
         if o.mixup_alpha:
             target = labels if self.has_attributes else F.one_hot(labels.long(), self.n_outputs)
             x_BCHW, labels = augment.mixup(x_BCHW, target.float(), o.mixup_alpha, rng)
@@ -163,24 +170,25 @@ class Workload(workloads.Workload):
         return {"probability": logits_BK.softmax(1)}
 
     def card(self) -> dict[str, Any]:
-        return {"training_shape": list(self.shape_CHW), "n_classes": self.n_outputs}
+        return {"n_classes": self.n_outputs}
 
 
 # ---------------------------------------------------------------------------------------------- checks of the rows
 
 
 def check_images(train: Dataset, val: Dataset) -> None:
-    """Raise UserError if a source lacks labels, or images of a known type and layout, or if the sources differ."""
+    """Raise UserError unless both sources have labels and images, alike and of a known layout."""
     for source in (train, val):
         if not {"images", "labels"} <= source.fields.keys():
             raise UserError(f"data.fields has {', '.join(source.fields)}; this workload needs images and labels")
         images = source.fields["images"]
         if images.dtype not in DTYPES or len(images.shape) not in (2, 3):
             raise UserError(
-                f"{source.name}: images are {images}; allowed are {', '.join(DTYPES)} of (N, C, H, W) or (N, H, W); "
-                "write others as images.astype('float32'), or as bytes: (images / images.max() * 255).astype('uint8')"
+                f"{source.name}: images are {images}; allowed are {', '.join(DTYPES)} of (N, C, H, W) "
+                "or (N, H, W); write others with images.astype('float32')"
             )
-        looks_like_nhwc = images.shape[-1] in CHANNELS and images.shape[0] not in CHANNELS and len(images.shape) == 3
+        first, *_, last = images.shape
+        looks_like_nhwc = len(images.shape) == 3 and last in CHANNELS and first not in CHANNELS
         if looks_like_nhwc and source.attributes.get("layout") != "nchw":
             raise UserError(
                 f"{source.name}: images are {images}, which looks like (N, H, W, C); allowed is (N, C, H, W): write "
@@ -188,8 +196,7 @@ def check_images(train: Dataset, val: Dataset) -> None:
             )
     for name in ("images", "labels"):
         ours, theirs = train.fields[name], val.fields[name]
-        are_labels = name == "labels" and {ours.dtype.kind, theirs.dtype.kind} <= {"u", "i"}
-        if ours.shape != theirs.shape or (ours.dtype != theirs.dtype and not are_labels):
+        if ours.shape != theirs.shape or (ours.dtype.kind == "f") != (theirs.dtype.kind == "f"):
             raise UserError(f"{val.name}: {name} are {theirs}, those of {train.name} are {ours}")
 
 
@@ -218,9 +225,9 @@ def check_range(source: Dataset, highest: int) -> None:
 
 
 class Normalize(nn.Module):
-    """(x - mean) / std of each channel, as floats. It is part of the model, so a checkpoint takes images of the file.
+    """(x - mean) / std of each channel, as floats: the first layer of networks for images of a file.
 
-    Without the attributes `mean` and `std`, integers are mapped to -1 to 1 and floats stay as they are.
+    Without the attributes `mean` and `std`, bytes are mapped to -1 to 1 and floats are unchanged.
     """
 
     scale: Tensor

@@ -1,4 +1,4 @@
-"""The smallest workload, to be copied: a network with one hidden layer predicts the numbers `y` from the numbers `x`.
+"""The smallest workload, to copy: a network with one hidden layer predicts the numbers `y` from the numbers `x`.
 
 data:
   fields: {x: x, y: y}        # datasets of the file: x (N, ...) and y (N,) or (N, K)
@@ -24,6 +24,7 @@ class Workload(workloads.Workload):
         hidden_dim: int = 64
         """Width of the hidden layer."""
 
+    options: Options
     best = ("mse", "lower")
     inputs = ("x",)
 

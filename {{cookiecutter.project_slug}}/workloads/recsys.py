@@ -47,6 +47,7 @@ class Workload(workloads.Workload):
         kl_anneal_steps: CountOrZero = 0
         """Steps (times optim.accumulation_steps) in which the weight rises from 0. The paper uses 200,000."""
 
+    options: Options
     best = (f"ndcg_at_{NDCG_AT}", "higher")
     inputs = ("items",)
 

@@ -73,7 +73,6 @@ def load_model(path: str | Path) -> Trained:
         kind = workloads.load(card["workload"])
         options = kind.Options.model_validate_json(json.dumps(card["options"]))
         workload = kind(options, rows, rows)
-        workload.options = options
         model = workload.model()
         fill(model, folder / WEIGHTS)
     except (OSError, LookupError, RuntimeError, TypeError, ValueError, SafetensorError) as error:
