@@ -1,7 +1,8 @@
-"""Workloads: the model, loss and metrics of each task. `workload:` in config.yaml selects a module of this folder.
+"""The model, loss and metrics of each task: a module of this folder, selected by `workload:`.
 
-To write one, copy minimal.py to workloads/<name>.py, change its class `Workload`, set `workload: <name>`, and replace
-the sections `data` and `model` of config.yaml. The training loop needs no more than the protocol below.
+To write one, copy minimal.py to workloads/<name>.py and change its class `Workload`. In
+config.yaml, set `workload: <name>`, and replace the sections `data` and `model`. The training loop
+needs no more than the protocol below.
 """
 
 from abc import abstractmethod
@@ -22,63 +23,65 @@ class Workload(Protocol):
     """A model, its augmentation, its loss and its metrics. Every rank has one instance."""
 
     Options: type[Section]
-    """Your settings: typed fields with defaults, read from the section `model` of config.yaml and checked like it."""
+    """Your settings, typed fields with defaults: the section `model` of config.yaml."""
 
     options: Section
-    """Their values. Declare `options: Options`, so that mypy knows your fields, and set it in `__init__`."""
+    """Their values. Declare `options: Options`, so that mypy knows them; set it in `__init__`."""
 
     best: tuple[str, Literal["higher", "lower"]]
-    """The metric that selects the best checkpoint, and whether higher or lower values are better."""
+    """The metric that selects the best checkpoint, and which of its values are better."""
 
     inputs: tuple[str, ...] = ()
-    """The fields that `predict` needs. predict.py reads these; to evaluate, it reads all fields of training."""
+    """The fields that `predict` needs: predict.py reads these. To evaluate, it reads all fields."""
 
     @abstractmethod
     def __init__(self, options: Section, train: Dataset, val: Dataset):
         """Set `options`, and raise UserError if the rows are not of the expected kind.
 
-        predict.py passes sources without rows and without `column`. They have the fields and attributes of the training
-        rows, and what `card` returned as attributes.
+        predict.py passes sources without rows, whose `column` is always None. They have the fields
+        and attributes of the training rows; what `card` returned is among the attributes.
         """
 
     @abstractmethod
     def model(self) -> nn.Module:
-        """A new network, initialised, on the CPU. It takes rows of the file, unchanged, and so does a checkpoint."""
+        """Build a new network on the CPU. Its input is rows of the file, unchanged."""
 
     @abstractmethod
     def transform(self, batch: Rows, rng: Generator) -> Rows:
-        """Augment a training batch on the device, in each pass. Draw from `rng`, so that a resumed run repeats it."""
+        """Augment a training batch on the device. Draw from `rng`: a resumed run repeats it."""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Rows) -> Tensor:
-        """The mean loss of a batch, as a scalar on the device. Do not call .item(), which makes the host wait."""
+        """The mean loss of a batch, a scalar on the device. Without .item(), so no host waits."""
 
     @abstractmethod
     def score(self, model: nn.Module, batch: Rows) -> Mapping[str, Tensor]:
-        """Sums over the rows of a validation batch, of any shape: losses, hits, a confusion matrix, a histogram."""
+        """Sums over the rows of a validation batch, of any shape: losses, a confusion matrix."""
 
     @abstractmethod
     def metrics(self, sums: Mapping[str, Tensor]) -> Mapping[str, float]:
-        """The metrics, from the sums of `score` over all validation rows of all ranks; `sums["n"]` is their number."""
+        """The metrics, from the sums of `score` over all ranks. `sums["n"]` counts the rows."""
 
     def predict(self, model: nn.Module, batch: Rows) -> Mapping[str, Tensor]:
-        """{column: (B,) or (B, k)} for a batch of `inputs`, as predict.py writes it. Training does not need this.
+        """{column: (B,) or (B, k)} for a batch of `inputs`, for predict.py. Training needs none.
 
-        Of `probability`, (B, classes), predict.py writes the best classes, and of `scores`, (B, items), the best items.
-        Their names are those of the attributes `class_names` and `item_ids`. Items with the score -inf are left out.
+        Of `probability`, (B, classes), predict.py writes the best classes, and of `scores`,
+        (B, items), the best items, by the names in the attributes `class_names` and `item_ids`.
+        An item with the score -inf is none.
         """
         raise UserError("the workload has no method predict; workloads/__init__.py describes it")
 
     @abstractmethod
     def card(self) -> dict[str, Any]:
-        """Model metadata derived from the training data, such as the number of classes, as JSON. model.json keeps it.
+        """What the model takes from the training data, such as the number of classes, as JSON.
 
-        With the options, and the fields and attributes of the training rows, it is enough to build the model again.
+        model.json keeps it. With the options, and the fields and attributes of the training rows,
+        it is enough to build the model again.
         """
 
 
 def make(config: Config, train: Dataset, val: Dataset) -> Workload:
-    """Build the workload that the config names. Raises UserError if its options, or the rows, do not fit."""
+    """Build the workload that the config names. Raises UserError if options or rows do not fit."""
     kind = load(config.workload)
     return kind(read_options(config, kind.Options), train, val)
 
@@ -87,6 +90,7 @@ def load(name: str) -> type[Workload]:
     """The class `Workload` of workloads/<name>.py. Raises UserError if there is no such file."""
     names = sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py"))
     if name not in names:
-        raise UserError(f"workload is {name}, but workloads/{name}.py does not exist; there are: {', '.join(names)}")
+        there_are = f"there are: {', '.join(names)}"
+        raise UserError(f"workload is {name}, but workloads/{name}.py does not exist; {there_are}")
     kind: type[Workload] = import_module(f"workloads.{name}").Workload
     return kind

@@ -24,15 +24,15 @@ from fastgpu.rows.rows import Rows
 DTYPES = ("uint8", "float16", "float32")
 """Types of images that this workload trains on, without conversion."""
 CHANNELS = (1, 3, 4)
-"""Usual numbers of channels. Pillow, OpenCV and Keras have them in the last axis."""
+"""Usual numbers of channels."""
 
 
 class Workload(workloads.Workload):
     """Trains on `images`, (N, C, H, W) or (N, H, W) of one of `DTYPES`, and `labels`.
 
-    Integers (N,) from 0 on are classes, integers 0 and 1 (N, K) are attributes. From the attributes
-    of the training data, it uses `class_names` or `n_classes`, and `mean` and `std` of each channel,
-    in the units of the file.
+    Integers (N,) from 0 on are classes, integers 0 and 1 (N, K) are attributes. The training data
+    may have the attributes `class_names` or `n_classes`, and `mean` and `std` of each channel, in
+    the units of the file.
     """
 
     class Options(Section):
@@ -43,7 +43,7 @@ class Workload(workloads.Workload):
         blocks: Count = 1
         """Residual blocks in each stage."""
         timm: str = ""
-        """Name of a network of timm, such as resnet50, in place of the one here: without `width` and `blocks`."""
+        """Name of a network of timm, such as resnet50, to use in place of the one here."""
         pretrained: bool = False
         """Start with the weights that timm has for its network."""
         flip: bool = False
@@ -51,11 +51,11 @@ class Workload(workloads.Workload):
         crop_padding: CountOrZero = 1
         """Pad by this many pixels, then crop at random. 0: off."""
         min_crop_scale: Annotated[float, Limits(gt=0, le=1)] = 1.0
-        """Enlarge a random part of at least this share of the area (0.08 to 0.35 for photographs). 1: off."""
+        """Enlarge a random part of at least this share of the area. Photos: 0.08 to 0.35. 1: off."""
         cutout_size: CountOrZero = 0
         """Side of a random square that is filled with the mean, in pixels. 0: off."""
         mixup_alpha: Annotated[float, Limits(ge=0)] = 0.0
-        """Blend each row with another one by a share drawn from Beta(mixup_alpha, mixup_alpha). 0: off."""
+        """Blend each row with another one, in a share of Beta(mixup_alpha, mixup_alpha). 0: off."""
         label_smoothing: Annotated[float, Limits(ge=0, lt=1)] = 0.0
         """Share of the target that is spread over all classes."""
 
@@ -64,10 +64,11 @@ class Workload(workloads.Workload):
     inputs = ("images",)
 
     def __init__(self, options: Options, train: Dataset, val: Dataset):
-        """Raises UserError if the rows are not images with labels, or if validation rows are of another kind."""
+        """Raises UserError if the rows are not images with labels, or not alike."""
         check_images(train, val)
         labels = train.fields["labels"]
-        is_column = labels.shape == (1,)  # more often classes with an axis too many than a single attribute
+        # (N, 1) is more often classes with an axis too many than a single attribute.
+        is_column = labels.shape == (1,)
         if labels.is_ragged or labels.dtype.kind not in "ui" or len(labels.shape) > 1 or is_column:
             raise UserError(
                 f"{train.name}: labels are {labels}; allowed are integers, (N,) for classes or 0 and 1 (N, K) for "
@@ -83,7 +84,7 @@ class Workload(workloads.Workload):
             check_range(source, 1 if self.has_attributes else self.n_outputs - 1)
 
     def set_up(self, options: Options, train: Dataset) -> None:
-        """Set what depends on the options and images. Raises UserError if they do not fit together."""
+        """Set what depends on options and images. Raises UserError if these do not fit."""
         self.options = options
         images = train.fields["images"]
         self.shape_CHW = (1, *images.shape)[-3:]
@@ -103,12 +104,15 @@ class Workload(workloads.Workload):
         """Images of the file, unchanged -> logits (B, K)."""
         o = self.options
         if not o.timm:
-            return nn.Sequential(self.normalize(), resnet(self.shape_CHW, self.n_outputs, o.width, o.blocks))
+            network = resnet(self.shape_CHW, self.n_outputs, o.width, o.blocks)
+            return nn.Sequential(self.normalize(), network)
         shape = {"in_chans": self.shape_CHW[0], "num_classes": self.n_outputs}
         try:
             create = import_module("timm").create_model
-            return nn.Sequential(self.normalize(), create(o.timm, pretrained=self.is_pretrained, **shape))
-        except (ImportError, RuntimeError, OSError) as error:  # of timm, of its name of a network, or of the weights
+            network = create(o.timm, pretrained=self.is_pretrained, **shape)
+            return nn.Sequential(self.normalize(), network)
+        # timm is not installed, knows no such network, or cannot load its weights.
+        except (ImportError, RuntimeError, OSError) as error:
             raise UserError(f"model.timm is {o.timm}: {error}; pip install timm; see timm.list_models()") from None
 
     def transform(self, batch: Rows, rng: torch.Generator) -> Rows:
@@ -131,7 +135,7 @@ class Workload(workloads.Workload):
         return Rows({"images": x_BCHW, "labels": labels})
 
     def loss(self, model: nn.Module, batch: Rows) -> Tensor:
-        """Mean cross-entropy of the batch, and of its attributes. Mixed labels of classes are floats (B, K)."""
+        """Mean cross-entropy. After mixup, labels of classes are floats (B, K)."""
         logits_BK = model(batch["images"]).float()
         labels = batch["labels"]
         smoothing = self.options.label_smoothing
@@ -154,7 +158,7 @@ class Workload(workloads.Workload):
         return {"top1": hits_B5[:, 0].sum(), "top5": hits_B5.sum(), "loss": loss}
 
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
-        """Percentages and the mean loss. Five answers of few classes say nothing, so top5_pct needs six classes."""
+        """Percentages and the mean loss. top5_pct needs more than five classes to mean anything."""
         mean = {name: float(value / sums["n"]) for name, value in sums.items() if not value.ndim}
         if self.has_attributes:
             return {"accuracy_pct": 100 * mean["hits"], "loss": mean["loss"]}
@@ -162,7 +166,7 @@ class Workload(workloads.Workload):
         return {"top1_pct": 100 * mean["top1"], **top5, "loss": mean["loss"]}
 
     def predict(self, model: nn.Module, batch: Rows) -> dict[str, Tensor]:
-        """The `probability` of each class, (B, K); for attributes that of each, (B,), by its name."""
+        """The `probability` of each class, (B, K); of each attribute, (B,), by its name."""
         logits_BK = model(batch["images"]).float()
         if self.has_attributes:
             names = self.class_names or [f"attribute_{number}" for number in range(self.n_outputs)]
@@ -173,26 +177,26 @@ class Workload(workloads.Workload):
         return {"n_classes": self.n_outputs}
 
 
-# ---------------------------------------------------------------------------------------------- checks of the rows
+# ------------------------------------------------------------------------------ checks of the rows
 
 
 def check_images(train: Dataset, val: Dataset) -> None:
     """Raise UserError unless both sources have labels and images, alike and of a known layout."""
     for source in (train, val):
         if not {"images", "labels"} <= source.fields.keys():
-            raise UserError(f"data.fields has {', '.join(source.fields)}; this workload needs images and labels")
+            has = ", ".join(source.fields)
+            raise UserError(f"data.fields has {has}; this workload needs images and labels")
         images = source.fields["images"]
-        if images.dtype not in DTYPES or len(images.shape) not in (2, 3):
+        # Pillow, OpenCV and Keras have the channels in the last axis.
+        axes = images.shape
+        looks_like_nhwc = len(axes) == 3 and axes[-1] in CHANNELS and axes[0] not in CHANNELS
+        is_nhwc = looks_like_nhwc and source.attributes.get("layout") != "nchw"
+        if images.dtype not in DTYPES or len(axes) not in (2, 3) or is_nhwc:
             raise UserError(
-                f"{source.name}: images are {images}; allowed are {', '.join(DTYPES)} of (N, C, H, W) "
-                "or (N, H, W); write others with images.astype('float32')"
-            )
-        first, *_, last = images.shape
-        looks_like_nhwc = len(images.shape) == 3 and last in CHANNELS and first not in CHANNELS
-        if looks_like_nhwc and source.attributes.get("layout") != "nchw":
-            raise UserError(
-                f"{source.name}: images are {images}, which looks like (N, H, W, C); allowed is (N, C, H, W): write "
-                "them so by convert.py arrays ... --layout nhwc; otherwise give the file the attribute layout=nchw"
+                f"{source.name}: images are {images}; allowed are {', '.join(DTYPES)} of (N, C, H, W) or "
+                "(N, H, W); write other types with images.astype('float32'), and (N, H, W, C) with "
+                "convert.py arrays ... --layout nhwc; if channels do come first, set the attribute "
+                "layout=nchw"
             )
     for name in ("images", "labels"):
         ours, theirs = train.fields[name], val.fields[name]
@@ -201,9 +205,9 @@ def check_images(train: Dataset, val: Dataset) -> None:
 
 
 def count_classes(source: Dataset) -> int:
-    """The number of classes: by the attribute class_names or n_classes, otherwise the highest label + 1."""
-    n_classes = len(source.attributes.get("class_names") or []) or source.attributes.get("n_classes")
-    if n_classes:
+    """The number of classes: by class_names or n_classes, otherwise the highest label + 1."""
+    names = source.attributes.get("class_names") or []
+    if n_classes := len(names) or source.attributes.get("n_classes"):
         return int(n_classes)
     labels = source.column("labels")
     if labels is None:
@@ -221,11 +225,11 @@ def check_range(source: Dataset, highest: int) -> None:
         )
 
 
-# ---------------------------------------------------------------------------------------------- the network
+# ------------------------------------------------------------------------------ the network
 
 
 class Normalize(nn.Module):
-    """(x - mean) / std of each channel, as floats: the first layer of networks for images of a file.
+    """(x - mean) / std of each channel, as floats: the first layer of networks for files of images.
 
     Without the attributes `mean` and `std`, bytes are mapped to -1 to 1 and floats are unchanged.
     """
@@ -253,7 +257,7 @@ class Normalize(nn.Module):
 
 
 class Block(nn.Module):
-    """Two 3x3 convolutions and a shortcut (He et al., arXiv:1512.03385). The last norm is initialised with zeros."""
+    """Two 3x3 convolutions and a shortcut (He et al., arXiv:1512.03385). The last norm starts at 0."""
 
     def __init__(self, channels_in: int, channels_out: int, stride: int):
         super().__init__()
@@ -278,9 +282,9 @@ class Block(nn.Module):
 
 
 def resnet(shape_CHW: tuple[int, ...], classes: int, width: int, blocks: int) -> nn.Sequential:
-    """Stem, up to four stages, mean over the pixels, linear layer. The stem quarters images of more than 64 pixels.
+    """Stem, up to four stages of `blocks` blocks, mean over the pixels, linear layer.
 
-    Its layers can be sliced: resnet(...)[:-1] gives features. blocks: in each stage.
+    The stem quarters the sides of images of more than 64 pixels. resnet(...)[:-1] gives features.
     """
     channels, *sides = shape_CHW
     side = min(sides)

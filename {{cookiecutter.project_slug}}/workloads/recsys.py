@@ -1,13 +1,14 @@
-"""Recommends items to users with a variational or denoising autoencoder (Mult-VAE, Mult-DAE) on sparse rows.
+"""Recommends items to users with an autoencoder on sparse rows, variational or denoising.
 
-Liang et al., "Variational Autoencoders for Collaborative Filtering" (WWW 2018, arXiv:1802.05814). User u is a row of
-ones at n_u items. Dense rows are never built, on the host or on the device; these sums give the same numbers:
+Liang et al., "Variational Autoencoders for Collaborative Filtering" (WWW 2018, arXiv:1802.05814).
+User u is a row x_u of ones at n_u items. Dense rows are never built, on the host or on the device.
+Sums over the items i of a user give the same numbers:
 
-    first layer   W^T dropout(x_u / |x_u|) = sum over the items i of coin_ui / ((1 - p) sqrt(n_u)) W_i
-    loss          -sum_i x_ui log softmax(z_u)_i = n_u logsumexp(z_u) - sum over the items i of z_ui
+    first layer   W^T dropout(x_u / |x_u|) = sum of coin_ui / ((1 - p) sqrt(n_u)) W_i
+    loss          -sum_i x_ui log softmax(z_u)_i = n_u logsumexp(z_u) - sum of z_ui
 
-Shapes: B users of a batch, N items of all these users, I items in total, H hidden units, L latent dimensions,
-K best-scored items of a user.
+Shapes: B users of a batch, N items of all these users, I items in total, H hidden units, L latent
+dimensions, K best-scored items of a user.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,10 @@ RECALL_AT = (20, 50)
 
 
 class Workload(workloads.Workload):
-    """Trains on `items`, a CSR matrix of users and items. Validation rows also have `held_out`, the items to find."""
+    """Trains on `items`, a CSR matrix of users and items.
+
+    Validation rows also have `held_out`, the items to find.
+    """
 
     class Options(Section):
         """Settings of this workload: the section `model` of config.yaml."""
@@ -45,14 +49,14 @@ class Workload(workloads.Workload):
         kl_weight: Annotated[float, Limits(ge=0)] = 0.2
         """Final weight of the divergence from the prior (Mult-VAE)."""
         kl_anneal_steps: CountOrZero = 0
-        """Steps (times optim.accumulation_steps) in which the weight rises from 0. The paper uses 200,000."""
+        """Steps (times optim.accumulation_steps) in which the weight rises from 0. Paper: 200,000."""
 
     options: Options
     best = (f"ndcg_at_{NDCG_AT}", "higher")
     inputs = ("items",)
 
     def __init__(self, options: Options, train: Dataset, val: Dataset):
-        """Raises UserError if the rows are not items of users, or if training and validation have other items."""
+        """Raises UserError if the rows are not items of users, or not of the same items."""
         self.options = options
         for source, name in ((train, "items"), (val, "items"), (val, "held_out")):
             field = source.fields.get(name)
@@ -92,7 +96,7 @@ class Workload(workloads.Workload):
         return {**sums, "users": counts_B.sum(), "lost": ranking.n_lost}
 
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
-        """Means over the users with held-out items. Warns of held-out items that can never be found."""
+        """Means over the users with held-out items. Warns of items that can never be found."""
         if sums["lost"]:
             warn(
                 f"{sums['lost']:.0f} held-out items are among the items of their user, or twice: these cannot be "
@@ -102,7 +106,7 @@ class Workload(workloads.Workload):
         return {name: float(sums[name] / sums["users"]) for name in names}
 
     def predict(self, model: nn.Module, batch: Rows) -> dict[str, Tensor]:
-        """The `scores` of all items, (B, I): logits, and -inf for the items that the user already has."""
+        """The `scores` of all items, (B, I): logits, and -inf for items that the user has."""
         seen: Ragged = batch["items"]
         logits_BI, _ = model(seen.values, seen.offsets)
         scores_BI = logits_BI.float()
@@ -113,13 +117,14 @@ class Workload(workloads.Workload):
         return {"n_items": self.n_items}
 
 
-# ---------------------------------------------------------------------------------------------- the network
+# ------------------------------------------------------------------------------ the network
 
 
 class AutoEncoder(nn.Module):
-    """Items -> tanh(hidden) -> latent -> tanh(hidden) -> logits. hidden_dim=0 leaves out the hidden layers.
+    """Items -> tanh(hidden) -> latent -> tanh(hidden) -> logits.
 
-    While training, the variational model (Mult-VAE) samples the latent vector; the other one (Mult-DAE) uses its mean.
+    hidden_dim=0 leaves out the hidden layers. While training, the variational model (Mult-VAE)
+    samples the latent vector; the other one (Mult-DAE) uses its mean.
     """
 
     passes: Tensor
@@ -159,7 +164,7 @@ class AutoEncoder(nn.Module):
         return self.output(self.decode(drawn_BL)), weight * divergence
 
     def _first(self, items_N: Tensor, offsets_B1: Tensor) -> Tensor:
-        """Linear(dropout(normalize(x))) of rows x of 0 and 1, as a weighted sum of rows of the weight matrix."""
+        """Linear(dropout(normalize(x))) of rows x of 0 and 1, as a weighted sum of rows of W."""
         counts_B = offsets_B1.diff()
         share_B = counts_B.to(self.weight_IH.dtype).rsqrt()
         share_N = share_B.repeat_interleave(counts_B, output_size=items_N.shape[0])
@@ -197,11 +202,11 @@ class _MultinomialNLL(torch.autograd.Function):
         return grad_BI, None, None, None
 
 
-# ---------------------------------------------------------------------------------------------- the metrics
+# ------------------------------------------------------------------------------ the metrics
 
 
 class Ranking(NamedTuple):
-    """Metrics of each user. For users without held-out items they are meaningless: leave these users out of means."""
+    """Metrics of each user, which are meaningless for users without held-out items."""
 
     recall: Mapping[int, Tensor]
     """{k: (B,)}"""
@@ -210,20 +215,22 @@ class Ranking(NamedTuple):
     has_held_out: Tensor
     """(B,) bool: whether the user has held-out items."""
     n_lost: Tensor
-    """Number of held-out items that are among the seen ones, or listed twice: they can never be found."""
+    """Number of held-out items that are among the seen ones, or listed twice: never found."""
 
 
 def rank(scores_BI: Tensor, seen: Ragged, held_out: Ragged, *, recall_at: Sequence[int], ndcg_at: int) -> Ranking:
-    """Measure how well scores rank the held-out items of each user, on the device, without a host sync.
+    """Measure how well scores rank the held-out items of each user, without a host sync.
 
-    Ranked are the items that the user has not seen. With h held-out items, of which some are hits among the k best,
+    Ranked are the items that the user has not seen. Hits are held-out items among the k best. Of h
+    held-out items,
 
-        Recall@k = hits / min(k, h)
-        NDCG@k   = sum over the hits of 1 / log2(1 + rank), divided by the sum for a ranking with all h items first
+        Recall@k = number of hits / min(k, h)
+        NDCG@k   = sum over the hits of 1 / log2(1 + rank) / the same if all h items came first
 
-    seen, held_out: B rows of item numbers, all different within a row. The scores of seen items are overwritten.
+    seen, held_out: B rows of item numbers, all different within a row. The scores of seen items are
+    overwritten.
     """
-    # index_put_ with tensors, because an assignment of a Python number copies it to the device, which the host awaits.
+    # To assign a Python number, torch would copy it to the device, and the host would wait for it.
     scores_BI.index_put_((seen.rows, seen.values), scores_BI.new_full((), -torch.inf))
     is_held_out_BI = torch.zeros_like(scores_BI, dtype=torch.bool)
     is_held_out_BI.index_put_((held_out.rows, held_out.values), is_held_out_BI.new_ones(()))

@@ -1,4 +1,4 @@
-"""Image files as convert.py and predict.py read them. Training imports none of this: its images are in HDF5 files.
+"""Image files as convert.py and predict.py read them. Training, which reads HDF5 files, needs none.
 
 folders.py       the image files in a folder
 pixels.py        image file -> upright RGB pixels of one size

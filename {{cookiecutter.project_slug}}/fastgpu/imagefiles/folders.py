@@ -17,11 +17,11 @@ def is_image(name: str) -> bool:
 
 
 def list_images(root: Path) -> list[str]:
-    """Paths, relative to `root`, of the image files in it at any depth, sorted by name within each folder.
+    """Paths, relative to `root`, of the image files in it at any depth, sorted within each folder.
 
-    Links to folders are followed, but not back into `root`, and not twice to one folder. Prints how many files of which
-    other kinds, and hidden folders, are left out. Raises UserError if `root` is no folder, OSError if a folder cannot
-    be read.
+    Links to folders are followed, but not back into `root`, and not twice to one folder. Prints how
+    many hidden folders, and files of other kinds, are left out. Raises UserError if `root` is no
+    folder, OSError if a folder cannot be read.
     """
 
     def refuse(error: OSError) -> None:
@@ -41,7 +41,8 @@ def list_images(root: Path) -> list[str]:
             if path.is_symlink() and (target in seen or target.is_relative_to(root.resolve())):
                 folders.remove(path.name)
             seen.add(target)
-        paths += [os.path.relpath(Path(place, name), root) for name in sorted(files) if is_image(name)]
+        images = [name for name in sorted(files) if is_image(name)]
+        paths += [os.path.relpath(Path(place, name), root) for name in images]
         others.update(Path(name).suffix.lower() or name for name in files if not is_image(name))
     if others:
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in others.most_common(10))

@@ -1,7 +1,7 @@
-"""Decodes image files to upright RGB pixels of one size: Pillow decodes, torch resizes. All scripts read files so.
+"""Decodes image files to upright RGB pixels of one size: Pillow decodes, torch resizes.
 
-Grey, palette, CMYK and 16-bit images become 8-bit RGB, too. An alpha channel is dropped. An image whose EXIF
-orientation says that it is stored on its side or mirrored is turned.
+Grey, palette, CMYK and 16-bit images become 8-bit RGB, too. An alpha channel is dropped. Images are
+turned as their EXIF orientation says.
 
 Shapes: C channels, H and W pixels.
 """
@@ -39,9 +39,9 @@ def read_preprocessing(text: str | None) -> Preprocessing:
 
 
 def read_image(path: Path, preprocessing: Preprocessing, shape: tuple[int, ...]) -> np.ndarray:
-    """Read an image file as a row of this shape: uint8 (3, H, W), or for grey rows (1, H, W) or (H, W).
+    """Read an image file as uint8 of this shape: (3, H, W), or for grey rows (1, H, W) or (H, W).
 
-    Raises an exception of any kind if the file is damaged, ValueError if the image has another size.
+    Raises an exception of any kind if the file is damaged, ValueError if its size is another one.
     """
     with path.open("rb") as file:
         image_CHW = decode(file, preprocessing)
@@ -57,7 +57,8 @@ def decode(file: IO[bytes], preprocessing: Preprocessing) -> np.ndarray:
     size = preprocessing.size
     if size and preprocessing.centre_share:
         image = UprightImage(np.frombuffer(file.read(), np.uint8))
-        return image.decode(centre_box(image.height, image.width, size, preprocessing.centre_share), size)
+        box = centre_box(image.height, image.width, size, preprocessing.centre_share)
+        return image.decode(box, size)
     # A JPEG file is decoded at 1/2, 1/4 or 1/8, to twice the size that is asked for or more.
     image_CHW = decode_upright(file, size and (2 * size[0], 2 * size[1]))
     return fit(image_CHW, preprocessing).contiguous().numpy()
@@ -66,7 +67,7 @@ def decode(file: IO[bytes], preprocessing: Preprocessing) -> np.ndarray:
 def decode_upright(file: IO[bytes], min_size: tuple[int, int] | None = None) -> Tensor:
     """All pixels of an image file, uint8 (3, H, W).
 
-    min_size: (height, width) that a JPEG file may be reduced to, by 1/2, 1/4 or 1/8, while it is decoded.
+    min_size: (height, width). A larger JPEG file may be decoded at 1/2, 1/4 or 1/8, not below this.
     """
     with open_whole(file) as opened:
         image: Image.Image = opened
@@ -80,12 +81,12 @@ def decode_upright(file: IO[bytes], min_size: tuple[int, int] | None = None) -> 
 
 
 def orientation_of(image: Image.Image) -> int:
-    """The EXIF orientation of an image, 1 to 8. 1: upright, which is also that of images without any."""
+    """The EXIF orientation of an image, 1 to 8. 1, or none, is upright."""
     return int(image.getexif().get(EXIF_ORIENTATION, 1))
 
 
 class UprightImage(EncodedImage):
-    """An encoded image that is turned as its EXIF orientation says. Converted rows are upright already."""
+    """An encoded image, turned as its EXIF orientation says."""
 
     def __init__(self, data: np.ndarray):
         super().__init__(data)
