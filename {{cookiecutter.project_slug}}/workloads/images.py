@@ -95,6 +95,7 @@ class Workload(workloads.Workload):
             raise UserError(f"images are {side} pixels high or wide; model.crop_padding and cutout_size should be less")
         # predict.py, which has no rows, loads the weights of a checkpoint instead.
         self.is_pretrained = options.pretrained and len(train) > 0
+        # normalize() makes the first layer of a network, a new one at each call.
         self.normalize = partial(Normalize, train.attributes, self.shape_CHW[0], images.dtype)
         layer = self.normalize()
         mean_C = (-layer.shift / layer.scale).flatten()
