@@ -14,7 +14,6 @@ answers = json.loads(r"""{{ cookiecutter | tojson }}""")
 KEEP = [
     ({"tools": ["all"]}, "convert.py diagnose.py predict.py report.py"),
     ({"tools": ["all"]}, "fastgpu/convert fastgpu/diagnose fastgpu/predict fastgpu/report"),
-    ({"tools": ["all"]}, "fastgpu/images/files.py"),
     ({"tools": ["all"]}, "docs/data.md docs/measuring.md docs/troubleshooting.md docs/why-is-my-gpu-idle.md"),
     ({"tools": ["all"], "workload": ["images", "recsys", "both"]}, "docs/tutorial.md docs/ko"),
     ({"launch": ["slurm", "kubernetes", "both"]}, "launch docs/clusters.md"),
@@ -26,8 +25,9 @@ KEEP = [
     ({"workload": ["images", "both"]}, "configs/csv-images.yaml configs/imagenet.yaml"),
     ({"workload": ["images", "both"]}, "workloads/images.py fastgpu/images"),
     ({"workload": ["images", "both"]}, "fastgpu/convert/images"),
+    ({"tools": ["all"], "workload": ["images", "both"]}, "fastgpu/imagefiles"),
     ({"workload": ["recsys", "both"]}, "configs/recsys.yaml data/interactions-train.h5 data/interactions-val.h5"),
-    ({"workload": ["recsys", "both"]}, "workloads/recsys.py fastgpu/convert/recsys fastgpu/training/ranking.py"),
+    ({"workload": ["recsys", "both"]}, "workloads/recsys.py fastgpu/convert/recsys"),
 ]
 """({question: answers that keep them}, paths): no other project has these files and folders."""
 LEFTOVERS = [

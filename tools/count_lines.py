@@ -24,6 +24,7 @@ TARGETS = {
     "telemetry": 360,
     "run": 480,
     "yours": 600,
+    "imagefiles": 170,
     "convert": 1_300,
     "diagnose": 880,
     "predict": 420,

@@ -25,7 +25,7 @@ from fastgpu.convert.writing import write_files
 from fastgpu.dataset.items import Columns
 from fastgpu.rows.rows import Ragged, RaggedArray
 from fastgpu.storage.arrays import ArrayDataset
-from fastgpu.training.ranking import rank
+from workloads.recsys import rank
 
 N_TOPICS = 12
 TASTE = 0.05

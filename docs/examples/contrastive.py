@@ -8,6 +8,7 @@ contrastive.yaml says how to use it. Shapes: B rows of a batch, C H W of an imag
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ class Workload(workloads.Workload):
         temperature: float = 0.1
         """What the similarities are divided by."""
 
+    options: Options
     best = ("contrast", "higher")
     inputs = ("images",)
 
@@ -49,12 +51,13 @@ class Workload(workloads.Workload):
                 raise UserError(f"{source.name}: images are {field}; allowed is uint8 (N, C, H, W)")
         self.options = options
         self.shape_CHW = train.fields["images"].shape
-        self.normalize = images.Normalize(train.attributes, self.shape_CHW[0], train.fields["images"].dtype)
+        image = train.fields["images"]
+        self.normalize = partial(images.Normalize, train.attributes, image.shape[0], image.dtype)
 
     def model(self) -> nn.Module:
         o = self.options
         network = images.resnet(self.shape_CHW, o.key_dim, o.width, 1)
-        return Encoder(nn.Sequential(self.normalize, network), o.key_dim, o.queue)
+        return Encoder(nn.Sequential(self.normalize(), network), o.key_dim, o.queue)
 
     def transform(self, batch: Rows, rng: torch.Generator) -> Rows:
         """Two random views of each image."""

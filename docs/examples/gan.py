@@ -30,6 +30,7 @@ class Workload(workloads.Workload):
         noise_dim: Count = 32
         """Dimensions of the noise."""
 
+    options: Options
     best = ("critic_accuracy_pct", "lower")
 
     def __init__(self, options: Options, train: Dataset, val: Dataset):

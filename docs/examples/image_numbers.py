@@ -47,15 +47,10 @@ class Workload(images.Workload):
             raise UserError(
                 f"model.label_smoothing is {options.label_smoothing}, but labels are no classes; allowed is 0"
             )
-        image = train.fields["images"]
-        self.options = options
-        self.shape_CHW = tuple(train.attributes.get("training_shape", (1, *image.shape)[-3:]))
+        self.set_up(options, train)
         self.names = [str(name) for name in train.attributes.get("target_names") or []]
         self.has_attributes = True  # of which mixup blends all
         self.n_outputs = labels.shape[0] if labels.shape else 1
-        self.is_pretrained = options.pretrained and len(train) > 0
-        self.check_options()
-        self.normalize = images.Normalize(train.attributes, self.shape_CHW[0], image.dtype)
 
     def transform(self, batch: Rows, rng: Any) -> Rows:
         """Augment on the device; the labels become (B, K)."""
@@ -83,4 +78,4 @@ class Workload(images.Workload):
         return {"prediction": prediction_BK[:, 0] if self.n_outputs == 1 else prediction_BK}
 
     def card(self) -> dict[str, Any]:
-        return {"training_shape": list(self.shape_CHW)}
+        return {}

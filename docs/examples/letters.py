@@ -28,6 +28,7 @@ class Workload(workloads.Workload):
         dim: Count = 64
         """Width of the network."""
 
+    options: Options
     best = ("loss", "lower")
     inputs = ("text",)
 

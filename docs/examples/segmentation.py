@@ -6,6 +6,7 @@ Shapes: B rows of a batch, C H W of an image, K classes.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -15,12 +16,14 @@ from torch import Tensor, nn
 
 import workloads
 from fastgpu.images import augment
-from fastgpu.images.files import IGNORED_CLASS
 from fastgpu.process.config import Count, CountOrZero, Section
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Rows
 from workloads import images
+
+IGNORED_CLASS = 255
+"""Pixels of a mask that have no class, as convert.py writes them."""
 
 
 class Workload(workloads.Workload):
@@ -40,6 +43,7 @@ class Workload(workloads.Workload):
         crop_padding: CountOrZero = 4
         """Pad by this many pixels, which are ignored in the mask, then crop at random. 0: off."""
 
+    options: Options
     best = ("miou_pct", "higher")
     inputs = ("images",)
 
@@ -63,11 +67,11 @@ class Workload(workloads.Workload):
                 f"{train.name}: the attribute n_classes is {self.n_classes}; write the number of classes, at least 2, "
                 "without 255, which is ignored (masks of 0 and 255 alone: convert.py images --binary-masks)"
             )
-        self.normalize = images.Normalize(train.attributes, self.shape_CHW[0], image.dtype)
+        self.normalize = partial(images.Normalize, train.attributes, self.shape_CHW[0], image.dtype)
 
     def model(self) -> nn.Module:
         """Images as they lie in the file -> logits (B, K, H, W)."""
-        return nn.Sequential(self.normalize, UNet(self.shape_CHW, self.n_classes, self.options.width))
+        return nn.Sequential(self.normalize(), UNet(self.shape_CHW, self.n_classes, self.options.width))
 
     def transform(self, batch: Rows, rng: torch.Generator) -> Rows:
         """Move each image and its mask alike."""

@@ -12,7 +12,7 @@ from contract import check_workload
 from harness import kill_tree, printed_by, same_weights, train_command, wait_until, write_rows
 from test_recipes import EXAMPLES, take
 
-from fastgpu.images.files import IGNORED_CLASS
+from fastgpu.convert.images.readers import IGNORED_CLASS
 from fastgpu.rows.rows import Field, Rows
 
 GENERATOR = torch.Generator()

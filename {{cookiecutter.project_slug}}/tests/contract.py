@@ -18,8 +18,11 @@ def check_workload(workload: Workload, train_batch: Rows, val_batch: Rows) -> No
     """
     metric, direction = workload.best
     assert direction in ("higher", "lower")
+    assert isinstance(workload.options, workload.Options)
 
     model = workload.model()
+    layers, others = ({id(layer) for layer in network.modules()} for network in (model, workload.model()))
+    assert not layers & others  # each network is new: none changes another one
     assert all(parameter.device.type == "cpu" for parameter in model.parameters())
     batch = workload.transform(train_batch, torch.Generator().manual_seed(0))
     assert len(batch) == len(train_batch)

@@ -1,7 +1,8 @@
-"""What is trained: one module for each workload, selected by `workload:` in config.yaml. Your own code lives here.
+"""The model, loss and metrics of each task: a module of this folder, selected by `workload:`.
 
-To write a workload, copy minimal.py to workloads/<name>.py, change its class `Workload`, set `workload: <name>`, and
-replace the sections `data` and `model` of config.yaml. The protocol below is all the training loop asks for.
+To write one, copy minimal.py to workloads/<name>.py and change its class `Workload`. In
+config.yaml, set `workload: <name>`, and replace the sections `data` and `model`. The training loop
+needs no more than the protocol below.
 """
 
 from abc import abstractmethod
@@ -19,72 +20,77 @@ from fastgpu.rows import Dataset, Rows
 
 
 class Workload(Protocol):
-    """A model, what happens to a batch on the device, the loss and the metrics. Every rank has one instance."""
+    """A model, its augmentation, its loss and its metrics. Every rank has one instance."""
 
     Options: type[Section]
-    """Your settings: typed fields with defaults, read from the section `model` of config.yaml and checked like it."""
+    """Your settings, typed fields with defaults: the section `model` of config.yaml."""
 
-    options: Any
-    """Their values, which `make` sets; set them in `__init__` if you need them there."""
+    options: Section
+    """Their values. Declare `options: Options`, so that mypy knows them; set it in `__init__`."""
 
     best: tuple[str, Literal["higher", "lower"]]
-    """The metric that decides which checkpoint is the best one, and which of its values are better."""
+    """The metric that selects the best checkpoint, and which of its values are better."""
 
     inputs: tuple[str, ...] = ()
-    """The fields that `predict` takes from a batch. predict.py reads these, and all fields of training to evaluate."""
+    """The fields that `predict` needs: predict.py reads these. To evaluate, it reads all fields."""
 
     @abstractmethod
-    def __init__(self, options: Any, train: Dataset, val: Dataset):
-        """Raise UserError if the rows are not of the expected kind. predict.py passes sources that have the fields and
-        attributes of the training rows (and what `card` returned, as attributes), but no rows, and no `column`."""
+    def __init__(self, options: Section, train: Dataset, val: Dataset):
+        """Set `options`, and raise UserError if the rows are not of the expected kind.
+
+        predict.py passes sources without rows, whose `column` is always None. They have the fields
+        and attributes of the training rows; what `card` returned is among the attributes.
+        """
 
     @abstractmethod
     def model(self) -> nn.Module:
-        """The network, newly initialised, on the CPU. It, and a checkpoint, takes rows as they lie in the file."""
+        """Build a new network on the CPU. Its input is rows of the file, unchanged."""
 
     @abstractmethod
     def transform(self, batch: Rows, rng: Generator) -> Rows:
-        """Augment a training batch on the device, anew in each pass. Draw from `rng`, so that a resume repeats it."""
+        """Augment a training batch on the device. Draw from `rng`: a resumed run repeats it."""
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Rows) -> Tensor:
-        """The mean loss of a batch, as a scalar on the device. Do not call .item(): the host would wait."""
+        """The mean loss of a batch, a scalar on the device. Without .item(), so no host waits."""
 
     @abstractmethod
     def score(self, model: nn.Module, batch: Rows) -> Mapping[str, Tensor]:
-        """Sums over the rows of a validation batch, of any shape: losses, hits, a confusion matrix, a histogram."""
+        """Sums over the rows of a validation batch, of any shape: losses, a confusion matrix."""
 
     @abstractmethod
     def metrics(self, sums: Mapping[str, Tensor]) -> Mapping[str, float]:
-        """The metrics, from the sums of `score` over all validation rows of all ranks; `sums["n"]` is their number."""
+        """The metrics, from the sums of `score` over all ranks. `sums["n"]` counts the rows."""
 
     def predict(self, model: nn.Module, batch: Rows) -> Mapping[str, Tensor]:
-        """{column: (B,) or (B, k)} for a batch of `inputs`, as predict.py writes it. Training does not need this.
+        """{column: (B,) or (B, k)} for a batch of `inputs`, for predict.py. Training needs none.
 
-        Of `probability`, (B, classes), it writes the best classes, of `scores`, (B, items), the best items, with their
-        names in the attributes `class_names` and `item_ids`. An item of score -inf is none.
+        Of `probability`, (B, classes), predict.py writes the best classes, and of `scores`,
+        (B, items), the best items, by the names in the attributes `class_names` and `item_ids`.
+        An item with the score -inf is none.
         """
         raise UserError("the workload has no method predict; workloads/__init__.py describes it")
 
     @abstractmethod
     def card(self) -> dict[str, Any]:
-        """What the training data decided about the model, as JSON values, such as shapes. With the options and the
-        attributes of the training rows it is enough to build the model again. It is stored in model.json."""
+        """What the model takes from the training data, such as the number of classes, as JSON.
+
+        model.json keeps it. With the options, and the fields and attributes of the training rows,
+        it is enough to build the model again.
+        """
 
 
 def make(config: Config, train: Dataset, val: Dataset) -> Workload:
-    """The workload that the config names, with its options. Raises UserError if they, or the rows, do not fit."""
+    """Build the workload that the config names. Raises UserError if options or rows do not fit."""
     kind = load(config.workload)
-    options = read_options(config, kind.Options)
-    workload = kind(options, train, val)
-    workload.options = options
-    return workload
+    return kind(read_options(config, kind.Options), train, val)
 
 
 def load(name: str) -> type[Workload]:
     """The class `Workload` of workloads/<name>.py. Raises UserError if there is no such file."""
     names = sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py"))
     if name not in names:
-        raise UserError(f"workload is {name}, but workloads/{name}.py does not exist; there are: {', '.join(names)}")
+        there_are = f"there are: {', '.join(names)}"
+        raise UserError(f"workload is {name}, but workloads/{name}.py does not exist; {there_are}")
     kind: type[Workload] = import_module(f"workloads.{name}").Workload
     return kind

@@ -1,9 +1,10 @@
-"""Images with one class of many, or any number of attributes. A compact residual network.
+"""Classifies images, into one class of many or by any number of attributes, with a small ResNet.
 
 Shapes: B rows of a batch, C H W of an image, K classes or attributes.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -21,16 +22,17 @@ from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Rows
 
 DTYPES = ("uint8", "float16", "float32")
-"""Types of the images that this workload trains on as they are."""
+"""Types of images that this workload trains on, without conversion."""
 CHANNELS = (1, 3, 4)
-"""Usual numbers of channels. A last axis of such a length is perhaps theirs, as Pillow, OpenCV and Keras have it."""
+"""Usual numbers of channels."""
 
 
 class Workload(workloads.Workload):
     """Trains on `images`, (N, C, H, W) or (N, H, W) of one of `DTYPES`, and `labels`.
 
-    Integers (N,) from 0 on are classes, integers 0 and 1 (N, K) are attributes. Used of the attributes of the training
-    data are `class_names` or `n_classes`, and `mean` and `std` of each channel, in the units of the file.
+    Integers (N,) from 0 on are classes, integers 0 and 1 (N, K) are attributes. The training data
+    may have the attributes `class_names` or `n_classes`, and `mean` and `std` of each channel, in
+    the units of the file.
     """
 
     class Options(Section):
@@ -41,7 +43,7 @@ class Workload(workloads.Workload):
         blocks: Count = 1
         """Residual blocks in each stage."""
         timm: str = ""
-        """Name of a network of timm, such as resnet50, in place of the one here: without `width` and `blocks`."""
+        """Name of a network of timm, such as resnet50, to use in place of the one here."""
         pretrained: bool = False
         """Start with the weights that timm has for its network."""
         flip: bool = False
@@ -49,30 +51,30 @@ class Workload(workloads.Workload):
         crop_padding: CountOrZero = 1
         """Pad by this many pixels, then crop at random. 0: off."""
         min_crop_scale: Annotated[float, Limits(gt=0, le=1)] = 1.0
-        """Enlarge a random part of at least this share of the area (0.08 to 0.35 for photographs). 1: off."""
+        """Enlarge a random part of at least this share of the area. Photos: 0.08 to 0.35. 1: off."""
         cutout_size: CountOrZero = 0
         """Side of a random square that is filled with the mean, in pixels. 0: off."""
         mixup_alpha: Annotated[float, Limits(ge=0)] = 0.0
-        """Blend each row with another one by a share drawn from Beta(mixup_alpha, mixup_alpha). 0: off."""
+        """Blend each row with another one, in a share of Beta(mixup_alpha, mixup_alpha). 0: off."""
         label_smoothing: Annotated[float, Limits(ge=0, lt=1)] = 0.0
         """Share of the target that is spread over all classes."""
 
+    options: Options
     best = ("top1_pct", "higher")
     inputs = ("images",)
 
     def __init__(self, options: Options, train: Dataset, val: Dataset):
-        """Raises UserError if the rows are not images with labels, or if validation rows are of another kind."""
+        """Raises UserError if the rows are not images with labels, or not alike."""
         check_images(train, val)
-        images, labels = train.fields["images"], train.fields["labels"]
-        is_column = labels.shape == (1,)  # more often classes with an axis too many than a single attribute
+        labels = train.fields["labels"]
+        # (N, 1) is more often classes with an axis too many than a single attribute.
+        is_column = labels.shape == (1,)
         if labels.is_ragged or labels.dtype.kind not in "ui" or len(labels.shape) > 1 or is_column:
             raise UserError(
                 f"{train.name}: labels are {labels}; allowed are integers, (N,) for classes or 0 and 1 (N, K) for "
                 "attributes: write (N, 1) as labels[:, 0] and one-hot rows as labels.argmax(1)"
             )
-        self.options = options
-        # The fields of a model.json have the size of validation images; its card has that of training images.
-        self.shape_CHW = tuple(train.attributes.get("training_shape", (1, *images.shape)[-3:]))
+        self.set_up(options, train)
         self.class_names = [str(name) for name in train.attributes.get("class_names") or []]
         self.has_attributes = bool(labels.shape)
         self.n_outputs = labels.shape[0] if self.has_attributes else count_classes(train)
@@ -80,28 +82,38 @@ class Workload(workloads.Workload):
             self.best = ("accuracy_pct", "higher")
         for source in (train, val):
             check_range(source, 1 if self.has_attributes else self.n_outputs - 1)
-        self.is_pretrained = options.pretrained and len(train) > 0  # predict.py, which has no rows, loads its weights
-        self.check_options()
-        self.normalize = Normalize(train.attributes, self.shape_CHW[0], images.dtype)
 
-    def check_options(self) -> None:
-        """Raise UserError if an option leaves nothing of an image, or has no effect."""
-        if self.options.pretrained and not self.options.timm:
+    def set_up(self, options: Options, train: Dataset) -> None:
+        """Set what depends on options and images. Raises UserError if these do not fit."""
+        self.options = options
+        images = train.fields["images"]
+        self.shape_CHW = (1, *images.shape)[-3:]
+        if options.pretrained and not options.timm:
             raise UserError("model.pretrained is true, but only networks of timm have such weights; set model.timm")
         side = min(self.shape_CHW[1:])
-        if max(self.options.crop_padding, self.options.cutout_size) >= side:
+        if max(options.crop_padding, options.cutout_size) >= side:
             raise UserError(f"images are {side} pixels high or wide; model.crop_padding and cutout_size should be less")
+        # predict.py, which has no rows, loads the weights of a checkpoint instead.
+        self.is_pretrained = options.pretrained and len(train) > 0
+        # normalize() makes the first layer of a network, a new one at each call.
+        self.normalize = partial(Normalize, train.attributes, self.shape_CHW[0], images.dtype)
+        layer = self.normalize()
+        mean_C = (-layer.shift / layer.scale).flatten()
+        self.fill_C = augment.to_dtype(mean_C, getattr(torch, images.dtype.name))
 
     def model(self) -> nn.Module:
-        """Images as they lie in the file -> logits (B, K)."""
+        """Images of the file, unchanged -> logits (B, K)."""
         o = self.options
         if not o.timm:
-            return nn.Sequential(self.normalize, resnet(self.shape_CHW, self.n_outputs, o.width, o.blocks))
+            network = resnet(self.shape_CHW, self.n_outputs, o.width, o.blocks)
+            return nn.Sequential(self.normalize(), network)
         shape = {"in_chans": self.shape_CHW[0], "num_classes": self.n_outputs}
         try:
             create = import_module("timm").create_model
-            return nn.Sequential(self.normalize, create(o.timm, pretrained=self.is_pretrained, **shape))
-        except (ImportError, RuntimeError, OSError) as error:  # of timm, of its name of a network, or of the weights
+            network = create(o.timm, pretrained=self.is_pretrained, **shape)
+            return nn.Sequential(self.normalize(), network)
+        # timm is not installed, knows no such network, or cannot load its weights.
+        except (ImportError, RuntimeError, OSError) as error:
             raise UserError(f"model.timm is {o.timm}: {error}; pip install timm; see timm.list_models()") from None
 
     def transform(self, batch: Rows, rng: torch.Generator) -> Rows:
@@ -116,15 +128,15 @@ class Workload(workloads.Workload):
         if o.flip:
             x_BCHW = augment.random_flip(x_BCHW, rng)
         if o.cutout_size:
-            fill_C = augment.to_dtype((-self.normalize.shift / self.normalize.scale).flatten(), x_BCHW.dtype)
-            x_BCHW = augment.cutout(x_BCHW, o.cutout_size, fill_C, rng)
+            self.fill_C = self.fill_C.to(x_BCHW.device)  # copied in the first step
+            x_BCHW = augment.cutout(x_BCHW, o.cutout_size, self.fill_C, rng)
         if o.mixup_alpha:
             target = labels if self.has_attributes else F.one_hot(labels.long(), self.n_outputs)
             x_BCHW, labels = augment.mixup(x_BCHW, target.float(), o.mixup_alpha, rng)
         return Rows({"images": x_BCHW, "labels": labels})
 
     def loss(self, model: nn.Module, batch: Rows) -> Tensor:
-        """Mean cross-entropy of the batch, and of its attributes. Mixed labels of classes are floats (B, K)."""
+        """Mean cross-entropy. After mixup, labels of classes are floats (B, K)."""
         logits_BK = model(batch["images"]).float()
         labels = batch["labels"]
         smoothing = self.options.label_smoothing
@@ -147,7 +159,7 @@ class Workload(workloads.Workload):
         return {"top1": hits_B5[:, 0].sum(), "top5": hits_B5.sum(), "loss": loss}
 
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
-        """Percentages and the mean loss. Five answers of few classes say nothing, so top5_pct needs six classes."""
+        """Percentages and the mean loss. top5_pct needs more than five classes to mean anything."""
         mean = {name: float(value / sums["n"]) for name, value in sums.items() if not value.ndim}
         if self.has_attributes:
             return {"accuracy_pct": 100 * mean["hits"], "loss": mean["loss"]}
@@ -155,7 +167,7 @@ class Workload(workloads.Workload):
         return {"top1_pct": 100 * mean["top1"], **top5, "loss": mean["loss"]}
 
     def predict(self, model: nn.Module, batch: Rows) -> dict[str, Tensor]:
-        """The `probability` of each class, (B, K); for attributes that of each, (B,), by its name."""
+        """The `probability` of each class, (B, K); of each attribute, (B,), by its name."""
         logits_BK = model(batch["images"]).float()
         if self.has_attributes:
             names = self.class_names or [f"attribute_{number}" for number in range(self.n_outputs)]
@@ -163,40 +175,40 @@ class Workload(workloads.Workload):
         return {"probability": logits_BK.softmax(1)}
 
     def card(self) -> dict[str, Any]:
-        return {"training_shape": list(self.shape_CHW), "n_classes": self.n_outputs}
+        return {"n_classes": self.n_outputs}
 
 
-# ---------------------------------------------------------------------------------------------- checks of the rows
+# ------------------------------------------------------------------------------ checks of the rows
 
 
 def check_images(train: Dataset, val: Dataset) -> None:
-    """Raise UserError if a source lacks labels, or images of a known type and layout, or if the sources differ."""
+    """Raise UserError unless both sources have labels and images, alike and of a known layout."""
     for source in (train, val):
         if not {"images", "labels"} <= source.fields.keys():
-            raise UserError(f"data.fields has {', '.join(source.fields)}; this workload needs images and labels")
+            has = ", ".join(source.fields)
+            raise UserError(f"data.fields has {has}; this workload needs images and labels")
         images = source.fields["images"]
-        if images.dtype not in DTYPES or len(images.shape) not in (2, 3):
+        # Pillow, OpenCV and Keras have the channels in the last axis.
+        axes = images.shape
+        looks_like_nhwc = len(axes) == 3 and axes[-1] in CHANNELS and axes[0] not in CHANNELS
+        is_nhwc = looks_like_nhwc and source.attributes.get("layout") != "nchw"
+        if images.dtype not in DTYPES or len(axes) not in (2, 3) or is_nhwc:
             raise UserError(
-                f"{source.name}: images are {images}; allowed are {', '.join(DTYPES)} of (N, C, H, W) or (N, H, W); "
-                "write others as images.astype('float32'), or as bytes: (images / images.max() * 255).astype('uint8')"
-            )
-        looks_like_nhwc = images.shape[-1] in CHANNELS and images.shape[0] not in CHANNELS and len(images.shape) == 3
-        if looks_like_nhwc and source.attributes.get("layout") != "nchw":
-            raise UserError(
-                f"{source.name}: images are {images}, which looks like (N, H, W, C); allowed is (N, C, H, W): write "
-                "them so by convert.py arrays ... --layout nhwc; otherwise give the file the attribute layout=nchw"
+                f"{source.name}: images are {images}; allowed are {', '.join(DTYPES)} of (N, C, H, W) or "
+                "(N, H, W); write other types with images.astype('float32'), and (N, H, W, C) with "
+                "convert.py arrays ... --layout nhwc; if channels do come first, set the attribute "
+                "layout=nchw"
             )
     for name in ("images", "labels"):
         ours, theirs = train.fields[name], val.fields[name]
-        are_labels = name == "labels" and {ours.dtype.kind, theirs.dtype.kind} <= {"u", "i"}
-        if ours.shape != theirs.shape or (ours.dtype != theirs.dtype and not are_labels):
+        if ours.shape != theirs.shape or (ours.dtype.kind == "f") != (theirs.dtype.kind == "f"):
             raise UserError(f"{val.name}: {name} are {theirs}, those of {train.name} are {ours}")
 
 
 def count_classes(source: Dataset) -> int:
-    """The number of classes: by the attribute class_names or n_classes, otherwise the highest label + 1."""
-    n_classes = len(source.attributes.get("class_names") or []) or source.attributes.get("n_classes")
-    if n_classes:
+    """The number of classes: by class_names or n_classes, otherwise the highest label + 1."""
+    names = source.attributes.get("class_names") or []
+    if n_classes := len(names) or source.attributes.get("n_classes"):
         return int(n_classes)
     labels = source.column("labels")
     if labels is None:
@@ -214,13 +226,13 @@ def check_range(source: Dataset, highest: int) -> None:
         )
 
 
-# ---------------------------------------------------------------------------------------------- the network
+# ------------------------------------------------------------------------------ the network
 
 
 class Normalize(nn.Module):
-    """(x - mean) / std of each channel, as floats. It is part of the model, so a checkpoint takes images of the file.
+    """(x - mean) / std of each channel, as floats: the first layer of networks for files of images.
 
-    Without the attributes `mean` and `std`, integers are mapped to -1 to 1 and floats stay as they are.
+    Without the attributes `mean` and `std`, bytes are mapped to -1 to 1 and floats are unchanged.
     """
 
     scale: Tensor
@@ -246,7 +258,7 @@ class Normalize(nn.Module):
 
 
 class Block(nn.Module):
-    """Two 3x3 convolutions and a shortcut (He et al., arXiv:1512.03385). The last norm is initialised with zeros."""
+    """Two 3x3 convolutions and a shortcut (He et al., arXiv:1512.03385). The last norm starts at 0."""
 
     def __init__(self, channels_in: int, channels_out: int, stride: int):
         super().__init__()
@@ -271,9 +283,9 @@ class Block(nn.Module):
 
 
 def resnet(shape_CHW: tuple[int, ...], classes: int, width: int, blocks: int) -> nn.Sequential:
-    """Stem, up to four stages, mean over the pixels, linear layer. The stem quarters images of more than 64 pixels.
+    """Stem, up to four stages of `blocks` blocks, mean over the pixels, linear layer.
 
-    Its layers can be sliced: resnet(...)[:-1] gives features. blocks: in each stage.
+    The stem quarters the sides of images of more than 64 pixels. resnet(...)[:-1] gives features.
     """
     channels, *sides = shape_CHW
     side = min(sides)

@@ -1,7 +1,7 @@
-"""The smallest workload, to be copied: a network with one hidden layer predicts the numbers `y` from the numbers `x`.
+"""The smallest workload, to copy: a network with one hidden layer predicts numbers from numbers.
 
 data:
-  fields: {x: x, y: y}        # datasets of the file: x (N, ...) and y (N,) or (N, K)
+  fields: {x: x, y: y}        # datasets of the file: predict y, (N,) or (N, K), from x, (N, ...)
 """
 
 from collections.abc import Mapping
@@ -24,6 +24,7 @@ class Workload(workloads.Workload):
         hidden_dim: int = 64
         """Width of the hidden layer."""
 
+    options: Options
     best = ("mse", "lower")
     inputs = ("x",)
 

@@ -1,16 +1,18 @@
-"""What a user likes next, from what the user liked before: variational and denoising autoencoders on sparse rows.
+"""Recommends items to users with an autoencoder on sparse rows, variational or denoising.
 
-Liang et al., "Variational Autoencoders for Collaborative Filtering" (WWW 2018, arXiv:1802.05814). A user u is a row of
-ones at n_u items. No dense row is ever built, neither on the host nor on the device, and the numbers are the same:
+Liang et al., "Variational Autoencoders for Collaborative Filtering" (WWW 2018, arXiv:1802.05814).
+User u is a row x_u of ones at n_u items. Dense rows are never built, on the host or on the device.
+Sums over the items i of a user give the same numbers:
 
-    first layer   W^T dropout(x_u / |x_u|) = sum over the items i of coin_ui / ((1 - p) sqrt(n_u)) W_i
-    loss          -sum_i x_ui log softmax(z_u)_i = n_u logsumexp(z_u) - sum over the items i of z_ui
+    first layer   W^T dropout(x_u / |x_u|) = sum of coin_ui / ((1 - p) sqrt(n_u)) W_i
+    loss          -sum_i x_ui log softmax(z_u)_i = n_u logsumexp(z_u) - sum of z_ui
 
-Shapes: B users of a batch, N items of all these users, I items in total, H hidden units, L latent dimensions.
+Shapes: B users of a batch, N items of all these users, I items in total, H hidden units, L latent
+dimensions, K best-scored items of a user.
 """
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,14 +24,16 @@ from fastgpu.process.config import Count, CountOrZero, Section
 from fastgpu.process.launch import UserError, warn
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Ragged, Rows
-from fastgpu.training.ranking import rank
 
 NDCG_AT = 100
 RECALL_AT = (20, 50)
 
 
 class Workload(workloads.Workload):
-    """Trains on `items`, a CSR matrix of users and items. Validation rows also have `held_out`, the items to find."""
+    """Trains on `items`, a CSR matrix of users and items.
+
+    Validation rows also have `held_out`, the items to find.
+    """
 
     class Options(Section):
         """Settings of this workload: the section `model` of config.yaml."""
@@ -39,19 +43,20 @@ class Workload(workloads.Workload):
         latent_dim: Count = 200
         """Dimensions of the latent vector of a user."""
         dropout: Annotated[float, Limits(ge=0, lt=1)] = 0.5
-        """Share of a user's items that the model does not see, drawn anew each time."""
+        """Share of a user's items that are hidden from the model, drawn again in each step."""
         variational: bool = True
         """true: Mult-VAE. false: Mult-DAE."""
         kl_weight: Annotated[float, Limits(ge=0)] = 0.2
         """Final weight of the divergence from the prior (Mult-VAE)."""
         kl_anneal_steps: CountOrZero = 0
-        """Steps (times optim.accumulation_steps) in which the weight rises from 0. The paper uses 200,000."""
+        """Steps (times optim.accumulation_steps) in which the weight rises from 0. Paper: 200,000."""
 
+    options: Options
     best = (f"ndcg_at_{NDCG_AT}", "higher")
     inputs = ("items",)
 
     def __init__(self, options: Options, train: Dataset, val: Dataset):
-        """Raises UserError if the rows are not items of users, or if training and validation have other items."""
+        """Raises UserError if the rows are not items of users, or not of the same items."""
         self.options = options
         for source, name in ((train, "items"), (val, "items"), (val, "held_out")):
             field = source.fields.get(name)
@@ -91,7 +96,7 @@ class Workload(workloads.Workload):
         return {**sums, "users": counts_B.sum(), "lost": ranking.n_lost}
 
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
-        """Means over the users that have something held out. Tells of held-out items that can never be found."""
+        """Means over the users with held-out items. Warns of items that can never be found."""
         if sums["lost"]:
             warn(
                 f"{sums['lost']:.0f} held-out items are among the items of their user, or twice: these cannot be "
@@ -101,7 +106,7 @@ class Workload(workloads.Workload):
         return {name: float(sums[name] / sums["users"]) for name in names}
 
     def predict(self, model: nn.Module, batch: Rows) -> dict[str, Tensor]:
-        """The `scores` of all items, (B, I): logits, and -inf for those that a user has."""
+        """The `scores` of all items, (B, I): logits, and -inf for items that the user has."""
         seen: Ragged = batch["items"]
         logits_BI, _ = model(seen.values, seen.offsets)
         scores_BI = logits_BI.float()
@@ -112,18 +117,18 @@ class Workload(workloads.Workload):
         return {"n_items": self.n_items}
 
 
-# ---------------------------------------------------------------------------------------------- the network
+# ------------------------------------------------------------------------------ the network
 
 
 class AutoEncoder(nn.Module):
-    """Items -> tanh(hidden) -> latent -> tanh(hidden) -> logits. hidden_dim=0 leaves out the hidden layers.
+    """Items -> tanh(hidden) -> latent -> tanh(hidden) -> logits.
 
-    The variational model draws the latent vector around its mean while training (Mult-VAE); the other one uses the mean
-    (Mult-DAE).
+    hidden_dim=0 leaves out the hidden layers. While training, the variational model (Mult-VAE)
+    samples the latent vector; the other one (Mult-DAE) uses its mean.
     """
 
     passes: Tensor
-    """Forward passes of training so far."""
+    """Number of training forward passes so far."""
 
     def __init__(self, n_items: int, options: Workload.Options):
         super().__init__()
@@ -159,7 +164,7 @@ class AutoEncoder(nn.Module):
         return self.output(self.decode(drawn_BL)), weight * divergence
 
     def _first(self, items_N: Tensor, offsets_B1: Tensor) -> Tensor:
-        """Linear(dropout(normalize(x))) of rows x of 0 and 1, as a weighted sum of rows of the weight."""
+        """Linear(dropout(normalize(x))) of rows x of 0 and 1, as a weighted sum of rows of W."""
         counts_B = offsets_B1.diff()
         share_B = counts_B.to(self.weight_IH.dtype).rsqrt()
         share_N = share_B.repeat_interleave(counts_B, output_size=items_N.shape[0])
@@ -195,3 +200,52 @@ class _MultinomialNLL(torch.autograd.Function):
         grad_BI = (logits_BI - lse_B[:, None]).exp_().mul_((counts_B * share)[:, None])
         grad_BI.view(-1).index_add_(0, at_N, -share.to(grad_BI.dtype).expand(len(at_N)))
         return grad_BI, None, None, None
+
+
+# ------------------------------------------------------------------------------ the metrics
+
+
+class Ranking(NamedTuple):
+    """Metrics of each user, which are meaningless for users without held-out items."""
+
+    recall: Mapping[int, Tensor]
+    """{k: (B,)}"""
+    ndcg: Tensor
+    """(B,)"""
+    has_held_out: Tensor
+    """(B,) bool: whether the user has held-out items."""
+    n_lost: Tensor
+    """Number of held-out items that are among the seen ones, or listed twice: never found."""
+
+
+def rank(scores_BI: Tensor, seen: Ragged, held_out: Ragged, *, recall_at: Sequence[int], ndcg_at: int) -> Ranking:
+    """Measure how well scores rank the held-out items of each user, without a host sync.
+
+    Ranked are the items that the user has not seen. Hits are held-out items among the k best. Of h
+    held-out items,
+
+        Recall@k = number of hits / min(k, h)
+        NDCG@k   = sum over the hits of 1 / log2(1 + rank) / the same if all h items came first
+
+    seen, held_out: B rows of item numbers, all different within a row. The scores of seen items are
+    overwritten.
+    """
+    # To assign a Python number, torch would copy it to the device, and the host would wait for it.
+    scores_BI.index_put_((seen.rows, seen.values), scores_BI.new_full((), -torch.inf))
+    is_held_out_BI = torch.zeros_like(scores_BI, dtype=torch.bool)
+    is_held_out_BI.index_put_((held_out.rows, held_out.values), is_held_out_BI.new_ones(()))
+    n_lost = len(held_out.values) - is_held_out_BI.sum() + is_held_out_BI[seen.rows, seen.values].sum()
+
+    n_best = min(scores_BI.shape[1], max((ndcg_at, *recall_at)))
+    best_BK = scores_BI.topk(n_best, dim=1).indices
+    hits_BK = is_held_out_BI.gather(1, best_BK).to(scores_BI.dtype)
+    n_held_out_B = held_out.offsets.diff()
+    recall = {k: hits_BK[:, :k].sum(1) / n_held_out_B.clamp(1, k) for k in recall_at}
+
+    ranks = torch.arange(1, ndcg_at + 1, dtype=scores_BI.dtype, device=scores_BI.device)
+    gain_K = 1 / (1 + ranks).log2()
+    ideal_B = gain_K.cumsum(0)[n_held_out_B.clamp(1, ndcg_at) - 1]
+    hits_BK = hits_BK[:, :ndcg_at]
+    # A product and a sum, because autocast would round a matrix product.
+    ndcg_B = (hits_BK * gain_K[: hits_BK.shape[1]]).sum(1) / ideal_B
+    return Ranking(recall, ndcg_B, n_held_out_B > 0, n_lost)

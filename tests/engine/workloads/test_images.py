@@ -120,12 +120,21 @@ def test_an_augmentation_is_drawn_anew_each_time_repeats_with_the_seed_and_can_b
     assert unchanged["images"].data_ptr() == batch["images"].data_ptr()  # without it, they are not even copied
 
 
+def test_each_network_has_layers_of_its_own_and_augmentation_needs_none_of_them():
+    workload = make_workload(cutout_size=3)
+    first, second = workload.model(), workload.model().to("meta")
+    assert first[0] is not second[0]
+    assert not first[0].scale.is_meta
+    batch = Rows({"images": images(8, 3, 8, 8), "labels": torch.arange(8) % 4})
+    assert not workload.transform(batch, rng())["images"].is_meta
+
+
 def test_what_is_cut_out_is_0_for_the_network():
     pixels = np.full((4, 3, 8, 8), 200, np.uint8)
     workload = make_workload(rows_of(pixels, np.arange(4), mean=[10.0, 20.0, 30.0], std=[2.0, 4.0, 5.0]), cutout_size=3)
     cut = workload.transform(Rows({"images": torch.from_numpy(pixels), "labels": torch.arange(4)}), rng())["images"]
     assert (cut != 200).any()
-    assert not workload.normalize(cut)[cut != 200].any()
+    assert not workload.normalize()(cut)[cut != 200].any()
 
 
 @pytest.mark.parametrize("labels", [CLASSES[:12], np.ones((12, 5), np.uint8)], ids=["classes", "attributes"])

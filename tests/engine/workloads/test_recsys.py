@@ -1,6 +1,7 @@
 """The workload `recsys`: autoencoders on sparse rows against the same on dense rows."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from fastgpu.process.config import Optim
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Ragged, Rows
 from fastgpu.storage.store import HDF5Dataset, open_store
-from workloads.recsys import AutoEncoder, Workload, multinomial_nll
+from workloads.recsys import AutoEncoder, Workload, multinomial_nll, rank
 
 ITEMS = 60
 USERS = 40
@@ -176,6 +177,34 @@ def test_held_out_items_that_cannot_be_found_are_told(capsys):
         "warning: 3 held-out items are among the items of their user, or twice: these cannot be found, so the metrics "
         "are too low; leave them out\n"
     )
+
+
+def by_hand(scores: list[float], seen: list[int], held: list[int], k: int) -> tuple[float, float]:
+    """(recall, ndcg) by sorting, one user at a time."""
+    order = [i for i in sorted(range(len(scores)), key=lambda i: -scores[i]) if i not in seen][:k]
+    gains = [1 / math.log2(place + 2) for place, item in enumerate(order) if item in held]
+    ideal = sum(1 / math.log2(place + 2) for place in range(min(k, len(held))))
+    return len(gains) / min(k, len(held)), sum(gains) / ideal
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("items", "ks"), [(150, (20, 50, 100)), (30, (5, 20, 100))], ids=["many", "fewer than k"])
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+def test_metrics_are_those_of_sorting_by_hand_also_under_autocast(seed, items, ks, dtype, error):
+    rng = np.random.default_rng(seed)
+    users = [rng.permutation(items).tolist() for _ in range(40)]
+    seen = [user[: rng.integers(0, 12)] for user in users]
+    held = [user[12 : 12 + rng.integers(0, 18)] for user in users]
+    scores = torch.from_numpy(rng.standard_normal((40, items))).to(dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        ranking = rank(scores.clone(), ragged_of(seen), ragged_of(held), recall_at=ks[:2], ndcg_at=ks[2])
+    assert ranking.has_held_out.tolist() == [bool(items) for items in held]
+    assert torch.isfinite(ranking.ndcg).all()
+    for user in np.flatnonzero([bool(items) for items in held]):
+        arguments = scores[user].tolist(), seen[user], held[user]
+        for k in ks[:2]:
+            assert ranking.recall[k][user] == pytest.approx(by_hand(*arguments, k)[0], abs=error)
+        assert ranking.ndcg[user] == pytest.approx(by_hand(*arguments, ks[2])[1], abs=error)
 
 
 # ---------------------------------------------------------------------------------------------- whole runs

@@ -10,7 +10,7 @@ from PIL import Image
 
 from fastgpu.convert.images.readers import ImageFolder, ImageTable, Masks, PixelTable
 from fastgpu.dataset.source import open_dataset
-from fastgpu.images.files import read_preprocessing
+from fastgpu.imagefiles import read_preprocessing
 from fastgpu.images.parts import Preprocessing
 from fastgpu.process.launch import UserError
 from fastgpu.storage.hdf5 import attributes_of

@@ -1,6 +1,6 @@
-"""Augmentation of image batches on the device. Every function draws anew for each image, at every call.
+"""Random augmentation of image batches on the device, with new random numbers for each image.
 
-Images keep their dtype, and integers are rounded: uint8, or float16 and float32 of any range. `rng` is a generator on
+Images are uint8, float16 or float32 and keep their dtype; uint8 is rounded. `rng` is a generator on
 the device of the images. Nothing here makes the host wait for the device.
 
 Shapes: B rows of a batch, C H W of an image, K classes.
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def random_crop(x_BCHW: Tensor, padding: int, rng: torch.Generator) -> Tensor:
-    """Pad each image with zeros by `padding` pixels on every side, then crop it to its old size at a random place."""
+    """Pad each image with zeros on every side, then crop it to its old size at a random place."""
     B, C, H, W = x_BCHW.shape
     device = x_BCHW.device
     padded_BCHW = F.pad(x_BCHW, (padding, padding, padding, padding))
@@ -34,11 +34,11 @@ def random_flip(x_BCHW: Tensor, rng: torch.Generator) -> Tensor:
 
 
 def random_resized_crop(x_BCHW: Tensor, min_scale: float, rng: torch.Generator) -> Tensor:
-    """Enlarge a random part of each image to the size of the image.
+    """Crop a random part of each image and resize it to the size of the image.
 
-    The part has `min_scale` to 1 of the area and an aspect ratio of 3:4 to 4:3; where it would be longer than the
-    image, it is cut. Szegedy et al., "Going Deeper with Convolutions", arXiv:1409.4842. The pixels are those of torch's
-    `interpolate` with mode="bilinear" and align_corners=False.
+    The part has `min_scale` to 1 of the area and an aspect ratio of 3:4 to 4:3, but is never longer
+    than the image (Szegedy et al., "Going Deeper with Convolutions", arXiv:1409.4842). The pixels
+    are those of torch's `interpolate` with mode="bilinear" and align_corners=False.
     """
     B, C, H, W = x_BCHW.shape
     u_4B = torch.rand((4, B), generator=rng, device=x_BCHW.device)
@@ -46,7 +46,8 @@ def random_resized_crop(x_BCHW: Tensor, min_scale: float, rng: torch.Generator) 
     ratio_B = torch.exp((2 * u_4B[1] - 1) * math.log(4 / 3))
     y_BH = _sample_positions((H * (area_B / ratio_B).sqrt()).round().clamp(1, H), u_4B[2], H)
     x_BW = _sample_positions((W * (area_B * ratio_B).sqrt()).round().clamp(1, W), u_4B[3], W)
-    grid_BHW2 = torch.empty((B, H, W, 2), device=x_BCHW.device)  # -1 to 1, as grid_sample takes it
+    # grid_sample takes positions from -1, the first pixel, to 1, the last one.
+    grid_BHW2 = torch.empty((B, H, W, 2), device=x_BCHW.device)
     grid_BHW2[..., 0] = (2 * x_BW / max(1, W - 1) - 1)[:, None, :]
     grid_BHW2[..., 1] = (2 * y_BH / max(1, H - 1) - 1)[:, :, None]
     resized = F.grid_sample(x_BCHW.float(), grid_BHW2, mode="bilinear", padding_mode="border", align_corners=True)
@@ -54,9 +55,9 @@ def random_resized_crop(x_BCHW: Tensor, min_scale: float, rng: torch.Generator) 
 
 
 def _sample_positions(length_B: Tensor, u_B: Tensor, count: int) -> Tensor:
-    """The centers of `count` equal pieces of an interval of each image, in pixels: (B, count). They do not leave it.
+    """Positions (B, count), in pixels: the centres of `count` equal pieces of an interval.
 
-    length_B: of the interval, in whole pixels. u_B: in [0, 1): where in the `count` pixels of the image it begins.
+    length_B: whole pixels of the interval. u_B: in [0, 1), chooses where it begins in the image.
     """
     start_B = torch.minimum((u_B * (count - length_B + 1)).floor(), count - length_B)
     centers = torch.arange(count, device=length_B.device) + 0.5
@@ -65,9 +66,9 @@ def _sample_positions(length_B: Tensor, u_B: Tensor, count: int) -> Tensor:
 
 
 def cutout(x_BCHW: Tensor, size: int, fill_C: Tensor, rng: torch.Generator) -> Tensor:
-    """Fill a square of `size` pixels around a random pixel of each image. It may reach over the border.
+    """Fill a square of `size` pixels around a random pixel of each image, cut off at its border.
 
-    fill_C: of the same dtype, usually the mean of each channel. DeVries and Taylor, arXiv:1708.04552.
+    fill_C: of the dtype of the images, usually their mean. DeVries and Taylor, arXiv:1708.04552.
     """
     B, C, H, W = x_BCHW.shape
     device = x_BCHW.device
@@ -83,14 +84,14 @@ def cutout(x_BCHW: Tensor, size: int, fill_C: Tensor, rng: torch.Generator) -> T
 
 
 def mixup(x_BCHW: Tensor, target_BK: Tensor, alpha: float, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Blend each row, image and target alike, with another row of the batch.
+    """Blend each image and its target with another one of the batch.
 
-    The share of the row itself is drawn from Beta(alpha, alpha). target_BK: float. Returns images and targets.
+    The share of the first one is drawn from Beta(alpha, alpha). target_BK: floats.
     Zhang et al., "mixup: Beyond Empirical Risk Minimization", arXiv:1710.09412.
     """
     B = len(x_BCHW)
     device = x_BCHW.device
-    # A Beta variable is g1 / (g1 + g2) of two Gamma variables. torch.distributions takes no generator.
+    # A Beta variable is g1 / (g1 + g2) of Gamma variables. torch.distributions takes no generator.
     gamma_2B = torch._standard_gamma(torch.full((2, B), alpha, device=device), generator=rng)
     share_B = gamma_2B[0] / gamma_2B.sum(0).clamp(min=1e-30)
     partner_B = torch.randperm(B, generator=rng, device=device)
@@ -101,7 +102,7 @@ def mixup(x_BCHW: Tensor, target_BK: Tensor, alpha: float, rng: torch.Generator)
 
 
 def to_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Floats as a dtype of images: rounded and limited to what it can hold if it is an integer."""
+    """Convert floats to a dtype of images. For an integer dtype they are rounded and clamped."""
     if dtype.is_floating_point:
         return x.to(dtype)
     return x.round().clamp(0, torch.iinfo(dtype).max).to(dtype)

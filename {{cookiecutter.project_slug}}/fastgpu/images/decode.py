@@ -16,7 +16,7 @@ from typing import IO, Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image, ImageFile, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageFile, UnidentifiedImageError
 from torch import Tensor
 
 from fastgpu.images.parts import Box
@@ -26,35 +26,24 @@ FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000
 """Formats of pixels that Pillow decodes itself. For others it starts programs: Ghostscript for EPS."""
 MAX_PIXELS = 89_478_485
 """Pillow warns of images with more pixels, and refuses those of twice as many: they may be made to fill the memory."""
-EXIF_ORIENTATION = 0x0112
-EXIF_ON_ITS_SIDE = 5
-"""From this EXIF orientation on, images are stored on their side."""
 simplejpeg: Any = import_module("simplejpeg") if find_spec("simplejpeg") else None
 
 
 class EncodedImage:
-    """The bytes of an image file, and the `height` and `width` of the image."""
+    """The bytes of an image file, and the `height` and `width` of the image. An EXIF orientation is ignored."""
 
-    def __init__(self, data: np.ndarray, *, obeys_exif: bool = False):
-        """data: (bytes,) uint8. obeys_exif: turn the image as its EXIF orientation says; converted rows are upright.
-
-        Raises an exception of any kind if the bytes are no image, or one of too many pixels.
-        """
+    def __init__(self, data: np.ndarray):
+        """data: (bytes,) uint8. Raises an exception of any kind if they are no image, or one of too many pixels."""
         self._data = data
-        self._obeys_exif = obeys_exif
         self.is_plain = False
         """Whether it is a JPEG file that simplejpeg decodes as Pillow does. Pillow decodes all others."""
         if simplejpeg:
             with suppress(ValueError):  # it is no JPEG file; or Pillow knows better, or says what is wrong
                 self.height, self.width, colors, _ = simplejpeg.decode_jpeg_header(data)
                 self.is_plain = colors in ("YCbCr", "Gray", "RGB") and self.height * self.width <= MAX_PIXELS
-        if obeys_exif or not self.is_plain:
+        if not self.is_plain:
             with open_image(io.BytesIO(data.data)) as image:
-                orientation = image.getexif().get(EXIF_ORIENTATION, 1) if obeys_exif else 1
                 self.height, self.width = image.height, image.width
-            self.is_plain &= orientation == 1
-            if orientation >= EXIF_ON_ITS_SIDE:
-                self.height, self.width = self.width, self.height
 
     def decode(self, box: Box, size: tuple[int, int]) -> np.ndarray:
         """A part of the image, resized to (height, width): uint8 (3, H, W), channels last in memory.
@@ -86,8 +75,6 @@ class EncodedImage:
                 )
         with open_whole(io.BytesIO(self._data.data)) as image:
             image.draft("RGB", (image.width // factor, image.height // factor))
-            if self._obeys_exif:
-                ImageOps.exif_transpose(image, in_place=True)
             return to_rgb(image).permute(1, 2, 0).numpy()
 
 

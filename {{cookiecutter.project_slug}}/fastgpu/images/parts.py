@@ -1,4 +1,4 @@
-"""How images are prepared, and which part of one a row shows: the centre, or one that (seed, epoch, row) decide."""
+"""Which part of an image a row shows, centre or random part, and how images were prepared."""
 
 import json
 import math
@@ -10,29 +10,29 @@ import numpy as np
 Resize = Literal["shorter", "exact"]
 
 N_TRIES = 10
-"""Boxes that are tried until one lies inside of the image, as torchvision's RandomResizedCrop does it."""
+"""Random boxes that are tried until one fits into the image, as in torchvision."""
 N_DRAWS = 2 * N_TRIES + 2
-"""Random numbers for one box."""
+"""Random numbers for one box: an area and a ratio for each try, and one place."""
 MAX_LOG_RATIO = math.log(4 / 3)
 
 
 class Preprocessing(NamedTuple):
-    """How an image becomes (height, width) pixels. A converted file keeps it in its attribute `preprocessing`."""
+    """How images become (height, width) pixels: the attribute `preprocessing` of converted files."""
 
     size: tuple[int, int] | None = None
     """(height, width). None: the images have one size already."""
     resize: Resize = "shorter"
     """shorter: cover the size and take the centre. exact: stretch."""
     centre_share: float | None = None
-    """Decode as encoded rows are for validation: this share of the sides of the largest part in the centre that has the
-    aspect ratio of `size`. None: as above."""
+    """Take this share of the sides of the largest centre that has the aspect ratio of `size`, as
+    encoded rows are decoded for validation. None: `resize` applies."""
 
     def to_json(self) -> str:
         return json.dumps({name: value for name, value in self._asdict().items() if name != "centre_share" or value})
 
 
 class Box(NamedTuple):
-    """A part of an upright image, in its pixels."""
+    """A rectangle of an image, in pixels."""
 
     top: int
     left: int
@@ -41,13 +41,15 @@ class Box(NamedTuple):
 
 
 def draw(seed: tuple[int, int], rows: np.ndarray) -> np.ndarray:
-    """(n, N_DRAWS) float64 in [0, 1): random numbers for `random_box`, a function of seed and row alone.
+    """Random numbers for `random_box`, which depend on seed and row only: (n, N_DRAWS) in [0, 1).
 
-    seed: (seed of the run, epoch). Each row has its own part of one stream of SplitMix64 (Steele et al., "Fast
-    splittable pseudorandom number generators", 2014), so that the rows of a block cost a few array operations.
+    seed: (seed of the run, epoch).
     """
+    # SplitMix64 (Steele et al., "Fast splittable pseudorandom number generators", 2014): any rows cost
+    # a few array operations, and each has N_DRAWS steps of its own. NumPy needs a generator a row.
     (start,) = np.random.SeedSequence(seed).generate_state(1, np.uint64)
-    steps = rows.astype(np.uint64)[:, None] * np.uint64(N_DRAWS) + np.arange(1, N_DRAWS + 1, dtype=np.uint64)
+    first_steps = rows.astype(np.uint64)[:, None] * np.uint64(N_DRAWS)
+    steps = first_steps + np.arange(1, N_DRAWS + 1, dtype=np.uint64)
     z = start + steps * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -56,10 +58,10 @@ def draw(seed: tuple[int, int], rows: np.ndarray) -> np.ndarray:
 
 
 def random_box(draws: Sequence[float], height: int, width: int, min_scale: float) -> Box:
-    """A part of `min_scale` to 1 of the area with an aspect ratio of 3:4 to 4:3, as torchvision's RandomResizedCrop.
+    """A box with `min_scale` to 1 of the area and an aspect ratio of 3:4 to 4:3. draws: (N_DRAWS,).
 
-    If no try lies inside of the image, it is the largest part in the centre with such a ratio. draws: (N_DRAWS,).
-    Szegedy et al., "Going Deeper with Convolutions", arXiv:1409.4842.
+    As torchvision's RandomResizedCrop (Szegedy et al., "Going Deeper with Convolutions",
+    arXiv:1409.4842): if no try fits into the image, it is the largest centre with such a ratio.
     """
     for number in range(0, 2 * N_TRIES, 2):
         area = (min_scale + (1 - min_scale) * draws[number]) * height * width
@@ -70,11 +72,12 @@ def random_box(draws: Sequence[float], height: int, width: int, min_scale: float
             top = int(draws[-2] * (height - box_height + 1))
             left = int(draws[-1] * (width - box_width + 1))
             return Box(top, left, box_height, box_width)
-    return centre_box(height, width, (min(height, round(width * 4 / 3)), min(width, round(height * 4 / 3))))
+    shape = (min(height, round(width * 4 / 3)), min(width, round(height * 4 / 3)))
+    return centre_box(height, width, shape)
 
 
 def centre_box(height: int, width: int, shape: tuple[int, int], share: float = 1.0) -> Box:
-    """The largest part in the centre with the aspect ratio of `shape`, or a share of its sides."""
+    """The largest centre with the aspect ratio of `shape`; of its sides, this share."""
     scale = share * min(height / shape[0], width / shape[1])
     box_height = max(1, min(height, round(scale * shape[0])))
     box_width = max(1, min(width, round(scale * shape[1])))

@@ -73,7 +73,6 @@ def load_model(path: str | Path) -> Trained:
         kind = workloads.load(card["workload"])
         options = kind.Options.model_validate_json(json.dumps(card["options"]))
         workload = kind(options, rows, rows)
-        workload.options = options
         model = workload.model()
         fill(model, folder / WEIGHTS)
     except (OSError, LookupError, RuntimeError, TypeError, ValueError, SafetensorError) as error:
@@ -101,13 +100,13 @@ class ImageRows(Dataset):
 
     def __init__(self, name: str, field: Field, paths: Sequence[str], preprocessing: str | None):
         """paths: files, and folders of them. preprocessing: of the training images, as JSON. Raises UserError."""
-        images = import_module("fastgpu.images.files")  # which a project without an image workload lacks
+        images = import_module("fastgpu.imagefiles")  # which a project without an image workload lacks
         self.files: list[Path] = []
         for path in map(Path, paths):
             self.files += [path / name for name in images.list_images(path)] if path.is_dir() else [path]
         if not self.files:
             raise UserError(f"there is no image file in {' and '.join(paths)}")
-        prepared = images.read_preprocessing(preprocessing) if preprocessing else images.Preprocessing()
+        prepared = images.read_preprocessing(preprocessing)
         self._read = lambda path: images.read_image(path, prepared, field.shape)
         self.name = "INPUT"
         self.fields = {name: field}

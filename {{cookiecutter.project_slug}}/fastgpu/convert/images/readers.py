@@ -7,22 +7,27 @@ import io
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from math import isqrt
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps
 
 from fastgpu.convert.reader import SPLIT_OF_WORD, Reader, list_first, read_splits
-from fastgpu.images.decode import EXIF_ORIENTATION, EncodedImage, open_image, open_whole
-from fastgpu.images.files import IGNORED_CLASS, decode, describe_losses, fit, list_images
+from fastgpu.imagefiles.folders import list_images
+from fastgpu.imagefiles.pixels import UprightImage, decode, fit, orientation_of
+from fastgpu.images.decode import open_image, open_whole
 from fastgpu.images.parts import Box, Preprocessing
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import CODECS
 
-JPEG_QUALITY = 92  # of images that are made smaller and stay encoded
+JPEG_QUALITY = 92
+"""Quality of images that are made smaller and stay encoded."""
+IGNORED_CLASS = 255
+"""Pixels of a mask that have no class."""
 
 
 class ImageFiles(Reader):
@@ -114,7 +119,7 @@ class Masks(ImageFiles):
     def __getitem__(self, row: int) -> dict[str, Any]:
         """Raises ValueError if the mask is none, or has another size than the image."""
         item = super().__getitem__(row)
-        upright = EncodedImage(np.fromfile(Path(self.folder, self.paths[row]), np.uint8), obeys_exif=True)
+        upright = UprightImage(np.fromfile(Path(self.folder, self.paths[row]), np.uint8))
         values_HW = read_mask(self._masks[row], is_binary=self._is_binary)
         if values_HW.shape != (upright.height, upright.width):
             raise ValueError(f"its mask is {values_HW.shape}, the image {(upright.height, upright.width)}")
@@ -199,6 +204,22 @@ def _parse_pixels(text: str) -> np.ndarray:
         return np.empty(0, np.uint8)
 
 
+def describe_losses(file: IO[bytes]) -> list[str]:
+    """What `decode` does not keep of an image file, except its mode. Reads the headers only."""
+    losses = []
+    with open_image(file) as image:
+        # Pillow itself reads 16 bits a color as mode RGB: only the layout of the pixels in the file tells.
+        layout = str(image.tile)
+        if image.mode.startswith("I") or (";16" in layout and "BGR;16" not in layout):
+            losses.append("16 bits to 8 (to keep them: a float32 array of the images, `convert.py arrays`)")
+        elif image.has_transparency_data:
+            losses.append("without the transparency")
+        with suppress(Exception):  # a file that is damaged behind its first frame may raise anything
+            if getattr(image, "is_animated", False):
+                losses.append("the first of several frames or pages, without the others")
+    return losses
+
+
 def read_mask(path: Path, *, is_binary: bool) -> np.ndarray:
     """The values of a grey image or the indices of a palette image, uint8 (H, W); see `Masks`. Raises ValueError."""
     with path.open("rb") as file, open_whole(file) as mask:
@@ -220,12 +241,12 @@ def keep(data: bytes, side: int | None = None) -> bytes:
 
     Files that are not upright RGB or grey are written anew, as JPEG or PNG. Raises any exception if one is damaged.
     """
-    image = EncodedImage(np.frombuffer(data, np.uint8), obeys_exif=True)
+    image = UprightImage(np.frombuffer(data, np.uint8))
     whole = Box(0, 0, image.height, image.width)
     scale = min(1, side / min(image.height, image.width)) if side else 1
     with open_image(io.BytesIO(data)) as opened:
         kind = "JPEG" if scale < 1 or opened.format in ("JPEG", "MPO") else "PNG"
-        is_upright_rgb = opened.mode in ("RGB", "L") and opened.getexif().get(EXIF_ORIENTATION, 1) == 1
+        is_upright_rgb = opened.mode in ("RGB", "L") and orientation_of(opened) == 1
     if scale == 1 and is_upright_rgb and data[0] in CODECS:
         image.decode(whole, (1, 1))  # in full, as far as damage goes
         return data

@@ -1,0 +1,51 @@
+"""Finds the image files in a folder and its sub-folders."""
+
+import os
+from collections import Counter
+from pathlib import Path
+
+from PIL import Image
+
+from fastgpu.images.decode import FORMATS
+from fastgpu.process.launch import UserError
+
+
+def is_image(name: str) -> bool:
+    """Whether a file name has the suffix of an image, and the file is not hidden."""
+    kind = Image.registered_extensions().get(Path(name).suffix.lower())
+    return kind in (*FORMATS, "MPO") and not name.startswith(".")
+
+
+def list_images(root: Path) -> list[str]:
+    """Paths, relative to `root`, of the image files in it at any depth, sorted within each folder.
+
+    Links to folders are followed, but not back into `root`, and not twice to one folder. Prints how
+    many hidden folders, and files of other kinds, are left out. Raises UserError if `root` is no
+    folder, OSError if a folder cannot be read.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    if not root.is_dir():
+        raise UserError(f"{root} is not a folder")
+    seen: set[Path] = set()
+    paths: list[str] = []
+    others: Counter[str] = Counter()
+    for place, folders, files in os.walk(root, followlinks=True, onerror=refuse):
+        # Hidden folders, such as .ipynb_checkpoints, are counted and not entered.
+        others.update(name for name in folders if name.startswith("."))
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for path in [Path(place, name) for name in folders]:
+            target = path.resolve()
+            if path.is_symlink() and (target in seen or target.is_relative_to(root.resolve())):
+                folders.remove(path.name)
+            seen.add(target)
+        images = [name for name in sorted(files) if is_image(name)]
+        paths += [os.path.relpath(Path(place, name), root) for name in images]
+        others.update(Path(name).suffix.lower() or name for name in files if not is_image(name))
+    if others:
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in others.most_common(10))
+        taken = "formats that Pillow reads by itself, such as JPEG and PNG, are taken"
+        print(f"left out of {root}: {kinds} ({taken})")
+    return paths
