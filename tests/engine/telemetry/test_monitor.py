@@ -56,7 +56,9 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         nvmlDeviceGetUtilizationRates=lambda gpu: SimpleNamespace(gpu=60 + gpu),
         nvmlDeviceGetMemoryInfo=lambda gpu: SimpleNamespace(used=5 << 30),
         nvmlDeviceGetPowerUsage=lambda gpu: 300_000,
-        nvmlDeviceGetTemperature=lambda gpu, sensor: 55,
+        NVMLError_FunctionNotFound=NotImplementedError,
+        nvmlDeviceGetTemperatureV=lambda gpu, sensor: 55,
+        nvmlDeviceGetTemperature=lambda gpu, sensor: 54,
         nvmlGpmQueryDeviceSupport=lambda gpu: SimpleNamespace(isSupportedDevice=True),
         nvmlGpmSampleAlloc=take_sample,
         nvmlGpmSampleGet=lambda gpu, sample: sample,
@@ -99,6 +101,11 @@ def test_gpus_are_found_by_uuid_and_numbered_as_the_process_sees_them(nvml):
     expected = {f"gpu{number}/{name}": value for number in (0, 1) for name, value in of_both.items()}
     assert values == expected | {"gpu0/mem_peak_gib": 3, "gpu0/util_pct": 61, "gpu1/util_pct": 60}
     assert gpu_counters(ALONE) == {}
+
+
+def test_an_older_driver_has_the_older_call_for_the_temperature(nvml):
+    nvml.nvmlDeviceGetTemperatureV = Mock(side_effect=NotImplementedError)
+    assert gpu_counters(GPU)["gpu0/temperature_c"]() == 54
 
 
 def test_activity_is_that_between_two_samples_which_are_freed(nvml):

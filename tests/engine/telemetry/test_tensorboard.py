@@ -1,7 +1,9 @@
 import io
+import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from math import inf, nan
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,6 +82,14 @@ def test_points_that_a_resumed_run_trains_again_count_once(board, tmp_path, cloc
     tags = events_in(tmp_path).Tags()
     assert set(tags["scalars"]) == {"train/loss", *STEP.scalars()}
     assert "config/text_summary" in tags["tensors"]
+
+
+def test_a_number_that_is_not_finite_is_null_in_the_file_and_no_point_of_a_report(board, tmp_path):
+    board().write(1, {"train/loss": 1.0, "train/grad_norm": inf, "val/x": nan})
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    point = json.loads(line, parse_constant=pytest.fail)
+    assert (point["train/loss"], point["train/grad_norm"], point["val/x"]) == (1.0, None, None)
+    assert {"train/grad_norm", "val/x"}.isdisjoint(read_run(tmp_path).points[0])
 
 
 def test_a_full_disk_warns_once_and_never_stops(board, tmp_path, monkeypatch, capsys):

@@ -44,7 +44,7 @@ class Run(Section):
     """auto: continue from the last checkpoint if there is one. On a command line also the folder of a run, such as
     runs/first: it goes on with the config that it recorded, and other words change it."""
     checkpoint_every_steps: CountOrZero = 0
-    """Also save inside an epoch, at the first end of a pool after this many steps. 0: save only after each epoch."""
+    """Also save inside an epoch, after every so many steps of the run. 0: save only after each epoch."""
     check: bool = False
     """Build data, model and optimizer, and stop before the first step."""
 

@@ -38,7 +38,7 @@ def read_run(folder: Path) -> Run:
     path = folder / "metrics.jsonl"
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         with suppress(ValueError):  # a line that a kill has cut
-            point = json.loads(line)
+            point = {name: value for name, value in json.loads(line).items() if value is not None}
             if points and point["part"] != points[-1]["part"]:
                 resumed_at = point["step"] - point.get("steps", 0)
                 points = [earlier for earlier in points if earlier["step"] <= resumed_at]

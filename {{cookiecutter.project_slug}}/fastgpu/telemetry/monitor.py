@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from queue import SimpleQueue
 from statistics import fmean
 from typing import Any
@@ -114,7 +115,7 @@ def _counters_of(number: int) -> Counters:
         f"gpu{number}/util_pct": lambda: pynvml.nvmlDeviceGetUtilizationRates(gpu).gpu,  # of the last 1/6 s to 1 s
         f"gpu{number}/mem_used_gib": lambda: pynvml.nvmlDeviceGetMemoryInfo(gpu).used / GIB,
         f"gpu{number}/power_w": lambda: pynvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
-        f"gpu{number}/temperature_c": lambda: pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU),
+        f"gpu{number}/temperature_c": partial(_temperature, gpu),
     }
     if _counts_activity(gpu):
         counters[f"gpu{number}/sm_active_pct"] = _Activity(gpu, pynvml.NVML_GPM_METRIC_SM_UTIL)
@@ -122,6 +123,14 @@ def _counters_of(number: int) -> Counters:
     elif not number:  # once, not for each of eight GPUs
         warn("gpu<n>/sm_active_pct and tensor_active_pct are not measured here (they need Hopper or newer)")
     return counters
+
+
+def _temperature(gpu: Any) -> float:
+    """Degrees Celsius. gpu: handle of NVML."""
+    try:
+        return float(pynvml.nvmlDeviceGetTemperatureV(gpu, pynvml.NVML_TEMPERATURE_GPU))
+    except pynvml.NVMLError_FunctionNotFound:  # older drivers know only the call that CUDA 14 removes
+        return float(pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU))
 
 
 def _counts_activity(gpu: Any) -> bool:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,7 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
         """
         if not self._folder:
             return
-        point: dict[str, float] = {"step": step, "time_s": round(time.time(), 3), "part": self._part}
+        point: dict[str, float | None] = {"step": step, "time_s": round(time.time(), 3), "part": self._part}
         if interval:
             self._epoch.append((values["train/loss"], interval))
             text = f"step {step}: loss {values['train/loss']:.4f}, {interval}"
@@ -100,7 +101,9 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
             point |= interval._asdict()
         with self._forgiving():
             with (self._folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps({**point, **values}) + "\n")
+                # JSON has no NaN and no Infinity, which the gradient norm of a first fp16 step may be.
+                finite = {tag: value if isfinite(value) else None for tag, value in values.items()}
+                file.write(json.dumps({**point, **finite}, allow_nan=False) + "\n")
             for tag, value in values.items():
                 if self._writer:
                     self._writer.add_scalar(tag, value, step)
