@@ -33,7 +33,6 @@ import json
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 
-import train
 from fastgpu.diagnose import result
 from fastgpu.diagnose.bench import Bench
 from fastgpu.diagnose.verdict import judge
@@ -43,7 +42,7 @@ from fastgpu.process.world import World, init_distributed
 
 def diagnose(cfg: Config, world: World, args: argparse.Namespace) -> dict[str, object]:
     """Measure, print the verdict, and return all numbers as JSON values."""
-    bench = Bench(train, cfg, world, args.seconds)
+    bench = Bench(cfg, world, args.seconds)
     measured = bench.measure()
     verdict = world.broadcast(judge(measured, cfg.data.echo))
     if verdict.cause in ("READ", "DECODE"):

@@ -171,7 +171,7 @@ def train(t: Training, world: World) -> int:
         state["ema"] = t.ema
     card = describe_model(cfg.flat(), t.data, workload.card(), loader.fingerprint)
 
-    run = Run(cfg, world, state, card, best=workload.best)
+    run = Run(cfg.run, world, state, card, values=cfg.model_dump(), best=workload.best)
     at = run.progress  # epoch, epoch_step and step: zeros, or where the checkpoint was saved
     n_left = sum(map(loader.steps_per_epoch, range(at.epoch, cfg.train.epochs))) - at.epoch_step
     clock = Clock(world, cfg.data.batch_size, cfg.data.echo)

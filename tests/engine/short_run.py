@@ -46,7 +46,8 @@ def started_run(
     """A run of this process. settings: of section `run`. state: more than the model."""
     cfg = CONFIG.resolved(run={"folder": str(folder), "name": "a", **settings})
     card = describe_model(cfg.flat(), Data(source, SOURCE, SIZES), {"classes": ["a", "b"]}, ORDER.identity)
-    return Run(cfg, world, {"model": model or nn.Linear(2, 2), **(state or {})}, card, best=best)
+    state = {"model": model or nn.Linear(2, 2), **(state or {})}
+    return Run(cfg.run, world, state, card, values=cfg.model_dump(), best=best)
 
 
 def train_epoch(run: Run, *, loss: float = 0.5, score: float = 1.0, save_every: int = 0) -> None:

@@ -1,6 +1,5 @@
 import pytest
 import torch
-import train
 from harness import ALONE, in_world
 
 from fastgpu.diagnose.bench import Bench
@@ -15,7 +14,7 @@ def config(folder):
 
 
 def open_bench(config: Config, world: World = ALONE) -> Bench:
-    return Bench(train, config, world, 0.01)
+    return Bench(config, world, 0.01)
 
 
 def test_measuring_does_not_change_the_weights(config, tmp_path):

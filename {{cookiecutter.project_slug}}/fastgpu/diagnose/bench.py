@@ -3,11 +3,10 @@
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import torch
 
+import train
 from fastgpu.diagnose import ceilings
 from fastgpu.diagnose.ceilings import Loop, Meter, Supply, open_supplies, read_pool, repeat
 from fastgpu.diagnose.verdict import Measured
@@ -25,8 +24,8 @@ POOL_S = 0.1
 class Bench:
     """The training of one config. Every rank has a bench, and calls the same methods in the same order."""
 
-    def __init__(self, train: ModuleType, config: Config, world: World, seconds: float):
-        """train: the module train.py. seconds: longest time of a measurement.
+    def __init__(self, config: Config, world: World, seconds: float):
+        """seconds: longest time of a measurement.
 
         Raises UserError if the training cannot be built.
         """
@@ -37,7 +36,8 @@ class Bench:
         self._other = None if isinstance(parts.loader, PoolLoader) else parts.loader
         if not self._other:
             parts.loader.close()  # measurements open feeds of their own
-        self.parts = parts._replace(loader=None, val_loader=None)
+        # What a closed loader keeps on the device would count twice.
+        self.parts = parts._replace(loader=None, val_loader=None)  # type: ignore[arg-type]
         self.sizes = parts.data.sizes
         world.check_same({"data.tier": self.sizes.tier}, "set data.tier: free memory differs")
         self._seed = config.run.seed
@@ -46,7 +46,7 @@ class Bench:
             batch = next(iter(self._other.batches(0)))
         else:
             batch = read_pool(parts.data.train, self._next_order(), self.sizes.n_readers).to(world.device)
-        self.loop = _make_loop(train, self.parts, batch, world)._replace(other=self._other)
+        self.loop = _make_loop(self.parts, batch, world)._replace(other=self._other)
         self.loop.step()  # DDP needs a step before the bare model runs, so this is the first
         self.loop.local_step(self.loop.batch)
         slowest_s = max(self.meter.run(partial(repeat, self.loop.step))[2])
@@ -105,7 +105,7 @@ class Bench:
         return BlockSampler(self.parts.data.train, sizes.batch_size, shard, self._pool_batches, seed=self._seed)
 
 
-def _make_loop(train: ModuleType, parts: Any, batch: Rows, world: World) -> Loop:
+def _make_loop(parts: train.Training, batch: Rows, world: World) -> Loop:
     local_parts = parts._replace(ddp=parts.model)
     if world.world_size > 1 and parts.config.train.compile:  # so far only DDP around the model is compiled
         parts.model.compile()
