@@ -19,7 +19,7 @@ from fastgpu.rows.contract import Dataset
 from fastgpu.storage import codecs
 from fastgpu.storage.file import OpenFile, split_group
 from fastgpu.storage.hdf5 import find, open_file
-from fastgpu.storage.layout import DIGESTS, Layout
+from fastgpu.storage.layout import DIGESTS, Layout, open_layout
 
 
 class Stored(NamedTuple):
@@ -99,7 +99,7 @@ def damaged(path: str) -> list[str]:
 
     with _open(path) as datasets, ThreadPoolExecutor(available_cpus()) as pool:
         opened = OpenFile(split_group(path)[0])
-        layouts = [Layout(f"{path}: {data.name}", data, opened) for data in datasets]
+        layouts = [open_layout(f"{path}: {data.name}", data, opened) for data in datasets]
         blocks = [(each, number) for each in layouts for number in range(-(-len(each) // each.chunk_rows))]
         lines = tqdm(pool.map(lambda block: check(*block), blocks), total=len(blocks), unit="blocks", disable=None)
         return [line for line in lines if line]

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -26,6 +27,7 @@ from fastgpu.rows.contract import Dataset, Out, Pool, PoolPlan, Reads
 from fastgpu.rows.rows import Field, Ragged, Rows
 from fastgpu.run.checkpoint import DESCRIPTION, WEIGHTS, newest_first, sha256_of
 from fastgpu.storage.arrays import ArrayDataset
+from fastgpu.storage.columns import Codec
 from fastgpu.storage.meaning import check_meaning
 from fastgpu.storage.store import open_store
 
@@ -137,15 +139,13 @@ def open_inputs(paths: Sequence[str], trained: Trained, *, ids: Sequence[str] = 
     if len(paths) == 1 and paths[0].endswith((".npy", ".npz")) and "::" not in paths[0]:
         source = _open_arrays(paths[0], names)
     elif "::" in paths[0] or paths[0].endswith((".h5", ".hdf5")):
-        source = open_store("INPUT", paths, {name: stored.get(name, name) for name in names})
+        codecs = _codecs(fields, preprocessing)
+        source = open_store("INPUT", paths, {name: stored.get(name, name) for name in names}, codecs)
     elif len(names) == 1 and fields[names[0]].dtype == np.uint8 and len(fields[names[0]].shape) > 1 and not labels:
         source = ImageRows(names[0], fields[names[0]], paths, preprocessing)
     else:
         raise UserError(f"{paths[0]} is not an HDF5 file, nor a single NumPy file, with {' and '.join(names)}")
     for name, field in fields.items():
-        if source.fields[name].codec and len(field.shape) == 3:
-            share = json.loads(preprocessing or "{}").get("centre_share")
-            source = import_module("fastgpu.images.column").decoded(source, field.shape[1:], centre_share=share)
         if (field.shape or field.is_ragged) and str(source.fields[name]) != str(field):
             raise UserError(f"{source.name}: {name} is {source.fields[name]}; the model was trained on {field}")
     check_meaning("INPUT", trained.rows, source, labels=labels)
@@ -154,6 +154,19 @@ def open_inputs(paths: Sequence[str], trained: Trained, *, ids: Sequence[str] = 
     if ragged := [name for name in ids if source.fields[name].is_ragged]:
         raise UserError(f"{source.name}: {ragged[0]} has any number of values in a row; --id takes fields of one")
     return source
+
+
+def _codecs(fields: Mapping[str, Field], preprocessing: str | None) -> dict[str, Codec]:
+    """{field: what decodes it as for training if it is encoded}, for fields that have the shape of images."""
+    if not find_spec("fastgpu.images"):
+        return {}
+    column = import_module("fastgpu.images.column")
+    try:
+        share = json.loads(preprocessing or "")["centre_share"]
+    except (ValueError, TypeError, KeyError):  # it was trained on pixels
+        share = None
+    images = {name: field.shape[1:] for name, field in fields.items() if len(field.shape) == 3}
+    return {name: column.ImageCodec(size, centre_share=share) for name, size in images.items()}
 
 
 def _open_arrays(path: str, names: Sequence[str]) -> Dataset:

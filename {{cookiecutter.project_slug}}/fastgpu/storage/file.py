@@ -104,7 +104,7 @@ class OpenFile:
         except for the page that was asked about: to ask is to use it, and to start to read it if it is missing. A wrong
         guess costs page faults.
         """
-        if self.is_direct:
+        if self.is_direct or not count:
             return None
         byte = offset + self._rng.randrange(count)
         try:
