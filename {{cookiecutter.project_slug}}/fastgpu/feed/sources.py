@@ -36,29 +36,27 @@ def _open(data: Data, split: Literal["train", "val"]) -> Dataset:
     key = f"data.{split}"
     named = data.train if split == "train" else data.val
     fields = data.val_fields if split == "val" and data.val_fields else data.fields
-    if data.dataset != "none":
-        if isinstance(named, dict):
-            raise UserError("data.train has weights, which work for HDF5 files only; use data.dataset=none")
-        source: Dataset = open_dataset(key, named, fields, factory=data.dataset)
-    else:
-        paths = list(named) if isinstance(named, dict) else named
-        source = open_store(key, paths, fields, _codecs(data, fields))
-    _check_images(data, source)
-    return source
+    if data.dataset == "none":
+        size = (data.image_size, data.image_size)
+        sizes = dict.fromkeys(fields, size) if data.image_size else {}
+        codecs = image_codecs(sizes, min_scale=data.min_crop_scale)
+        return _checked(data, open_store(key, list(named) if isinstance(named, dict) else named, fields, codecs))
+    if isinstance(named, dict):
+        raise UserError("data.train has weights, which work for HDF5 files only; use data.dataset=none")
+    return _checked(data, open_dataset(key, named, fields, factory=data.dataset))
 
 
-def _codecs(data: Data, fields: Mapping[str, str]) -> dict[str, Codec]:
-    """{field: what decodes its rows, if they are encoded images}. Empty without data.image_size."""
-    # Projects without an image workload have no such room.
-    if not data.image_size or not find_spec("fastgpu.images"):
+def image_codecs(sizes: Mapping[str, tuple[int, int]], **options: float | None) -> dict[str, Codec]:
+    """{field: codec for image files}. sizes: {field: (height, width) of its pixels}. options: of `ImageCodec`."""
+    # Only projects with an image workload have that room.
+    if not sizes or not find_spec("fastgpu.images"):
         return {}
     column = import_module("fastgpu.images.column")
-    codec = column.ImageCodec((data.image_size, data.image_size), data.min_crop_scale)
-    return dict.fromkeys(fields, codec)
+    return {field: column.ImageCodec(size, **options) for field, size in sizes.items()}
 
 
-def _check_images(data: Data, source: Dataset) -> None:
-    """Raise UserError if the images of a source cannot be decoded as the config says."""
+def _checked(data: Data, source: Dataset) -> Dataset:
+    """The source. Raises UserError if its images cannot be decoded as the config says."""
     if any(field.codec for field in source.fields.values()):
         if data.image_size:
             raise UserError(f"{source.name} has encoded images, which this project cannot decode")
@@ -66,7 +64,7 @@ def _check_images(data: Data, source: Dataset) -> None:
     if not source.decoding:
         if data.image_size or data.min_crop_scale < 1:
             warn(f"data.image_size and data.min_crop_scale have no effect: {source.name} has no encoded images")
-        return
+        return source
     if not find_spec("simplejpeg"):
         warn("simplejpeg is not installed: Pillow decodes JPEG files, which takes longer (pip install simplejpeg)")
     masks = [f"{name}, {field}" for name, field in source.fields.items() if len(field.shape) == 2]
@@ -75,6 +73,7 @@ def _check_images(data: Data, source: Dataset) -> None:
             f"data.min_crop_scale is {data.min_crop_scale:g}, but {masks[0]} of {source.name} would not be cut "
             "and resized like the images; use 1"
         )
+    return source
 
 
 def _warn_of_shared_rows(data: Data) -> None:

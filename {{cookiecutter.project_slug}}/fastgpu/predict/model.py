@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 import workloads
 from fastgpu.feed import PrefetchLoader
+from fastgpu.feed.sources import image_codecs
 from fastgpu.process.files import new_file
 from fastgpu.process.launch import UserError
 from fastgpu.process.machine import available_cpus
@@ -27,7 +27,6 @@ from fastgpu.rows.contract import Dataset, Out, Pool, PoolPlan, Reads
 from fastgpu.rows.rows import Field, Ragged, Rows
 from fastgpu.run.checkpoint import DESCRIPTION, WEIGHTS, newest_first, sha256_of
 from fastgpu.storage.arrays import ArrayDataset
-from fastgpu.storage.columns import Codec
 from fastgpu.storage.meaning import check_meaning
 from fastgpu.storage.store import open_store
 
@@ -139,7 +138,8 @@ def open_inputs(paths: Sequence[str], trained: Trained, *, ids: Sequence[str] = 
     if len(paths) == 1 and paths[0].endswith((".npy", ".npz")) and "::" not in paths[0]:
         source = _open_arrays(paths[0], names)
     elif "::" in paths[0] or paths[0].endswith((".h5", ".hdf5")):
-        codecs = _codecs(fields, preprocessing)
+        sizes = {name: field.shape[1:] for name, field in fields.items() if len(field.shape) == 3}
+        codecs = image_codecs(sizes, centre_share=_centre_share(preprocessing))
         source = open_store("INPUT", paths, {name: stored.get(name, name) for name in names}, codecs)
     elif len(names) == 1 and fields[names[0]].dtype == np.uint8 and len(fields[names[0]].shape) > 1 and not labels:
         source = ImageRows(names[0], fields[names[0]], paths, preprocessing)
@@ -156,17 +156,12 @@ def open_inputs(paths: Sequence[str], trained: Trained, *, ids: Sequence[str] = 
     return source
 
 
-def _codecs(fields: Mapping[str, Field], preprocessing: str | None) -> dict[str, Codec]:
-    """{field: what decodes it as for training if it is encoded}, for fields that have the shape of images."""
-    if not find_spec("fastgpu.images"):
-        return {}
-    column = import_module("fastgpu.images.column")
+def _centre_share(preprocessing: str | None) -> float | None:
+    """What `ImageCodec` had for validation. None: the model was trained on pixels."""
     try:
-        share = json.loads(preprocessing or "")["centre_share"]
-    except (ValueError, TypeError, KeyError):  # it was trained on pixels
-        share = None
-    images = {name: field.shape[1:] for name, field in fields.items() if len(field.shape) == 3}
-    return {name: column.ImageCodec(size, centre_share=share) for name, size in images.items()}
+        return json.loads(preprocessing or "")["centre_share"]
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 def _open_arrays(path: str, names: Sequence[str]) -> Dataset:

@@ -15,8 +15,8 @@ import numpy as np
 from fastgpu.process.launch import RankError, UserError
 from fastgpu.rows.contract import PoolPlan
 from fastgpu.rows.rows import Field
-from fastgpu.storage import codecs
 from fastgpu.storage.file import RESTORE, OpenFile
+from fastgpu.storage.filters import DECODERS, Bytes, decode, filters_of
 
 BLOCK_BYTES = 2 << 20
 """Size of a block: random pieces of 2 MiB are read as fast as a cold disk can."""
@@ -63,9 +63,9 @@ class Layout:
         self._dtype = data.dtype
         self._n_rows = len(data)
         self._n_items = n_items
-        self._filters = codecs.filters_of(data)
+        self._filters = filters_of(data)
         self._chunks = self._find_chunks(data)
-        """(chunks, 3) int64: first byte, number of bytes in the file, and skipped filters (see `codecs.decode`)."""
+        """(chunks, 3) int64: first byte, number of bytes in the file, and skipped filters (see `decode`)."""
 
     def __len__(self) -> int:
         return self._n_rows
@@ -145,7 +145,7 @@ class Layout:
             self._file.will_need(offset, n_bytes)
         return content
 
-    def _as_rows(self, content: codecs.Bytes | np.ndarray) -> np.ndarray:
+    def _as_rows(self, content: Bytes | np.ndarray) -> np.ndarray:
         """(rows, *shape): the bytes as numbers."""
         return np.frombuffer(content, self._dtype).reshape(-1, *self.field.shape)
 
@@ -174,7 +174,7 @@ class CompressedRows(Layout):
         offset, n_bytes, skipped = self._chunks[chunk].tolist()
         content = self._file.read(offset, n_bytes) if content is None else content
         try:
-            decoded = codecs.decode(content.data, self._filters, skipped, self.chunk_rows * self.field.row_bytes)
+            decoded = decode(content.data, self._filters, skipped, self.chunk_rows * self.field.row_bytes)
         except ValueError as error:
             raise RankError(f"{self.name}: block {chunk} is damaged: it {error}; {RESTORE}") from None
         return self._as_rows(decoded)
@@ -192,24 +192,19 @@ class PlainRows(Layout):
         """Bytes in the page cache are copied out of a mapping of the file. Others are read by one preadv for each
         range, because page faults are far slower."""
         row_bytes = self.field.row_bytes
-        missing: list[tuple[int, np.ndarray | range]] = []
-        cached: list[tuple[np.ndarray, np.ndarray | range]] = []
+        pieces: list[tuple[np.ndarray | None, int, np.ndarray | range]] = []
         for chunk, ranges in by_chunk.items():
             for row, places in ranges:
                 offset = int(self._chunks[chunk, 0]) + row * row_bytes
-                content = self._find(offset, len(places) * row_bytes)
-                if content is None:
-                    missing.append((offset, places))
-                else:
-                    cached.append((content, places))
-        for offset, places in missing:
-            if self._has_long_rows and not self._file.is_direct:
+                pieces.append((self._find(offset, len(places) * row_bytes), offset, places))
+        # Copies out of the mapping come last, in one go: each displaces code and data from the caches of the CPU.
+        for content, offset, places in sorted(pieces, key=lambda piece: piece[0] is not None):
+            if content is not None:
+                self._place(self._as_rows(content), places, out)
+            elif self._has_long_rows and not self._file.is_direct:
                 self._scatter(offset, places, out)
             else:
                 self._place(self._as_rows(self._file.read(offset, len(places) * row_bytes)), places, out)
-        # These copies come last, in one go: each of them displaces code and data from the caches of the CPU.
-        for content, places in cached:
-            self._place(self._as_rows(content), places, out)
 
     def _scatter(self, offset: int, places: np.ndarray | range, out: np.ndarray) -> None:
         """Let the kernel read neighbouring rows to their places."""
@@ -244,9 +239,9 @@ def open_layout(name: str, data: h5py.Dataset, file: OpenFile, n_items: int | No
             raise UserError(f"{name}: {n_missing} of {n_chunks} chunks were never written")
     elif len(data) and data.id.get_offset() is None:
         raise UserError(f"{name} was never written, or takes its bytes from other files; name those files")
-    filters = codecs.filters_of(data)
+    filters = filters_of(data)
     has_whole_rows = not data.chunks or data.chunks[1:] == data.shape[1:]
-    if has_whole_rows and math.prod(data.shape[1:]) and all(code in codecs.DECODERS for code, _, _ in filters):
+    if has_whole_rows and math.prod(data.shape[1:]) and all(code in DECODERS for code, _, _ in filters):
         return (CompressedRows if filters else PlainRows)(name, data, file, n_items)
     for code, _, filter_name in filters:
         if not h5py.h5z.filter_avail(code):

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import h5py
@@ -31,7 +30,6 @@ from fastgpu.storage.meaning import check_meaning
 AROUND_PAGE_CACHE = 1.5
 """Files of more than this times the free memory are read around the page cache, which could keep a few blocks at most
 until the next epoch asks for them: under a third of them, if the blocks come in random order."""
-NO_CODECS: Mapping[str, Codec] = MappingProxyType({})
 
 
 class HDF5Dataset(Dataset):
@@ -45,7 +43,6 @@ class HDF5Dataset(Dataset):
         part_blocks: Sequence[np.ndarray],
         *,
         attributes: dict[str, Any],
-        decoding: str = "",
     ):
         """file: the first one. parts: {field: its column} of each file. part_blocks: (blocks,) number of rows in each
         block of each file."""
@@ -56,7 +53,6 @@ class HDF5Dataset(Dataset):
         self.first_rows = [0, *accumulate(self.part_rows[:-1])]
         self.block_rows = np.concatenate(part_blocks)
         self.attributes = attributes
-        self.decoding = decoding
         self.fields = {field_name: column.field for field_name, column in parts[0].items()}
         self.lengths = {}
         for field_name, field in self.fields.items():
@@ -114,7 +110,7 @@ class HDF5Dataset(Dataset):
 
 
 def open_store(
-    key: str, paths: str | Sequence[str], fields: Mapping[str, str], codecs: Mapping[str, Codec] = NO_CODECS
+    key: str, paths: str | Sequence[str], fields: Mapping[str, str], codecs: Mapping[str, Codec] | None = None
 ) -> HDF5Dataset:
     """Open HDF5 files as one source of rows. Raises UserError if a person has to change something.
 
@@ -138,16 +134,15 @@ def open_store(
                 )
     name = first.name + (f" and {len(others)} more" if others else "")
     attributes = first.attributes | _pool_statistics(files)
-    decoding = ""
     parts = [dict(file.parts[0]) for file in files]
-    for field, codec in codecs.items():
-        if first.fields[field].codec:
-            attributes |= codec.attributes
-            decoding = str(codec)
-            for part, n_before in zip(parts, accumulate(map(len, files), initial=0), strict=False):
-                part[field] = DecodedColumn(codec, part[field], name, n_before)
-    blocks = [file.block_rows for file in files]
-    return HDF5Dataset(name, first.file, parts, blocks, attributes=attributes, decoding=decoding)
+    used = {field: codec for field, codec in (codecs or {}).items() if first.fields[field].codec}
+    for field, codec in used.items():
+        attributes |= codec.attributes
+        for part, n_before in zip(parts, accumulate(map(len, files), initial=0), strict=False):
+            part[field] = DecodedColumn(codec, part[field], name, n_before)
+    rows = HDF5Dataset(name, first.file, parts, [file.block_rows for file in files], attributes=attributes)
+    rows.decoding = ", ".join(sorted({str(codec) for codec in used.values()}))
+    return rows
 
 
 def expand(key: str, path: str) -> list[tuple[str, str]]:
