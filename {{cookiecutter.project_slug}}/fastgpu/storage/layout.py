@@ -125,10 +125,10 @@ class Layout:
     def _read(self, by_chunk: dict[int, list[Range]], out: np.ndarray) -> None:
         """Copy rows to their places. by_chunk: {chunk: ranges of it}, whose rows are numbered from its first one.
 
-        Each chunk is read as a whole, once for all its ranges. The kernel hears of all chunks before the first is read,
-        so that a few threads keep a disk busy.
+        Each chunk is read as a whole, once for all its ranges. The kernel is asked for all of them before the first is
+        read, so that a few threads keep a disk busy.
         """
-        contents = {chunk: self._find(*self._chunks[chunk, :2].tolist()) for chunk in by_chunk}
+        contents = {chunk: self._file.cached(*self._chunks[chunk, :2].tolist()) for chunk in by_chunk}
         for chunk, ranges in by_chunk.items():
             rows = self._decode(chunk, contents[chunk])
             for row, places in ranges:
@@ -137,13 +137,6 @@ class Layout:
     def _decode(self, chunk: int, content: np.ndarray | None) -> np.ndarray:
         """The rows of a chunk, (rows, *shape), which are valid until the next one. content: its bytes, if in memory."""
         raise NotImplementedError
-
-    def _find(self, offset: int, n_bytes: int) -> np.ndarray | None:
-        """(n_bytes,) uint8 if they are in the page cache. Otherwise None, and the kernel starts to read them."""
-        content = self._file.cached(offset, n_bytes)
-        if content is None:
-            self._file.will_need(offset, n_bytes)
-        return content
 
     def _as_rows(self, content: Bytes | np.ndarray) -> np.ndarray:
         """(rows, *shape): the bytes as numbers."""
@@ -196,7 +189,7 @@ class PlainRows(Layout):
         for chunk, ranges in by_chunk.items():
             for row, places in ranges:
                 offset = int(self._chunks[chunk, 0]) + row * row_bytes
-                pieces.append((self._find(offset, len(places) * row_bytes), offset, places))
+                pieces.append((self._file.cached(offset, len(places) * row_bytes), offset, places))
         # Copies out of the mapping come last, in one go: each displaces code and data from the caches of the CPU.
         for content, offset, places in sorted(pieces, key=lambda piece: piece[0] is not None):
             if content is not None:
