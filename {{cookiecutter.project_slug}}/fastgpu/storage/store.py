@@ -88,8 +88,9 @@ class HDF5Dataset(Dataset):
     def gathers(self, plan: PoolPlan, out: Mapping[str, Out], n_rows: int) -> list[Callable[[], None]]:
         """Jobs for any thread that copy a pool out of the page cache, `n_rows` rows each in the order of the pool.
 
-        Empty if `cached_rows` has none for one field, or if there are several files. `read` would take 1.08 to 1.16
-        times the CPU time for rows of 116 kB, and 1.02 to 1.05 times for 12 kB; but only 0.87 times for 3 kB.
+        Empty if `cached_rows` has none for one field, or if there are several files. `read` would take 1.11 and 1.16
+        times the CPU time for rows of 116 kB, 1.02 and 1.05 times for 12 kB, but only 0.87 times for 3 kB (two readers
+        of bench/run.py on a 2-core VM with other work, 2026-11-27; medians of 9 and of 15 rounds).
         """
         copies: list[tuple[np.ndarray, np.ndarray]] = []
         for name, column in self.parts[0].items() if len(self.parts) == 1 else ():
