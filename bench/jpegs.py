@@ -82,10 +82,12 @@ def feed(task: Task) -> Contender:
     """This project's feed, with as many rows ahead as a DataLoader has."""
     import ours  # whose packages the peers' environment lacks
 
-    from fastgpu.images.column import decoded
+    from fastgpu.images.column import ImageCodec
+    from fastgpu.storage.store import open_store
 
     size, min_scale = (WHOLE, 1.0) if are_whole(task) else (SIZE, MIN_SCALE)
-    rows = decoded(ours.open_rows(task.h5), size, min_scale=min_scale)
+    codec = ImageCodec(size, min_scale)
+    rows = open_store("FILE", str(task.h5), {"images": "images", "labels": "labels"}, {"images": codec})
     pools = ours.open_feed(rows, task.batch_size, n_readers=task.n_workers, pool_batches=1)
     return Contender(all_files(task), lambda number: ((batch["images"],) for batch in ours.batches(pools, number)))
 

@@ -44,6 +44,7 @@ from fastgpu.rows.rows import Ragged, RaggedArray
 from fastgpu.run.checkpoint import digest_of
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.storage.columns import RaggedColumn
+from fastgpu.storage.layout import LibraryRows
 from fastgpu.storage.store import HDF5Dataset
 
 ROOT = Path(__file__).parents[2] / "{{cookiecutter.project_slug}}"
@@ -106,7 +107,7 @@ def arrays_of(source: ArrayDataset) -> dict[str, np.ndarray | RaggedArray]:
     """The arrays that a source was made of."""
     return {
         name: RaggedArray(column.values.rows, column.indptr) if isinstance(column, RaggedColumn) else column.rows
-        for name, column in source.parts[0].items()
+        for name, column in source.columns.items()
     }
 
 
@@ -170,7 +171,7 @@ def no_host_sync() -> Iterator[None]:
 def by_h5py(store: HDF5Dataset) -> bool:
     """Whether only the HDF5 library can read the rows, one thread at a time."""
     largest = max(store.parts[0].values(), key=lambda column: column.field.row_bytes)
-    return largest._needs_h5py
+    return isinstance(largest, LibraryRows)
 
 
 def write_rows(

@@ -49,7 +49,7 @@ import workloads
 from fastgpu.convert import writer
 from fastgpu.convert.summary import damaged
 from fastgpu.feed import Data
-from fastgpu.images.column import decoded
+from fastgpu.images.column import ImageCodec
 from fastgpu.predict.model import load_model, make_rows, open_batches
 from fastgpu.process.config_loader import load_config, read_options
 from fastgpu.process.launch import UserError, exit_with_message
@@ -172,8 +172,8 @@ def read_hdf5(*fields: str, verify: bool = True) -> str:
 
 
 def read_encoded() -> str:
-    store = open_store("data.train", "x.h5", {"images": "images", "labels": "labels"})
-    return digest(decoded(store, (16, 16), min_scale=1))
+    fields = {"images": "images", "labels": "labels"}
+    return digest(open_store("data.train", "x.h5", fields, {"images": ImageCodec((16, 16))}))
 
 
 def read_config(words: str = "") -> None:

@@ -23,7 +23,7 @@ import torch
 from harness import image_file, open_feed, write_encoded
 from PIL import Image
 
-from fastgpu.images.column import decoded
+from fastgpu.images.column import ImageCodec
 from fastgpu.process.machine import available_cpus
 from fastgpu.rows.order import BlockSampler
 from fastgpu.storage.store import open_store
@@ -57,7 +57,7 @@ def main() -> int:
     memory: list[float] = []
     with tempfile.TemporaryDirectory(prefix="images-") as folder:
         path = write_encoded(Path(folder) / "rows.h5", files)
-        source = decoded(open_store("FILE", path, {"images": "images"}), (32, 32), min_scale=0.08)
+        source = open_store("FILE", path, {"images": "images"}, {"images": ImageCodec((32, 32), 0.08)})
         order = BlockSampler(source.block_rows, 256, pool_batches=4, drop_last=False)
         n_done = 0
         with closing(open_feed(source, order, n_readers=available_cpus())) as feed:

@@ -7,7 +7,7 @@ from harness import ALONE, photo, read_rows, write_photos
 
 from fastgpu.feed.sizes import Sizes, choose_sizes
 from fastgpu.feed.sources import open_splits
-from fastgpu.images.column import decoded
+from fastgpu.images.column import ImageCodec
 from fastgpu.images.decode import EncodedImage
 from fastgpu.images.parts import centre_box
 from fastgpu.process.config import Config, Data
@@ -28,7 +28,7 @@ def path(tmp_path) -> str:
 
 @pytest.mark.parametrize(("min_scale", "share"), [(1.0, 1.0), (0.2, 224 / 256)])
 def test_rows_that_are_not_shuffled_show_their_centres(path, min_scale, share):
-    rows = read_rows(decoded(open_store("x", path, FIELDS), SIZE, min_scale=min_scale))["images"]
+    rows = read_rows(open_store("x", path, FIELDS, {"images": ImageCodec(SIZE, min_scale)}))["images"]
     for number, pixels in enumerate(rows):
         image = EncodedImage(np.frombuffer(photo(number), np.uint8))
         box = centre_box(image.height, image.width, SIZE, share)
@@ -39,7 +39,7 @@ def test_a_damaged_image_is_named_by_its_row_and_missing_memory_is_no_damage(pat
     with h5py.File(path, "a") as file:
         begin, end = file["images/indptr"][21:23]  # a JPEG file
         file["images/values"][(begin + end) // 2 : end] = 0
-    source = decoded(open_store("data.train", path, FIELDS), SIZE, min_scale=0.5)
+    source = open_store("data.train", path, FIELDS, {"images": ImageCodec(SIZE, 0.5)})
     with pytest.raises(RankError, match=r"encoded\.h5: the image in row 21 cannot be decoded: .*; restore the file"):
         read_rows(source)
     for error in (MemoryError("no memory\n  left"), RuntimeError("can't allocate memory: no memory left")):

@@ -93,17 +93,19 @@ def test_a_file_system_without_direct_reads_is_read_as_usual(store, monkeypatch)
     assert rows_are_right(opened)
 
 
-@pytest.mark.usefixtures("nothing_cached")
 @pytest.mark.parametrize("options", [{}, {"compression": "gzip"}])
 def test_all_that_is_not_cached_is_announced_before_the_first_read_and_short_reads_go_on(store, monkeypatch, options):
     opened = store(40, BIG, **options)
     calls = []
     real = os.preadv
 
-    def read_a_third(descriptor, buffers, offset):
+    def read_a_third(descriptor, buffers, offset, flags=0):
+        if flags:
+            raise BlockingIOError(errno.EAGAIN, "would wait for the disk")
         calls.append("read")
         return real(descriptor, [buffers[0][: max(1, len(buffers[0]) // 3)]], offset)
 
+    monkeypatch.setattr(os, "RWF_NOWAIT", 8, raising=False)
     monkeypatch.setattr(os, "posix_fadvise", lambda *_: calls.append("announce"))
     monkeypatch.setattr(os, "preadv", read_a_third)
     assert numbers_of(read_by_jobs(opened, np.arange(40), 40)["images"]) == list(range(40))

@@ -7,8 +7,8 @@ from harness import by_h5py, numbered, numbers_of
 from scattered import read_scattered
 
 from fastgpu.process.launch import RankError
-from fastgpu.storage import codecs
 from fastgpu.storage import layout as module
+from fastgpu.storage.filters import decode, filters_of
 from fastgpu.storage.store import open_store
 
 hdf5plugin = pytest.importorskip("hdf5plugin", reason="comes with the codecs")
@@ -60,11 +60,11 @@ def test_damaged_chunks_are_an_error(open_x, name):
     rows = numbered(64, (1, 8, 8))
     path = open_x(rows, chunk=64, **CODECS[name]).file.path
     with h5py.File(path) as file:
-        filters = codecs.filters_of(file["x"])
+        filters = filters_of(file["x"])
         _, raw = file["x"].id.read_direct_chunk((0, 0, 0, 0))
     for damaged in (raw[: len(raw) // 2], bytes(range(256)) * 4, b""):
         with pytest.raises(ValueError, match="cannot be decoded|bytes instead of"):
-            codecs.decode(damaged, filters, 0, rows.nbytes)
+            decode(damaged, filters, 0, rows.nbytes)
 
 
 @pytest.mark.parametrize(

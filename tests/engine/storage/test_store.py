@@ -87,14 +87,14 @@ def test_rows_of_a_pool_are_read_by_jobs_in_any_order(write, request, cached, op
 @pytest.mark.usefixtures("all_cached")
 @pytest.mark.parametrize("name", ["at odd bytes", "big endian", "in turns with others"])
 def test_rows_in_the_page_cache_are_read_however_they_lie(tmp_path, name):
-    values = np.arange(1 << 16, dtype=np.float32).reshape(-1, 512)
+    values = np.arange(1 << 18, dtype=np.float32).reshape(-1, 2048)  # 8 KiB: rows that are gathered
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["odd"] = np.zeros(3, np.uint8)
         file["at odd bytes"] = values
         assert file["at odd bytes"].id.get_offset() % 4
         file["big endian"] = values.astype(">f4")
         for part in ("in turns with others", "others"):
-            file.create_dataset(part, values.shape, "f4", chunks=(16, 512))
+            file.create_dataset(part, values.shape, "f4", chunks=(16, 2048))
         for start in range(0, len(values), 16):
             for part in ("in turns with others", "others"):
                 file[part][start : start + 16] = values[start : start + 16]

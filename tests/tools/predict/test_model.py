@@ -11,7 +11,7 @@ from harness import ALONE, is_ragged, numbers_of, read_rows
 from PIL import Image
 from torch import Tensor, nn
 
-from fastgpu.images.column import decoded
+from fastgpu.images.column import ImageCodec
 from fastgpu.images.parts import Preprocessing
 from fastgpu.predict.model import export, load_model, open_batches, open_inputs
 from fastgpu.process.launch import UserError
@@ -114,7 +114,9 @@ def test_files_and_encoded_rows_become_the_pixels_that_a_model_was_validated_on(
         group.attrs["codec"] = "png"
         group["indptr"] = np.cumsum([0, *(path.stat().st_size for path in paths)])
         group["values"] = np.frombuffer(b"".join(path.read_bytes() for path in paths), np.uint8)
-    validated = decoded(open_store("x", str(tmp_path / "encoded.h5"), {"images": "images"}), (8, 8), min_scale=0.25)
+    validated = open_store(
+        "x", str(tmp_path / "encoded.h5"), {"images": "images"}, {"images": ImageCodec((8, 8), 0.25)}
+    )
     trained = model_of(images_of(3, 8, 8), **validated.attributes)
     for inputs in ([*map(str, paths)], [f"{tmp_path}/encoded.h5"]):
         np.testing.assert_array_equal(read(open_inputs(inputs, trained)), read_rows(validated)["images"])

@@ -16,10 +16,10 @@ from fastgpu.convert.reader import list_first, rows_of
 from fastgpu.process.launch import RankError
 from fastgpu.process.machine import available_cpus
 from fastgpu.rows.contract import Dataset
-from fastgpu.storage import codecs
 from fastgpu.storage.file import OpenFile, split_group
+from fastgpu.storage.filters import filters_of
 from fastgpu.storage.hdf5 import find, open_file
-from fastgpu.storage.layout import DIGESTS, Layout
+from fastgpu.storage.layout import DIGESTS, Layout, open_layout
 
 
 class Stored(NamedTuple):
@@ -58,7 +58,7 @@ def inspect(path: str) -> list[Stored]:
             path_in_file = PurePosixPath(data.name)
             has_digests = f"{DIGESTS}/{path_in_file.name}" in data.parent
             chunk = data.chunks or data.shape
-            filters = " + ".join(name for _, _, name in codecs.filters_of(data)) or "plain"
+            filters = " + ".join(name for _, _, name in filters_of(data)) or "plain"
             blocks = f"blocks {chunk} of {prod(chunk) * data.dtype.itemsize / 2**20:.2f} MiB, {filters}"
             checksums = "SHA-256" if has_digests else "no checksums (`python convert.py repack` writes them)"
             text = f"{data.name}  {data.dtype} {data.shape}  {blocks}, {checksums}"
@@ -99,7 +99,7 @@ def damaged(path: str) -> list[str]:
 
     with _open(path) as datasets, ThreadPoolExecutor(available_cpus()) as pool:
         opened = OpenFile(split_group(path)[0])
-        layouts = [Layout(f"{path}: {data.name}", data, opened) for data in datasets]
+        layouts = [open_layout(f"{path}: {data.name}", data, opened) for data in datasets]
         blocks = [(each, number) for each in layouts for number in range(-(-len(each) // each.chunk_rows))]
         lines = tqdm(pool.map(lambda block: check(*block), blocks), total=len(blocks), unit="blocks", disable=None)
         return [line for line in lines if line]

@@ -1,8 +1,10 @@
 """The source that the config names: HDF5 files, or a Dataset of your own. To read another file format, add it here."""
 
 import os
+from collections.abc import Mapping
 from copy import copy
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Literal
 
 import numpy as np
@@ -12,6 +14,7 @@ from fastgpu.process.config import Data
 from fastgpu.process.launch import UserError, warn
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.selection import Groups, Mixture, Share, hold_out
+from fastgpu.storage.columns import Codec
 from fastgpu.storage.meaning import check_meaning
 from fastgpu.storage.store import HDF5Dataset, expand, open_store
 
@@ -34,30 +37,43 @@ def _open(data: Data, split: Literal["train", "val"]) -> Dataset:
     named = data.train if split == "train" else data.val
     fields = data.val_fields if split == "val" and data.val_fields else data.fields
     if data.dataset == "none":
-        return _decoded(data, open_store(key, list(named) if isinstance(named, dict) else named, fields))
+        size = (data.image_size, data.image_size)
+        sizes = dict.fromkeys(fields, size) if data.image_size else {}
+        codecs = image_codecs(sizes, min_scale=data.min_crop_scale)
+        return _checked(data, open_store(key, list(named) if isinstance(named, dict) else named, fields, codecs))
     if isinstance(named, dict):
         raise UserError("data.train has weights, which work for HDF5 files only; use data.dataset=none")
-    return _decoded(data, open_dataset(key, named, fields, factory=data.dataset))
+    return _checked(data, open_dataset(key, named, fields, factory=data.dataset))
 
 
-def _decoded(data: Data, source: Dataset) -> Dataset:
-    if not any(field.codec for field in source.fields.values()):
+def image_codecs(sizes: Mapping[str, tuple[int, int]], **options: float | None) -> dict[str, Codec]:
+    """{field: codec for image files}. sizes: {field: (height, width) of its pixels}. options: of `ImageCodec`."""
+    # Only projects with an image workload have that room.
+    if not sizes or not find_spec("fastgpu.images"):
+        return {}
+    column = import_module("fastgpu.images.column")
+    return {field: column.ImageCodec(size, **options) for field, size in sizes.items()}
+
+
+def _checked(data: Data, source: Dataset) -> Dataset:
+    """The source. Raises UserError if its images cannot be decoded as the config says."""
+    if any(field.codec for field in source.fields.values()):
+        if data.image_size:
+            raise UserError(f"{source.name} has encoded images, which this project cannot decode")
+        raise UserError(f"{source.name} has encoded images; set data.image_size to their height and width, such as 224")
+    if not source.decoding:
         if data.image_size or data.min_crop_scale < 1:
             warn(f"data.image_size and data.min_crop_scale have no effect: {source.name} has no encoded images")
         return source
-    if not data.image_size:
-        raise UserError(f"{source.name} has encoded images; set data.image_size to their height and width, such as 224")
+    if not find_spec("simplejpeg"):
+        warn("simplejpeg is not installed: Pillow decodes JPEG files, which takes longer (pip install simplejpeg)")
     masks = [f"{name}, {field}" for name, field in source.fields.items() if len(field.shape) == 2]
     if masks and data.min_crop_scale < 1:
         raise UserError(
             f"data.min_crop_scale is {data.min_crop_scale:g}, but {masks[0]} of {source.name} would not be cut "
             "and resized like the images; use 1"
         )
-    try:
-        column = import_module("fastgpu.images.column")  # projects without an image workload have no such room
-    except ModuleNotFoundError as error:
-        raise UserError(f"{source.name} has encoded images, which this project cannot decode: {error}") from None
-    return column.decoded(source, (data.image_size, data.image_size), min_scale=data.min_crop_scale)
+    return source
 
 
 def _warn_of_shared_rows(data: Data) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import workloads
 from fastgpu.feed import Passes, PrefetchLoader
+from fastgpu.feed.sources import image_codecs
 from fastgpu.process.files import new_file
 from fastgpu.process.launch import UserError
 from fastgpu.process.machine import available_cpus
@@ -136,15 +137,14 @@ def open_inputs(paths: Sequence[str], trained: Trained, *, ids: Sequence[str] = 
     if len(paths) == 1 and paths[0].endswith((".npy", ".npz")) and "::" not in paths[0]:
         source = _open_arrays(paths[0], names)
     elif "::" in paths[0] or paths[0].endswith((".h5", ".hdf5")):
-        source = open_store("INPUT", paths, {name: stored.get(name, name) for name in names})
+        sizes = {name: field.shape[1:] for name, field in fields.items() if len(field.shape) == 3}
+        codecs = image_codecs(sizes, centre_share=_centre_share(preprocessing))
+        source = open_store("INPUT", paths, {name: stored.get(name, name) for name in names}, codecs)
     elif len(names) == 1 and fields[names[0]].dtype == np.uint8 and len(fields[names[0]].shape) > 1 and not labels:
         source = ImageRows(names[0], fields[names[0]], paths, preprocessing)
     else:
         raise UserError(f"{paths[0]} is not an HDF5 file, nor a single NumPy file, with {' and '.join(names)}")
     for name, field in fields.items():
-        if source.fields[name].codec and len(field.shape) == 3:
-            share = json.loads(preprocessing or "{}").get("centre_share")
-            source = import_module("fastgpu.images.column").decoded(source, field.shape[1:], centre_share=share)
         if (field.shape or field.is_ragged) and str(source.fields[name]) != str(field):
             raise UserError(f"{source.name}: {name} is {source.fields[name]}; the model was trained on {field}")
     check_meaning("INPUT", trained.rows, source, labels=labels)
@@ -153,6 +153,14 @@ def open_inputs(paths: Sequence[str], trained: Trained, *, ids: Sequence[str] = 
     if ragged := [name for name in ids if source.fields[name].is_ragged]:
         raise UserError(f"{source.name}: {ragged[0]} has any number of values in a row; --id takes fields of one")
     return source
+
+
+def _centre_share(preprocessing: str | None) -> float | None:
+    """What `ImageCodec` had for validation. None: the model was trained on pixels."""
+    try:
+        return json.loads(preprocessing or "")["centre_share"]
+    except (ValueError, TypeError, KeyError):
+        return None
 
 
 def _open_arrays(path: str, names: Sequence[str]) -> Dataset:

@@ -1,6 +1,11 @@
 """Rows on a disk or in memory, read as blocks: each kind here keeps the contract `Dataset` of rows/contract.py.
 
-store.py opens HDF5 files as one dataset, arrays.py takes NumPy arrays as one. Both have a column for each field
-(columns.py). Blocks of a file are found by layout.py, read by file.py and decompressed by codecs.py; hdf5.py says what
-is wrong with a file. meaning.py compares what the numbers of two sources stand for.
+store.py         HDF5 files as one dataset: opened, checked, and read
+arrays.py        arrays in memory as a dataset
+columns.py       one field of a dataset: in memory, ragged, or decoded while it is read
+layout.py        one field in an HDF5 file: where its chunks are, and three ways to read them
+file.py          an open file: bytes by system calls, by a mapping of the file, or through h5py
+filters.py       HDF5's filters, such as gzip, undone without HDF5's lock
+hdf5.py          a file as h5py sees it, and what is wrong with it in one line
+meaning.py       whether two sources agree about what their numbers mean
 """

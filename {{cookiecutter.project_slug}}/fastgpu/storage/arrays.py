@@ -1,16 +1,17 @@
-"""Rows that lie in arrays: in memory, in mapped .npy files, or in sparse matrices."""
+"""Rows in arrays: in memory, in mapped .npy files, or in sparse matrices."""
 
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from fastgpu.rows.contract import Dataset, Out, PoolPlan, Reads
 from fastgpu.rows.rows import Field, RaggedArray
-from fastgpu.storage.columns import Column, ColumnDataset, InMemory, RaggedColumn
+from fastgpu.storage.columns import InMemory, RaggedColumn
 from fastgpu.storage.layout import BLOCK_BYTES
 
 
-class ArrayDataset(ColumnDataset):
+class ArrayDataset(Dataset):
     """Arrays of equal length as rows in blocks."""
 
     def __init__(
@@ -27,17 +28,30 @@ class ArrayDataset(ColumnDataset):
         block_rows: (blocks,) number of rows in each block. None: blocks of about 2 MiB, because mapped files are not to
         be read row by row. fields: types of ragged fields, if these are more than a dtype and a shape.
         """
-        columns: dict[str, Column] = {}
+        self.name = name
+        self.attributes = dict(attributes or {})
+        self.columns: dict[str, Any] = {}
         for field_name, array in arrays.items():
             if isinstance(array, RaggedArray):
                 values = InMemory(array.values)
                 field = (fields or {}).get(field_name, values.field)
-                columns[field_name] = RaggedColumn(field, values, array.offsets)
+                self.columns[field_name] = RaggedColumn(field, values, array.offsets)
             else:
-                columns[field_name] = InMemory(array)
+                self.columns[field_name] = InMemory(array)
+        self.fields = {field_name: column.field for field_name, column in self.columns.items()}
+        self.lengths = {name: each.lengths for name, each in self.columns.items() if isinstance(each, RaggedColumn)}
         if block_rows is None:
-            row_bytes = sum(column.field.row_bytes for column in columns.values())
-            step = max(1, BLOCK_BYTES // max(1, row_bytes))
+            step = max(1, BLOCK_BYTES // max(1, self.row_bytes))
             n_rows = len(next(iter(arrays.values())))
             block_rows = np.diff(np.arange(0, n_rows, step), append=n_rows).astype(np.int32)
-        super().__init__(name, [columns], [block_rows], dict(attributes or {}))
+        self.block_rows = block_rows
+
+    def column(self, name: str) -> np.ndarray | None:
+        """One field of all rows, (rows, *shape). None if it is ragged, or not there."""
+        column = self.columns.get(name)
+        return column.rows if isinstance(column, InMemory) else None
+
+    def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Out]) -> None:
+        """Copy the rows of each read to their places (see `Dataset.read`). Thread-safe."""
+        for name, column in self.columns.items():
+            column.read(reads.ranges(), out[name])

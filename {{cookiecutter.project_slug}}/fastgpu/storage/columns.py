@@ -1,29 +1,25 @@
-"""Rows as columns, one for each field: in memory, in a file (layout.py), or ragged, whose values are one of these."""
+"""Columns: the rows of one field, each kind of which has `field`, `read` and `fingerprint`.
+
+InMemory         an array
+Layout           a dataset of an HDF5 file (layout.py)
+RaggedColumn     rows with any number of values each
+DecodedColumn    rows of one shape that are decoded from a ragged column, such as pixels of JPEG files
+
+`read(ranges, out, plan)` copies the rows of each range to their places in `out`: (rows, *shape), or a RaggedArray. It
+is thread-safe. The plan is that of the pool (see `Dataset.read`).
+"""
 
 import hashlib
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from fastgpu.rows.contract import Dataset, Out, PoolPlan, Reads
+from fastgpu.process.launch import RankError
+from fastgpu.rows.contract import PoolPlan
 from fastgpu.rows.rows import LONG_ROW_BYTES, Field, RaggedArray
-from fastgpu.storage.file import scratch
+from fastgpu.storage.file import RESTORE, scratch
 from fastgpu.storage.layout import Layout, Range, index_of
-
-
-class Column(Protocol):
-    """One field of the rows of a file, or of arrays."""
-
-    field: Field
-
-    def read(self, ranges: Iterable[Range], out: Any, plan: PoolPlan | None = None) -> None:
-        """Copy the rows of each range to their places in `out`: (rows, *shape), or a RaggedArray. Thread-safe.
-
-        plan: see `Dataset.read`.
-        """
 
 
 class InMemory:
@@ -37,16 +33,16 @@ class InMemory:
         self.rows = rows
 
     def read(self, ranges: Iterable[Range], out: np.ndarray, plan: PoolPlan | None = None) -> None:
-        """See `Column.read`."""
+        """Copy rows to their places."""
         rows = self.rows
-        if self.field.is_channels_last:  # copied as it lies in memory
+        if self.field.is_channels_last:  # in the order of memory, which is faster
             rows = rows.transpose(0, 2, 3, 1)
             out = out.transpose(0, 2, 3, 1)
         for start, places in ranges:
             out[index_of(places)] = rows[start : start + len(places)]
 
-    def in_memory(self, ranges: Iterable[Range]) -> np.ndarray:
-        """(rows, bytes) uint8: all rows."""
+    def cached_rows(self, ranges: Iterable[Range]) -> np.ndarray:
+        """All rows, (rows, bytes) uint8. See `PlainRows.cached_rows`."""
         return self.rows.reshape(len(self.rows), -1).view(np.uint8)
 
     def fingerprint(self) -> bytes:
@@ -58,8 +54,8 @@ class RaggedColumn:
     """Rows with any number of values each."""
 
     def __init__(self, field: Field, values: InMemory | Layout, indptr: np.ndarray):
-        """field: the type of a value. values: (N, *shape), those of one row after the other. indptr: (rows + 1,) where
-        those of each row begin."""
+        """field: the type of a value. values: (N, *shape), those of one row after the other. indptr: (rows + 1,), the
+        number of the first value of each row."""
         self.field = field._replace(mean_values=float(indptr[-1]) / max(1, len(indptr) - 1))
         self.values = values
         self.indptr = indptr
@@ -67,17 +63,22 @@ class RaggedColumn:
     def __len__(self) -> int:
         return len(self.indptr) - 1
 
+    @property
+    def lengths(self) -> np.ndarray:
+        """(rows,) int32: number of values in each row."""
+        return np.diff(self.indptr).astype(np.int32)
+
     def fingerprint(self) -> bytes:
-        """The SHA-256 of `indptr`, and what stands for the values."""
+        """The SHA-256 of `indptr`, and the fingerprint of the values."""
         return hashlib.sha256(self.indptr.data).digest() + self.values.fingerprint()
 
     def read(self, ranges: Iterable[Range], out: RaggedArray, plan: PoolPlan | None = None) -> None:
-        """See `Column.read`."""
+        """Copy the values of rows to their places."""
         self.values.read(self._ranges_of_values(ranges, out), out.values)
 
     def _ranges_of_values(self, ranges: Iterable[Range], out: RaggedArray) -> Iterator[Range]:
-        """A range of rows is a range of values. One is made when it is copied: together they would displace each other
-        from the caches of the CPU."""
+        """A range of values for each range of rows. It is made when it is copied: all of them at once would displace
+        each other from the caches of the CPU."""
         for start, places in ranges:
             if self.field.row_bytes < LONG_ROW_BYTES:
                 yield int(self.indptr[start]), out.places(np.asarray(places))
@@ -86,7 +87,7 @@ class RaggedColumn:
                 yield int(self.indptr[row]), range(int(out.offsets[place]), int(out.offsets[place + 1]))
 
     def read_rows(self, start: int, n_rows: int) -> RaggedArray:
-        """The rows start, start + 1, ... in scratch memory of this thread."""
+        """Neighbouring rows, in scratch memory of this thread."""
         lo, hi = int(self.indptr[start]), int(self.indptr[start + n_rows])
         offsets = self.indptr[start : start + n_rows + 1] - lo
         values = scratch((hi - lo) * self.field.dtype.itemsize, "ragged").view(self.field.dtype)
@@ -94,44 +95,56 @@ class RaggedColumn:
         return RaggedArray(values, offsets)
 
 
-class ColumnDataset(Dataset):
-    """Rows whose fields are columns, in parts one after the other, such as files."""
+class Codec(Protocol):
+    """Makes rows of one shape of encoded ones. images/column.py has one for image files."""
 
-    def __init__(
-        self,
-        name: str,
-        parts: Sequence[Mapping[str, Any]],
-        part_blocks: Sequence[np.ndarray],
-        attributes: dict[str, Any],
-    ):
-        """parts: {field: its column} of each part. part_blocks: (blocks,) number of rows in each block of each part."""
-        self.name = name
-        self.parts = parts
-        self.part_rows = [int(block_rows.sum()) for block_rows in part_blocks]
-        self.first_rows = [0, *accumulate(self.part_rows[:-1])]
-        self.block_rows = np.concatenate(part_blocks)
-        self.attributes = attributes
-        self.fields = {field: column.field for field, column in parts[0].items()}
-        self.lengths = {}
-        for name, field in self.fields.items():
-            if field.is_ragged:
-                self.lengths[name] = np.concatenate([np.diff(part[name].indptr).astype(np.int32) for part in parts])
-                self.fields[name] = field._replace(mean_values=float(self.lengths[name].mean()))
+    field: Field
+    """The type of the decoded rows."""
+    attributes: dict[str, Any]
+    """Attributes of a dataset whose rows are decoded."""
 
-    def column(self, name: str) -> np.ndarray | None:
-        """One field of all rows, (rows, *shape). None if it is ragged, or not in memory."""
-        arrays = [column.rows for part in self.parts if isinstance(column := part.get(name), InMemory)]
-        return np.concatenate(arrays) if len(arrays) == len(self.parts) else None
+    def __str__(self) -> str:
+        """How rows are decoded, in words."""
 
-    def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Out]) -> None:
-        """Copy the rows of each read to their places (see `Dataset.read`). Thread-safe.
+    def draw(self, plan: PoolPlan | None, row_ids: np.ndarray) -> Sequence[Sequence[float]]:
+        """Random numbers for each row of a pool, none if nothing is drawn. row_ids: their numbers in the dataset."""
 
-        Raises OSError or RankError if a file cannot give the bytes.
-        """
-        ranges: dict[int, list[Range]] = {}
-        for start, places in reads.ranges():
-            number = bisect_right(self.first_rows, start) - 1
-            ranges.setdefault(number, []).append((start - self.first_rows[number], places))
-        for number, ranges_of_part in ranges.items():
-            for name, column in self.parts[number].items():
-                column.read(ranges_of_part, out[name], plan)
+    def decode(self, data: np.ndarray, out: np.ndarray, draws: Sequence[float]) -> None:
+        """Decode the bytes of a row, (bytes,) uint8, into `out`, (*shape). May raise anything if they are damaged."""
+
+
+class DecodedColumn(NamedTuple):
+    """Rows that a codec makes of encoded rows while they are read."""
+
+    codec: Codec
+    encoded: RaggedColumn
+    name: str
+    """Name of the dataset, for messages."""
+    first_row: int
+    """Number of rows of the dataset before those of the column."""
+
+    @property
+    def field(self) -> Field:
+        return self.codec.field
+
+    def fingerprint(self) -> bytes:
+        """The fingerprint of the encoded rows."""
+        return self.encoded.fingerprint()
+
+    def read(self, ranges: Iterable[Range], out: np.ndarray, plan: PoolPlan | None = None) -> None:
+        """Decode rows to their places. Raises RankError if one is damaged."""
+        for start, places in ranges:
+            values, offsets = self.encoded.read_rows(start, len(places))
+            row_ids = np.arange(start, start + len(places)) + self.first_row
+            draws = self.codec.draw(plan, row_ids)
+            bounds = offsets.tolist()
+            for number, place in enumerate(places):
+                try:
+                    self.codec.decode(values[bounds[number] : bounds[number + 1]], out[place], draws[number])
+                except Exception as error:
+                    reason = " ".join(str(error).split())
+                    cure = f"{RESTORE}, or convert the image files again with --on-error skip"
+                    if isinstance(error, MemoryError) or "allocate memory" in reason:
+                        cure = "free some memory, or use a smaller loader.num_readers"
+                    where = f"{self.name}: the image in row {row_ids[number]:,}"
+                    raise RankError(f"{where} cannot be decoded: {reason}; {cure}") from None

@@ -91,27 +91,24 @@ class OpenFile:
             self.preadv([memory[n_read:needed].data], begin + n_read)
         return memory[offset - begin : needed]
 
-    def will_need(self, offset: int, count: int) -> None:
-        """Ask the kernel to start reading those bytes from the disk into the page cache, if they are to go there."""
-        if not self.is_direct:
-            for start in range(offset, offset + count, READ_AHEAD_BYTES):
-                os.posix_fadvise(self._raw.fileno(), start, READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
-
     def cached(self, offset: int, count: int) -> np.ndarray | None:
-        """(count,) uint8, a view of the mapped file, if those bytes are in the page cache; otherwise None.
+        """(count,) uint8, a view of the mapped file, if those bytes are in the page cache.
 
-        The kernel is asked about one page, another one each time. Bytes that are read together are evicted together,
-        except for the page that was asked about: to ask is to use it, and to start to read it if it is missing. A wrong
-        guess costs page faults.
+        Otherwise None, and the kernel begins to read them from the disk, if they are to go to the page cache. It is
+        asked about one page, another one each time. Bytes that are read together are evicted together, except for the
+        page that was asked about: to ask is to use it, and to start to read it if it is missing. A wrong guess costs
+        page faults.
         """
-        if self.is_direct:
+        if self.is_direct or not count:
             return None
         byte = offset + self._rng.randrange(count)
         try:
-            is_cached = os.preadv(self._raw.fileno(), [bytearray(1)], byte, os.RWF_NOWAIT)  # 0: it was cut just now
+            if os.preadv(self._raw.fileno(), [bytearray(1)], byte, os.RWF_NOWAIT):  # 0: it was cut just now
+                return self.mapped[offset : offset + count]
         except OSError:  # not in memory, or on a network, of which Linux does not tell
-            return None
-        return self.mapped[offset : offset + count] if is_cached else None
+            for start in range(offset, offset + count, READ_AHEAD_BYTES):
+                os.posix_fadvise(self._raw.fileno(), start, READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
+        return None
 
     @cached_property
     def mapped(self) -> np.ndarray:

@@ -7,8 +7,10 @@ the HDF5 library holds one lock over all its reads: two threads read as fast as 
 
 import glob
 import hashlib
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,12 @@ import numpy as np
 
 from fastgpu.process.launch import UserError, warn
 from fastgpu.process.machine import free_host_bytes
-from fastgpu.rows.contract import Out, PoolPlan
+from fastgpu.rows.contract import Dataset, Out, PoolPlan, Reads
 from fastgpu.rows.rows import MAX_VALUES, OFFSET_DTYPE, Field
-from fastgpu.storage.columns import Column, ColumnDataset, InMemory, RaggedColumn
+from fastgpu.storage.columns import Codec, DecodedColumn, InMemory, RaggedColumn
 from fastgpu.storage.file import OpenFile, split_group
 from fastgpu.storage.hdf5 import attributes_of, find, open_file
-from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, MIN_BLOCKS, Layout
+from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, MIN_BLOCKS, Layout, PlainRows, Range, open_layout
 from fastgpu.storage.meaning import check_meaning
 
 AROUND_PAGE_CACHE = 1.5
@@ -30,38 +32,69 @@ AROUND_PAGE_CACHE = 1.5
 until the next epoch asks for them: under a third of them, if the blocks come in random order."""
 
 
-class HDF5Dataset(ColumnDataset):
+class HDF5Dataset(Dataset):
     """The rows of one or more HDF5 files, one file after the other. Safe to use after a fork."""
 
     def __init__(
         self,
         name: str,
-        parts: Sequence[Mapping[str, Column]],
-        part_blocks: Sequence[np.ndarray],
-        attributes: dict[str, Any],
-        *,
         file: OpenFile,
+        parts: Sequence[Mapping[str, Any]],
+        part_blocks: Sequence[np.ndarray],
+        *,
+        attributes: dict[str, Any],
     ):
-        """file: the first one. For the others see `ColumnDataset`."""
-        super().__init__(name, parts, part_blocks, attributes)
+        """file: the first one. parts: {field: its column} of each file. part_blocks: (blocks,) number of rows in each
+        block of each file."""
+        self.name = name
         self.file = file
-        self.stored = self.parts
-        """The columns as they lie in the files; those of `parts` may be decoded."""
+        self.parts = parts
+        self.part_rows = [int(block_rows.sum()) for block_rows in part_blocks]
+        self.first_rows = [0, *accumulate(self.part_rows[:-1])]
+        self.block_rows = np.concatenate(part_blocks)
+        self.attributes = attributes
+        self.fields = {field_name: column.field for field_name, column in parts[0].items()}
+        self.lengths = {}
+        for field_name, field in self.fields.items():
+            if field.is_ragged:
+                lengths = np.concatenate([part[field_name].lengths for part in parts])
+                self.lengths[field_name] = lengths
+                self.fields[field_name] = field._replace(mean_values=float(lengths.mean()))
 
     @cached_property
     def digest(self) -> str:
         """Of all rows if the files have checksums, else of some. Raises UserError."""
-        fingerprints = [column.fingerprint() for part in self.stored for column in part.values()]
+        fingerprints = [column.fingerprint() for part in self.parts for column in part.values()]
         return hashlib.sha256(b"".join(fingerprints)).hexdigest()[:12]
 
-    def gathers(self, plan: PoolPlan, out: Mapping[str, Out], n_rows: int) -> list[Callable[[], None]]:
-        """What reads a pool in its own order, in parts of `n_rows` rows that any thread may do; see `read` for `out`.
+    def column(self, name: str) -> np.ndarray | None:
+        """One field of all rows, (rows, *shape). None if it is not in memory."""
+        arrays = [column.rows for part in self.parts if isinstance(column := part.get(name), InMemory)]
+        return np.concatenate(arrays) if len(arrays) == len(self.parts) else None
 
-        Empty: the rows are not all of one file, which lie as they are and are in the page cache.
+    def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Out]) -> None:
+        """Copy the rows of each read to their places (see `Dataset.read`). Thread-safe.
+
+        Raises OSError or RankError if a file cannot give the bytes.
+        """
+        ranges: dict[int, list[Range]] = {}
+        for start, places in reads.ranges():
+            number = bisect_right(self.first_rows, start) - 1
+            ranges.setdefault(number, []).append((start - self.first_rows[number], places))
+        for number, ranges_of_part in ranges.items():
+            for name, column in self.parts[number].items():
+                column.read(ranges_of_part, out[name], plan)
+
+    def gathers(self, plan: PoolPlan, out: Mapping[str, Out], n_rows: int) -> list[Callable[[], None]]:
+        """Jobs for any thread that copy a pool out of the page cache, `n_rows` rows each in the order of the pool.
+
+        Empty if `cached_rows` has none for one field, or if there are several files. `read` would take 1.11 and 1.16
+        times the CPU time for rows of 116 kB, 1.02 and 1.05 times for 12 kB, but only 0.87 times for 3 kB (two readers
+        of bench/run.py on a 2-core VM with other work, 2026-11-27; medians of 9 and of 15 rounds).
         """
         copies: list[tuple[np.ndarray, np.ndarray]] = []
         for name, column in self.parts[0].items() if len(self.parts) == 1 else ():
-            rows = column.in_memory(plan.reads.ranges()) if isinstance(column, InMemory | Layout) else None
+            rows = column.cached_rows(plan.reads.ranges()) if isinstance(column, InMemory | PlainRows) else None
             if rows is None:
                 return []
             copies.append((rows, np.asarray(out[name])[: plan.n_rows].reshape(plan.n_rows, -1).view(np.uint8)))
@@ -77,32 +110,40 @@ class HDF5Dataset(ColumnDataset):
         self.file.check_unchanged()
 
 
-def open_store(key: str, paths: str | Sequence[str], fields: Mapping[str, str]) -> HDF5Dataset:
+def open_store(
+    key: str, paths: str | Sequence[str], fields: Mapping[str, str], codecs: Mapping[str, Codec] | None = None
+) -> HDF5Dataset:
     """Open HDF5 files as one source of rows. Raises UserError if a person has to change something.
 
     key: the config key that names the files, for messages. paths: one or more of `file.h5`, `file.h5::/group` and globs
-    such as `part-*.h5`. fields: {field: dataset or CSR group in the file}. The attributes are those of the first file
-    or group, but `mean` and `std` are of all rows.
+    such as `part-*.h5`. fields: {field: dataset or CSR group in the file}. codecs: {field: what decodes its rows, if
+    they are encoded}. The attributes are those of the first file or group, but `mean` and `std` are of all rows.
     """
     names = [name for path in ([paths] if isinstance(paths, str) else paths) for name in expand(key, path)]
     if not fields or not names:
         raise UserError(f"{key}: no file or no field is named; data.fields maps names in the code to datasets of files")
     n_bytes = sum(Path(path).stat().st_size for path in {path for path, _ in names} if Path(path).is_file())
     is_large = n_bytes > AROUND_PAGE_CACHE * free_host_bytes()
-    files = [_open(key, path, group, fields, around_page_cache=is_large) for path, group in names]
-    first, *others = files
+    first, *others = files = [_open(key, path, group, fields, around_page_cache=is_large) for path, group in names]
     for other in others:
         check_meaning(key, first, other)
-        for name, field in other.fields.items():
-            if str(field) != str(first.fields[name]):
+        for field, found in other.fields.items():
+            if str(found) != str(first.fields[field]):
                 raise UserError(
-                    f"{key}: {other.name} holds {name} as {field}, {first.name} as {first.fields[name]}; files must "
+                    f"{key}: {other.name} holds {field} as {found}, {first.name} as {first.fields[field]}; files must "
                     "agree"
                 )
     name = first.name + (f" and {len(others)} more" if others else "")
     attributes = first.attributes | _pool_statistics(files)
-    blocks = [file.block_rows for file in files]
-    return HDF5Dataset(name, [file.stored[0] for file in files], blocks, attributes, file=first.file)
+    parts = [dict(file.parts[0]) for file in files]
+    used = {field: codec for field, codec in (codecs or {}).items() if first.fields[field].codec}
+    for field, codec in used.items():
+        attributes |= codec.attributes
+        for part, n_before in zip(parts, accumulate(map(len, files), initial=0), strict=False):
+            part[field] = DecodedColumn(codec, part[field], name, n_before)
+    rows = HDF5Dataset(name, first.file, parts, [file.block_rows for file in files], attributes=attributes)
+    rows.decoding = ", ".join(sorted({str(codec) for codec in used.values()}))
+    return rows
 
 
 def expand(key: str, path: str) -> list[tuple[str, str]]:
@@ -139,32 +180,29 @@ def _open(key: str, path: str, group: str, fields: Mapping[str, str], *, around_
         root = find(h5, group, h5py.Group, f"{key}: {path}")
         attributes = attributes_of(root)
         opened = {field: _open_column(root, dataset, where, file) for field, dataset in fields.items()}
-        for matrix in fields.values():  # the first values tell whether they matter
-            data = root.get(f"{matrix}/data")
-            if data is not None and f"{matrix}/data" not in fields.values() and (data[: 1 << 16] != 1).any():
-                warn(
-                    f"{where}: {matrix}/data has values other than 1, which are not read: each stored item counts as "
-                    "one, a 0, too; store only the items that count"
-                )
+        for matrix in fields.values():
+            if f"{matrix}/data" not in fields.values():
+                _warn_of_values(root, matrix, where)
     lengths = {field: len(column) for field, column in opened.items()}
     n_rows = min(lengths.values())
     if n_rows < max(1, *lengths.values()):
         raise UserError(f"{where} has fields of lengths {lengths}; give each as many rows, and at least one")
     largest = max(opened.values(), key=lambda column: column.field.row_bytes)
-    columns: dict[str, InMemory | Layout | RaggedColumn] = {**opened}
-    for field, column in opened.items():  # small ones in memory, so that a block costs one read: of the largest
+    columns: dict[str, Any] = {**opened}
+    # Small fields are kept in memory, so that a block costs one read: of the largest field.
+    for field, column in opened.items():
         if column is largest or n_rows * column.field.row_bytes > COLUMN_BYTES:
             continue
         if isinstance(column, Layout):
-            columns[field] = InMemory(column.read_all(column.field.dtype))
+            columns[field] = InMemory(column.read_all())
         elif isinstance(column.values, Layout):
-            column.values = InMemory(column.values.read_all(column.field.dtype))
+            column.values = InMemory(column.values.read_all())
     if isinstance(largest, Layout):
-        block_rows = largest.chunk_rows
+        step = largest.chunk_rows
     else:  # about BLOCK_BYTES, in MIN_BLOCKS or more
-        block_rows = max(1, min(BLOCK_BYTES // largest.field.row_bytes, n_rows // MIN_BLOCKS))
-    blocks = np.diff(np.arange(0, n_rows, block_rows), append=n_rows).astype(np.int32)
-    return HDF5Dataset(name, [columns], [blocks], attributes, file=file)
+        step = max(1, min(BLOCK_BYTES // largest.field.row_bytes, n_rows // MIN_BLOCKS))
+    block_rows = np.diff(np.arange(0, n_rows, step), append=n_rows).astype(np.int32)
+    return HDF5Dataset(name, file, [columns], [block_rows], attributes=attributes)
 
 
 def _open_column(root: h5py.Group, name: str, where: str, file: OpenFile) -> Layout | RaggedColumn:
@@ -181,16 +219,16 @@ def _open_column(root: h5py.Group, name: str, where: str, file: OpenFile) -> Lay
         data = find(root, name, h5py.Dataset, where)
         is_cut_by_indptr = data.ndim == 1 and "indptr" in data.parent
         if not is_cut_by_indptr or len(data) == len(data.parent["indptr"]) - 1:  # one value per row
-            return Layout(f"{where}: {name}", data, file)
+            return open_layout(f"{where}: {name}", data, file)
     elif "values" in group:
         data = find(root, f"{name}/values", h5py.Dataset, where)
         codec = str(attributes_of(group).get("codec", ""))
     else:
         data = find(root, f"{name}/indices", h5py.Dataset, where)
         n_items = _read_n_items(group, data, f"{where}: {name}")
-    values = Layout(f"{where}: {name}", data, file, n_items)
+    values = open_layout(f"{where}: {name}", data, file, n_items)
     indptr_data = find(data.parent, "indptr", h5py.Dataset, where)
-    indptr = Layout(f"{where}: {name}/indptr", indptr_data, file).read_all(np.dtype(np.int64))
+    indptr = open_layout(f"{where}: {name}/indptr", indptr_data, file).read_all(np.dtype(np.int64))
     lengths = np.diff(indptr, axis=0)
     begins_and_ends = indptr.ndim == 1 and len(indptr) and indptr[0] == 0 and indptr[-1] == len(values)
     if not begins_and_ends or lengths.min(initial=0) < 0 or lengths.max(initial=0) > MAX_VALUES:
@@ -201,12 +239,24 @@ def _open_column(root: h5py.Group, name: str, where: str, file: OpenFile) -> Lay
 
 def _read_n_items(group: h5py.Group, indices: h5py.Dataset, where: str) -> int:
     """The number of items of a CSR matrix. Raises UserError if the group is not one, or its indices are no numbers."""
-    attributes = {"encoding-type": "csr_matrix", "shape": None} | attributes_of(group)
-    match attributes["encoding-type"], attributes["shape"], indices.dtype.kind, indices.ndim:
-        case "csr_matrix", [_, int(n_items)], "u" | "i", 1 if 1 <= n_items <= MAX_VALUES:
+    attributes = attributes_of(group)
+    kind = attributes.get("encoding-type", "csr_matrix")
+    shape = attributes.get("shape")
+    if kind == "csr_matrix" and isinstance(shape, list) and indices.dtype.kind in "ui" and indices.ndim == 1:
+        n_items = shape[1] if len(shape) == 2 else 0
+        if isinstance(n_items, int) and 1 <= n_items <= MAX_VALUES:
             return n_items
-    found = f"a {attributes['encoding-type']} with {attributes['shape']}, {indices.dtype}"
     raise UserError(
         f"{where} should be a CSR matrix with the attribute shape, (rows, items), and whole numbers as indices; it is "
-        f"{found}: `python convert.py arrays` writes one"
+        f"a {kind} with {shape}, {indices.dtype}: `python convert.py arrays` writes one"
     )
+
+
+def _warn_of_values(root: h5py.Group, matrix: str, where: str) -> None:
+    """Say that the values of a CSR matrix are not read if the first ones are not all 1."""
+    data = root.get(f"{matrix}/data")
+    if data is not None and (data[: 1 << 16] != 1).any():
+        warn(
+            f"{where}: {matrix}/data has values other than 1, which are not read: each stored item counts as one, a "
+            "0, too; store only the items that count"
+        )
