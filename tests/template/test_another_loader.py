@@ -27,7 +27,8 @@ class Digits(Dataset):
     def __getitem__(self, index):
         return self.images[index], int(self.labels[index])
 """
-WORDS = ["data.dataset=digits:Digits", "dist.device=cpu", "loader.num_workers=1", "train.epochs=4"]
+WORDS = ["data.dataset=digits:Digits", "dist.device=cpu", "loader.num_workers=1"]
+LONG = "train.epochs=4"
 
 
 def accuracy(run: Path) -> float:
@@ -41,7 +42,7 @@ def test_a_plain_data_loader_trains_resumes_and_is_diagnosed(own_copy):
     """The words and the code of the page: it has the accuracy of our own loader, also after SIGKILL on two ranks."""
     project = own_copy("both")
     (project / "digits.py").write_text(DIGITS)
-    printed_by(train_command(*WORDS, "run.name=ours", root=project), project)
+    printed_by(train_command(*WORDS, LONG, "run.name=ours", root=project), project)
 
     page = (project / "docs/code.md").read_text().split("## Another loader in this loop")[1]
     loader, build = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[:2]
@@ -53,7 +54,7 @@ def test_a_plain_data_loader_trains_resumes_and_is_diagnosed(own_copy):
         changed.replace("import workloads\n", "import workloads\nfrom torch_loader import TorchLoader\n", 1)
     )
 
-    printed_by(train_command(*WORDS, "run.name=alone", root=project), project)
+    printed_by(train_command(*WORDS, LONG, "run.name=alone", root=project), project)
     assert accuracy(project / "runs/alone") > accuracy(project / "runs/ours") - 4 > 80
     short = ("run.checkpoint_every_steps=5", "train.epochs=2", "model.width=4")
     printed_by(train_command(*WORDS, *short, "run.name=whole", ranks=2, root=project), project)
@@ -64,6 +65,6 @@ def test_a_plain_data_loader_trains_resumes_and_is_diagnosed(own_copy):
     printed_by(train_command("run.resume=runs/killed", ranks=2, root=project), project)
     assert same_weights(project / "runs/whole", project / "runs/killed")
 
-    printed = printed_by([sys.executable, "diagnose.py", *WORDS, "--seconds=0.05"], project)
+    printed = printed_by([sys.executable, "diagnose.py", *WORDS, LONG, "--seconds=0.05"], project)
     assert "TorchLoader as the loader" in printed
     assert "supply" in printed
