@@ -43,7 +43,7 @@ def started_run(
 ) -> Run:
     """A run of this process. settings: of section `run`. state: more than the model."""
     cfg = CONFIG.resolved(run={"folder": str(folder), "name": "a", **settings})
-    card = describe_model(cfg.flat(), source, SOURCE, {"classes": ["a", "b"]}, fingerprint=ORDER.identity)
+    card = describe_model(cfg.flat(), source, SOURCE, {"classes": ["a", "b"]}, fingerprint=ORDER.fingerprint)
     return Run(cfg, world, {"model": model or nn.Linear(2, 2), **(state or {})}, card, best=best)
 
 

@@ -159,10 +159,17 @@ def test_the_order_of_a_seed_and_its_names_in_checkpoints_never_change():
     """Frozen: a run that an older version began must go on in the same order."""
     sampler = BlockSampler(np.array([3, 3, 3, 3, 2]), 4, pool_batches=2, seed=7)
     assert list(sampler) == [0, 12, 7, 8, 1, 2, 6, 13, 4, 9, 3, 5]
-    expected = {"rows": 14, "selection": 3668737837, "global_rows": 4, "pool_batches": 2, "lanes": 1, "seed": 7}
-    assert sampler.identity == expected
-    two_lanes = BlockSampler(np.array([3, 3, 3, 3, 2]), 4, Shard(0, 1, 2), pool_batches=2, seed=7)
-    assert list(two_lanes) == [6, 8, 5, 3, 7, 0, 13, 4, 1, 2, 10, 9]
+    numbers = {
+        "rows": 14,
+        "selection": 3668737837,
+        "global_rows": 4,
+        "pool_batches": 2,
+        "canonical_ranks": 1,
+        "seed": 7,
+    }
+    assert sampler.fingerprint == numbers
+    two_ranks = BlockSampler(np.array([3, 3, 3, 3, 2]), 4, Shard(0, 1, 2), pool_batches=2, seed=7)
+    assert list(two_ranks) == [6, 8, 5, 3, 7, 0, 13, 4, 1, 2, 10, 9]
     groups = Groups(("a", "b"), (1, 3), np.array([0] * 6 + [1] * 4), True)
     sampler = BlockSampler(Mixture(groups, np.array([3, 3, 2, 2]), 5, 7), 5, pool_batches=1, seed=7)
     assert list(sampler) == [3, 5, 9, 8, 4, 7, 6, 8, 9, 6]

@@ -49,7 +49,7 @@ def test_the_model_to_use_comes_back_with_what_was_known_and_may_be_read_by_the_
 
 def job_of(**sections: dict[str, object]) -> dict[str, object]:
     """What identifies a job with these settings."""
-    return identify_job(CONFIG.resolved(**sections).flat(), (SOURCE, SOURCE), BlockSampler(SOURCE, 4).identity)
+    return identify_job(CONFIG.resolved(**sections).flat(), (SOURCE, SOURCE), BlockSampler(SOURCE, 4).fingerprint)
 
 
 def test_what_decides_the_weights_must_be_the_same_and_how_rows_are_read_may_differ():

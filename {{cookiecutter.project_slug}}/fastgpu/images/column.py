@@ -70,8 +70,8 @@ class ImageColumn:
             values, offsets = self.files.read_rows(start, len(places))
             first_row = self.first_row + start
             draws: list[list[float]] = [[]] * len(places)
-            if self.min_scale < 1 and plan and plan.order.shuffle:
-                draws = draw((plan.order.seed, plan.epoch), np.arange(first_row, first_row + len(places))).tolist()
+            if self.min_scale < 1 and plan and plan.is_shuffled:
+                draws = draw((plan.seed, plan.epoch), np.arange(first_row, first_row + len(places))).tolist()
             bounds = offsets.tolist()
             for number, place in enumerate(places):
                 try:

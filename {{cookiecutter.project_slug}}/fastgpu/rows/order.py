@@ -98,15 +98,18 @@ class BlockSampler(DistributedSampler):
         self.total_size = self._canonical_rows * self.canonical_ranks
         self.pools_per_epoch = -(-self._canonical_rows // (pool_batches * self._share))
         self.max_pool_rows = min(pool_batches * batch_size, self.num_samples)
-        self.identity = {
-            "rows": n_rows,
+
+    @property
+    def fingerprint(self) -> dict[str, int]:
+        """The numbers that decide which row comes when, under the names that checkpoints use."""
+        return {
+            "rows": self.n_rows,
             "selection": self.selection.checksum,
             "global_rows": self.global_batch_size,
-            "pool_batches": pool_batches,
-            "lanes": self.canonical_ranks,
+            "pool_batches": self.pool_batches,
+            "canonical_ranks": self.canonical_ranks,
             "seed": self.seed,
         }
-        """The numbers that decide which row comes when, under the names that checkpoints use."""
 
     def batches_in(self, number: int) -> int:
         """Batches of that pool of an epoch: the last pool may have fewer, the last of which may be short."""
@@ -160,13 +163,14 @@ class BlockSampler(DistributedSampler):
                 reads.append(line.cut(max(start + len(places) - 1, 0), np.array([next_padding])))
                 next_padding += 1
         return PoolPlan(
+            seed=self.seed,
             epoch=epoch,
             number=number,
             n_rows=n_each * per_rank,
             n_real_rows=n_real_rows,
             is_last=number == self.pools_per_epoch - 1,
+            is_shuffled=self.shuffle,
             reads=Reads(*map(np.concatenate, zip(*reads, strict=True))),
-            order=self,
         )
 
     def _rng(self, epoch: int, *part: int) -> np.random.Generator:
