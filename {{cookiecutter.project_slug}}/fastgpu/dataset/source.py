@@ -140,7 +140,7 @@ class ItemDataset(Dataset):
 
         Raises RankError if a worker died, or rows differ in type or shape.
         """
-        ask = reads.starts, plan.seed, plan.epoch  # a block is a row
+        ask = reads.runs.starts, plan.seed, plan.epoch  # a block is a row
         columns = self._ask(ask) if self._workers else self.read_rows(*ask)
         for name, column in columns.items():
             target = out[name]

@@ -1,12 +1,11 @@
-"""Which row is trained on when: a pure function of (seed, epoch) that needs memory for the blocks only.
+"""The order of training: which row comes when, computed from (seed, epoch) with memory for each block, not each row.
 
-    extents of an epoch, permuted  | 7 | 2 | 9 | 0 | 4 | 1 | 8 | 3 | 6 | 5 |    one line of rows, cut into
-    canonical ranks                |   rank 0    |   rank 1    |  rank 2   |    equal parts, each of them cut into
-    pools                          | p0 | p1 |p2 | p0 | p1 |p2 | ...            runs of rows that are shuffled
+    rows of an epoch, blocks shuffled  | 7 | 2 | 9 | 0 | 4 | 1 | 8 | 3 | 6 | 5 |    cut into equal parts, each of
+    canonical ranks                    |   rank 0    |   rank 1    |  rank 2   |    them into runs of rows, which
+    pools                              | p0 | p1 |p2 | p0 | p1 |p2 | ...            are shuffled
 
-An extent is a run of neighbouring rows of one block: all of it, unless a selection (selection.py) says otherwise. A
-global batch takes equally many rows from every canonical rank, and each real rank owns neighbouring ones. So the global
-batches are the same, rows in the same order, for every world size that divides the number of canonical ranks.
+A global batch takes equally many rows from every canonical rank, and each real rank owns neighbouring ones. So the
+global batches are the same, rows in the same order, for every world size that divides the number of canonical ranks.
 """
 
 from collections.abc import Iterator
@@ -16,7 +15,8 @@ import numpy as np
 from torch.utils.data import DistributedSampler
 
 from fastgpu.rows.contract import Dataset, PoolPlan, Reads
-from fastgpu.rows.selection import Extents, Mixture, Share
+from fastgpu.rows.runs import Runs
+from fastgpu.rows.selection import EpochRows, Mixture, Share
 
 
 class Shard(NamedTuple):
@@ -28,29 +28,27 @@ class Shard(NamedTuple):
     """A multiple of world_size that divides the global batch. None: world_size."""
 
 
-class Line(NamedTuple):
-    """The rows of an epoch: extents in an order of their own, one after the other."""
+class EpochOrder(NamedTuple):
+    """The rows of an epoch in the order of their shuffled blocks."""
 
-    extents: Extents
+    rows: EpochRows
     order: np.ndarray
-    """(extents,) their numbers."""
+    """(runs,) the numbers of its runs, in this order."""
     ends: np.ndarray
-    """(extents,) where each ends on the line."""
+    """(runs,) the number of rows up to the end of each of these."""
 
-    def cut(self, start: int, places: np.ndarray) -> Reads:
-        """The rows start, start + 1, ... of the line, which go to these places."""
-        if not len(places):
-            return Reads(places, places, places)
-        stop = start + len(places)
+    def cut(self, start: int, stop: int) -> tuple[np.ndarray, Runs]:
+        """Rows `start` to `stop` - 1 of this order, one or more: the numbers of their runs, and these runs."""
         first, last = np.searchsorted(self.ends, [start, stop - 1], "right")
         numbers = self.order[first : last + 1]
-        starts = self.extents.starts[numbers].astype(np.int64)
-        counts = self.extents.counts[numbers].astype(np.int64)
-        n_before = start + counts[0] - self.ends[first]  # the first and the last extent may be in this pool in part
+        starts, counts = (each.astype(np.int64) for each in self.rows.runs.take(numbers))
+
+        # Of the first and of the last run, only a part may be asked for.
+        n_before = start + counts[0] - self.ends[first]
         counts[-1] -= self.ends[last] - stop
         starts[0] += n_before
         counts[0] -= n_before
-        return Reads(starts, counts, places)
+        return numbers, Runs(starts, counts)
 
 
 class BlockSampler(DistributedSampler):
@@ -78,7 +76,7 @@ class BlockSampler(DistributedSampler):
         if isinstance(rows, Dataset):
             rows = rows.block_rows if rows.selection is None else rows.selection
         self.selection = Share(rows) if isinstance(rows, np.ndarray) else rows
-        n_rows = self.selection.epoch_rows
+        n_rows = self.selection.rows_per_epoch
         super().__init__(range(n_rows), shard.world_size, shard.rank, seed is not None, seed or 0, drop_last)  # type: ignore[arg-type]
         self.shard = shard
         self.n_rows = n_rows
@@ -89,14 +87,15 @@ class BlockSampler(DistributedSampler):
         if self.canonical_ranks % shard.world_size or self.global_batch_size % self.canonical_ranks:
             numbers = f"{self.global_batch_size} rows, {self.canonical_ranks} canonical ranks, {shard.world_size} ranks"
             raise ValueError(f"a global batch should divide among canonical ranks, and these among ranks: {numbers}")
-        self._share = self.global_batch_size // self.canonical_ranks  # rows of a batch from one canonical rank
+        # Rows of a batch from each canonical rank.
+        self._rows_each = self.global_batch_size // self.canonical_ranks
         if drop_last:
-            self._canonical_rows = n_rows // self.canonical_ranks // self._share * self._share
+            self._canonical_rows = n_rows // self.canonical_ranks // self._rows_each * self._rows_each
         else:
             self._canonical_rows = -(-n_rows // self.canonical_ranks)
         self.num_samples = self._canonical_rows * (self.canonical_ranks // shard.world_size)  # as torch calls them
         self.total_size = self._canonical_rows * self.canonical_ranks
-        self.pools_per_epoch = -(-self._canonical_rows // (pool_batches * self._share))
+        self.pools_per_epoch = -(-self._canonical_rows // (pool_batches * self._rows_each))
         self.max_pool_rows = min(pool_batches * batch_size, self.num_samples)
 
     @property
@@ -113,7 +112,7 @@ class BlockSampler(DistributedSampler):
 
     def batches_in(self, number: int) -> int:
         """Batches of that pool of an epoch: the last pool may have fewer, the last of which may be short."""
-        return min(self.pool_batches, -(-self._canonical_rows // self._share) - number * self.pool_batches)
+        return min(self.pool_batches, -(-self._canonical_rows // self._rows_each) - number * self.pool_batches)
 
     def __iter__(self) -> Iterator[int]:
         """Row numbers of this rank in order, for torch's DataLoader. `set_epoch` selects the epoch."""
@@ -122,18 +121,16 @@ class BlockSampler(DistributedSampler):
 
     def pools(self, epoch: int, first_pool: int = 0) -> Iterator[PoolPlan]:
         """The pools of an epoch, beginning with pool `first_pool`."""
-        extents = self.selection.extents(epoch)
-        units = np.arange(extents.n_units, dtype=np.int32)
-        if self.shuffle:
-            self._rng(epoch).shuffle(units)
-        order = extents.of_units(units)
-        ends = extents.counts[order].astype(np.int64)
-        line = Line(extents, order, np.cumsum(ends, out=ends))  # in place: there may be ten million blocks
+        rows = self.selection.in_epoch(epoch)
+        order = rows.order(self._rng(epoch) if self.shuffle else None)
+        # Summed up in place: there may be ten million blocks.
+        ends = rows.runs.counts[order].astype(np.int64)
+        np.cumsum(ends, out=ends)
         for number in range(first_pool, self.pools_per_epoch):
-            yield self._plan(epoch, number, line)
+            yield self._plan(epoch, number, EpochOrder(rows, order, ends))
 
-    def _plan(self, epoch: int, number: int, line: Line) -> PoolPlan:
-        """Plan one pool of this rank. line: the rows of the epoch.
+    def _plan(self, epoch: int, number: int, in_order: EpochOrder) -> PoolPlan:
+        """Plan one pool of this rank.
 
         Example with two canonical ranks a and b on this rank, batches of 4 rows (2 of each canonical rank) and 3
         batches in a pool, the last of which has one row of each only. Unshuffled, the places of the pool hold
@@ -143,34 +140,45 @@ class BlockSampler(DistributedSampler):
 
         Shuffling permutes the places of each canonical rank among themselves, so every batch keeps its share of each.
         """
-        share = self._share
-        per_rank = self.canonical_ranks // self.num_replicas
-        ranks = np.arange(self.rank * per_rank, (self.rank + 1) * per_rank)
-        begin = number * self.pool_batches * share  # first row of the pool, counted within each canonical rank
-        n_each = min(self.pool_batches * share, self._canonical_rows - begin)  # rows of each canonical rank, padded
-        starts = ranks * self.n_rows // self.canonical_ranks + begin  # on the line
-        n_real = np.minimum(n_each, (ranks + 1) * self.n_rows // self.canonical_ranks - starts)
-        n_full = (n_each - 1) // share  # batches before the last one, which may be short
-        slots = np.arange(per_rank, dtype=np.uint16)  # the canonical ranks of this rank
-        slot_of_place = np.concatenate([np.tile(slots.repeat(share), n_full), slots.repeat(n_real - n_full * share)])
-        places_of_slots = np.split(np.argsort(slot_of_place, kind="stable"), np.cumsum(n_real)[:-1])
-        next_padding = n_real_rows = len(slot_of_place)  # next free place of the padding
-        reads: list[Reads] = []
-        for rank, start, in_order in zip(ranks.tolist(), starts.tolist(), places_of_slots, strict=True):
-            places = self._rng(epoch, rank, number).permutation(in_order) if self.shuffle else in_order
-            reads.append(line.cut(start, places))
-            if len(places) < n_each:
-                reads.append(line.cut(max(start + len(places) - 1, 0), np.array([next_padding])))
-                next_padding += 1
+        rows_each = self._rows_each
+        n_ranks = self.canonical_ranks // self.num_replicas  # canonical ranks of this rank
+        begin = number * self.pool_batches * rows_each  # first row of the pool, counted within each canonical rank
+        n_each = min(self.pool_batches * rows_each, self._canonical_rows - begin)  # rows of each, padding included
+
+        # The places in all batches but the last, which may be short: its places are given out one by one.
+        n_batches = (n_each - 1) // rows_each
+        places_in_batches = np.arange(n_batches * n_ranks * rows_each).reshape(n_batches, n_ranks, rows_each)
+        next_place = places_in_batches.size
+
+        parts: list[tuple[int, np.ndarray]] = []  # first row in the order of the epoch, places
+        padding: list[int] = []
+        for n in range(n_ranks):
+            rank = self.rank * n_ranks + n
+            start = rank * self.n_rows // self.canonical_ranks + begin
+            stop = min(start + n_each, (rank + 1) * self.n_rows // self.canonical_ranks)
+            n_last = stop - start - n_batches * rows_each  # rows in the last batch
+            places = np.append(places_in_batches[:, n], np.arange(next_place, next_place + n_last))
+            next_place += n_last
+            if self.shuffle:
+                places = self._rng(epoch, rank, number).permutation(places)
+            if len(places):
+                parts.append((start, places))
+            if len(places) < n_each:  # repeat the last row
+                padding.append(max(stop - 1, 0))
+        parts += [(row, np.array([place])) for place, row in enumerate(padding, next_place)]
+
+        numbers, runs = zip(*[in_order.cut(start, start + len(places)) for start, places in parts], strict=True)
+        reads = Reads(Runs.join(runs), np.concatenate([places for _, places in parts]))
+        n_rows = n_each * n_ranks
         return PoolPlan(
             seed=self.seed,
             epoch=epoch,
             number=number,
-            n_rows=n_each * per_rank,
-            n_real_rows=n_real_rows,
+            n_rows=n_rows,
+            n_real_rows=next_place,
             is_last=number == self.pools_per_epoch - 1,
             is_shuffled=self.shuffle,
-            reads=Reads(*map(np.concatenate, zip(*reads, strict=True))),
+            reads=reads,
         )
 
     def _rng(self, epoch: int, *part: int) -> np.random.Generator:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fastgpu.process.launch import RankError
+from fastgpu.rows.runs import Runs
 
 CODECS = {0xFF: "jpeg", 0x89: "png", 0x52: "webp"}
 """First byte of an encoded image -> its format."""
@@ -58,14 +59,6 @@ class Field(NamedTuple):
         return n_bytes if self.mean_values is None else OFFSET_DTYPE.itemsize + ceil(self.mean_values * n_bytes)
 
 
-def runs(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """(sum of counts,) int64: starts[0], starts[0] + 1, ... for counts[0] numbers, then those from starts[1] on."""
-    before = np.cumsum(counts, dtype=np.int64) - counts
-    numbers = np.repeat(starts - before, counts)
-    numbers += np.arange(len(numbers))
-    return numbers
-
-
 class RaggedArray(NamedTuple):
     """Rows with any number of values each, in host memory: row b is values[offsets[b] : offsets[b + 1]]."""
 
@@ -80,7 +73,7 @@ class RaggedArray(NamedTuple):
     def places(self, rows: np.ndarray) -> np.ndarray:
         """(n,) int64: the indices of the values of `rows`, one row after the other."""
         starts = self.offsets[rows].astype(np.int64)
-        return runs(starts, self.offsets[rows + 1] - starts)
+        return Runs(starts, self.offsets[rows + 1] - starts).numbers()
 
 
 @dataclass(frozen=True)
