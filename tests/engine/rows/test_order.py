@@ -267,6 +267,17 @@ def test_each_epoch_has_the_exact_quotas_and_the_rows_of_a_group_take_them_evenl
                 assert counts.max() - counts.min() <= 1
 
 
+@many
+@given(mixed(), st.integers(0, 3))
+def test_each_time_that_a_row_comes_in_an_epoch_has_a_number_of_its_own(case, epoch):
+    times = []
+    for sampler in case.samplers():
+        for plan in sampler.pools(epoch):
+            times += zip(plan.row_ids.tolist(), plan.repeats.tolist(), strict=True)
+    rows, counts = np.unique([row for row, _ in times], return_counts=True)
+    assert sorted(times) == [(row, n) for row, count in zip(rows, counts, strict=True) for n in range(count)]
+
+
 def test_another_weight_or_another_grouping_has_another_checksum():
     groups = np.arange(64) // 32
     cases = [((1, 1), groups), ((1, 2), groups), ((1, 1), 1 - groups)]

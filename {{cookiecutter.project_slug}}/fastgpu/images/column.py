@@ -50,8 +50,8 @@ def decoded(
 class ImageColumn:
     """Pixels of images whose bytes are a ragged column: random parts where the plan draws, otherwise the centres.
 
-    A random part is a function of (seed, epoch, row) alone: it is the same for every world size, tier and number of
-    readers, and for a resumed run.
+    A random part is a function of (seed, epoch, row) alone, and of which time it is that the row comes in the epoch: it
+    is the same for every world size, tier and number of readers, and for a resumed run.
     """
 
     field: Field
@@ -71,7 +71,8 @@ class ImageColumn:
             first_row = self.first_row + start
             draws: list[list[float]] = [[]] * len(places)
             if self.min_scale < 1 and plan and plan.is_shuffled:
-                draws = draw((plan.seed, plan.epoch), np.arange(first_row, first_row + len(places))).tolist()
+                rows = np.arange(first_row, first_row + len(places))
+                draws = draw((plan.seed, plan.epoch), rows, plan.repeats[places]).tolist()
             bounds = offsets.tolist()
             for number, place in enumerate(places):
                 try:

@@ -170,6 +170,10 @@ class BlockSampler(DistributedSampler):
         numbers, runs = zip(*[in_order.cut(start, start + len(places)) for start, places in parts], strict=True)
         reads = Reads(Runs.join(runs), np.concatenate([places for _, places in parts]))
         n_rows = n_each * n_ranks
+        repeats = np.broadcast_to(np.int64(0), n_rows)  # takes no memory
+        if in_order.rows.repeats is not None:
+            repeats = np.empty(n_rows, np.int64)
+            repeats[reads.places] = np.repeat(in_order.rows.repeats[np.concatenate(numbers)], reads.runs.counts)
         return PoolPlan(
             seed=self.seed,
             epoch=epoch,
@@ -179,6 +183,7 @@ class BlockSampler(DistributedSampler):
             is_last=number == self.pools_per_epoch - 1,
             is_shuffled=self.shuffle,
             reads=reads,
+            repeats=repeats,
         )
 
     def _rng(self, epoch: int, *part: int) -> np.random.Generator:
