@@ -146,7 +146,7 @@ def open_inputs(paths: Sequence[str], trained: Trained, *, ids: Sequence[str] = 
         if source.fields[name].codec and len(field.shape) == 3:
             share = json.loads(preprocessing or "{}").get("centre_share")
             source = import_module("fastgpu.images.column").decoded(source, field.shape[1:], centre_share=share)
-        if (field.shape or field.is_ragged) and str(source.fields[name]) != str(field):
+        if (field.shape or field.is_ragged) and not source.fields[name].fits(field):
             raise UserError(f"{source.name}: {name} is {source.fields[name]}; the model was trained on {field}")
     check_meaning("INPUT", trained.rows, source, labels=labels)
     if labels:

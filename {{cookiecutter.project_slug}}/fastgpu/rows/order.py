@@ -20,7 +20,7 @@ from fastgpu.rows.selection import EpochRows, Mixture, Share
 
 
 class Shard(NamedTuple):
-    """The part of the rows that one rank trains on."""
+    """Which part of each global batch a rank trains on."""
 
     rank: int = 0
     world_size: int = 1
@@ -29,36 +29,30 @@ class Shard(NamedTuple):
 
 
 class EpochOrder(NamedTuple):
-    """The rows of an epoch in the order of their shuffled blocks."""
+    """The rows of an epoch, block after block, in the order in which the blocks were shuffled."""
 
     rows: EpochRows
     order: np.ndarray
-    """(runs,) the numbers of its runs, in this order."""
+    """(runs,) the numbers of the runs of `rows`, in this order."""
     ends: np.ndarray
-    """(runs,) the number of rows up to the end of each of these."""
+    """(runs,) where each of these runs ends: the number of rows up to there."""
 
     def cut(self, start: int, stop: int) -> tuple[np.ndarray, Runs]:
         """Rows `start` to `stop` - 1 of this order, one or more: the numbers of their runs, and these runs."""
         first, last = np.searchsorted(self.ends, [start, stop - 1], "right")
-        numbers = self.order[first : last + 1]
-        starts, counts = (each.astype(np.int64) for each in self.rows.runs.take(numbers))
+        numbers, ends = self.order[first : last + 1], self.ends[first : last + 1]
+        runs = self.rows.runs.take(numbers)
 
         # Of the first and of the last run, only a part may be asked for.
-        n_before = start + counts[0] - self.ends[first]
-        counts[-1] -= self.ends[last] - stop
-        starts[0] += n_before
-        counts[0] -= n_before
-        return numbers, Runs(starts, counts)
+        begins = ends - runs.counts
+        cut_begins, cut_ends = np.maximum(begins, start), np.minimum(ends, stop)
+        return numbers, Runs(runs.starts + cut_begins - begins, cut_ends - cut_begins)
 
 
 class BlockSampler(DistributedSampler):
-    """Plans an epoch in an order that a disk can follow. A drop-in for torch's DistributedSampler.
+    """Shuffles blocks of rows, and rows within pools of batches, so that each block is read once and as a whole.
 
-    rows: a Dataset; or (blocks,) rows of each block; or a selection of them. batch_size: rows of one batch on this
-    rank. pool_batches: batches that are shuffled together. seed: None keeps the order of the file. drop_last: leave
-    out the rows at the end of each canonical rank that do not fill a batch (other rows in each epoch); if False,
-    canonical ranks are padded to equal length by repeating their last row; None: if they are shuffled. Raises
-    ValueError if the numbers do not fit together.
+    It is a DistributedSampler, and can take its place in a torch DataLoader.
     """
 
     def __init__(
@@ -71,6 +65,13 @@ class BlockSampler(DistributedSampler):
         seed: int | None = 0,
         drop_last: bool | None = None,
     ):
+        """rows: a Dataset; or (blocks,) rows of each block; or a selection of them. batch_size: rows of one batch on
+        this rank. pool_batches: batches that are shuffled together. seed: None keeps the order of the file.
+
+        drop_last: leave out the rows at the end of each canonical rank that do not fill a batch, other rows in each
+        epoch. False: pad canonical ranks to equal length with copies of their last row. None: leave out if shuffled.
+        Raises ValueError if the numbers do not fit together.
+        """
         if drop_last is None:
             drop_last = seed is not None
         if isinstance(rows, Dataset):
@@ -111,7 +112,7 @@ class BlockSampler(DistributedSampler):
         }
 
     def batches_in(self, number: int) -> int:
-        """Batches of that pool of an epoch: the last pool may have fewer, the last of which may be short."""
+        """The number of batches of a pool. The last pool may have fewer, and its last batch may be short."""
         return min(self.pool_batches, -(-self._canonical_rows // self._rows_each) - number * self.pool_batches)
 
     def __iter__(self) -> Iterator[int]:

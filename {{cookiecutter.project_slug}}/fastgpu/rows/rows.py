@@ -1,4 +1,4 @@
-"""Rows: columns of equal length that are moved, sliced and gathered together.
+"""Rows in memory, such as a batch: one column for each field, which are moved, sliced and gathered together.
 
 A column is a tensor (rows, ...), or `Ragged`: rows with any number of values each, such as the items of a user.
 
@@ -28,25 +28,34 @@ MAX_VALUES = np.iinfo(OFFSET_DTYPE).max
 
 
 class Field(NamedTuple):
-    """The type of one field: `dtype` and `shape` of one row, or of one value if it is ragged: rows have any number."""
+    """The type of a field: `dtype` and `shape` of a row, or of a value if the field is ragged.
+
+    The rows of a ragged field have any number of values.
+    """
 
     dtype: np.dtype
     shape: tuple[int, ...]
     mean_values: float | None = None
-    """Mean number of values in a row, if the field is ragged; None if it is not."""
+    """The mean number of values in a row of a ragged field. None: the field is not ragged."""
     n_items: int | None = None
-    """If the values are item numbers: the number of items. Each value is in range(n_items)."""
+    """The number of items, if the values are item numbers: each is in range(n_items)."""
     codec: str = ""
-    """If the values of a row are the bytes of an image file: the formats of these files, such as jpeg or jpeg+png."""
+    """The formats of image files, such as jpeg or jpeg+png, if the values of a row are the bytes of one."""
     is_channels_last: bool = False
-    """Whether rows of `shape` (C, H, W) lie in memory as (H, W, C): decoders make and convolutions take them so."""
+    """Whether rows of `shape` (C, H, W) are (H, W, C) in memory, as decoders write and convolutions like them."""
 
     @property
     def is_ragged(self) -> bool:
         return self.mean_values is not None
 
+    def fits(self, other: "Field") -> bool:
+        """Whether rows of both fields may be in one pool. Mean lengths, codecs and memory formats may differ."""
+        if self.codec or other.codec:
+            return bool(self.codec and other.codec)
+        kinds = [(each.dtype, each.shape, each.is_ragged, each.n_items) for each in (self, other)]
+        return kinds[0] == kinds[1]
+
     def __str__(self) -> str:
-        """Rows of fields that read alike may lie in one pool."""
         if self.codec:
             return "encoded images of any size (N)"
         dimensions = ["N", *["any number"] * self.is_ragged, *map(str, self.shape)]
@@ -54,13 +63,13 @@ class Field(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row; the mean over the source if the field is ragged."""
+        """Bytes of one row. Ragged fields: of a row of mean length, with its offset."""
         n_bytes = self.dtype.itemsize * prod(self.shape)
         return n_bytes if self.mean_values is None else OFFSET_DTYPE.itemsize + ceil(self.mean_values * n_bytes)
 
 
 class RaggedArray(NamedTuple):
-    """Rows with any number of values each, in host memory: row b is values[offsets[b] : offsets[b + 1]]."""
+    """Ragged rows as NumPy arrays, which files are read into: row b is values[offsets[b] : offsets[b + 1]]."""
 
     values: np.ndarray
     """(N or more, *shape)"""
@@ -78,7 +87,7 @@ class RaggedArray(NamedTuple):
 
 @dataclass(frozen=True)
 class Ragged:
-    """Rows with any number of values each, on a device: row b is values[offsets[b] : offsets[b + 1]].
+    """Ragged rows as tensors, which models take: row b is values[offsets[b] : offsets[b + 1]].
 
     A copy of the offsets stays in host memory, so that the host never has to ask the device for a size.
     """
@@ -98,7 +107,7 @@ class Ragged:
         return len(self.host_offsets) - 1
 
     def __getitem__(self, rows: slice) -> "Ragged":
-        """Neighbouring rows. The values are a view; the offsets begin with 0 again."""
+        """Neighbouring rows. The values are a view, and the offsets begin with 0 again."""
         start, stop, _ = rows.indices(len(self))
         lo = int(self.host_offsets[start])
         hi = int(self.host_offsets[stop])
@@ -132,18 +141,18 @@ class Ragged:
         return Ragged(self.values.to(device), self.offsets.to(device), self.host_offsets)
 
     def copy_(self, other: "Ragged", non_blocking: bool = False) -> None:
-        """Overwrite with equally many values. `host_offsets` must hold their offsets already."""
+        """Overwrite with equally many values. `host_offsets` must have their offsets already."""
         self.values.copy_(other.values, non_blocking=non_blocking)
         self.offsets.copy_(other.offsets, non_blocking=non_blocking)
 
     def numpy(self) -> RaggedArray:
-        """The same memory as a RaggedArray (host only)."""
+        """The same memory as NumPy arrays. Host only."""
         return RaggedArray(self.values.numpy(), self.host_offsets)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Columns of equal length; `rows["images"]` is one of them."""
+    """Columns of equal length, one for each field: `rows["images"]`."""
 
     columns: dict[str, Tensor | Ragged]
     """{field: (rows, ...), or Ragged}"""
@@ -188,7 +197,8 @@ class Rows:
             return False
         if n_values > MAX_VALUES:
             raise RankError(f"a pool has {n_values:,} values of {name}, too many to count; use fewer data.pool_batches")
-        shape = (min(int(1.25 * n_values), MAX_VALUES), *column.values.shape[1:])  # the next pool may have more
+        # The next pool may have more.
+        shape = (min(int(1.25 * n_values), MAX_VALUES), *column.values.shape[1:])
         dtype = column.values[:0].cpu().numpy().dtype
         self.columns[name] = replace(column, values=_empty(shape, dtype, column.device, pinned))
         return True
@@ -226,7 +236,7 @@ class Rows:
         return Rows(taken)
 
     def to(self, device: torch.device) -> "Rows":
-        """The same rows on a device. Offsets in host memory are shared with these."""
+        """A copy on a device. Both share the offsets in host memory."""
         return Rows({name: column.to(device) for name, column in self.columns.items()})
 
     def copy_(self, other: "Rows", non_blocking: bool = False) -> None:
@@ -235,19 +245,19 @@ class Rows:
             column.copy_(other[name], non_blocking=non_blocking)
 
     def numpy(self) -> dict[str, np.ndarray | RaggedArray]:
-        """The same memory as {field: array or RaggedArray} (host only)."""
+        """The same memory as NumPy arrays: {field: array or RaggedArray}. Host only."""
         return {name: column.numpy() for name, column in self.columns.items()}
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device. The host does not wait until it is there: it would for memory that is not page-locked."""
+    """Copy a tensor to a device without waiting for it. Host memory is page-locked first, if it is not yet."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
 
 def _take(column: Tensor, index: Tensor, target: Tensor | None) -> Tensor:
-    """index_select of rows, which are copied as they lie in memory."""
+    """Copy the rows at `index`, in their memory format."""
     if column.ndim == 4 and column.stride(1) == 1:  # channels last
         target_NHWC = None if target is None else target.permute(0, 2, 3, 1)
         return torch.index_select(column.permute(0, 2, 3, 1), 0, index, out=target_NHWC).permute(0, 3, 1, 2)
@@ -255,7 +265,8 @@ def _take(column: Tensor, index: Tensor, target: Tensor | None) -> Tensor:
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype, device: torch.device, pinned: bool) -> Tensor:
-    if device.type == "cpu" and not pinned:  # NumPy asks for huge pages and torch does not: 7 % faster to fill
+    # NumPy asks for huge pages and torch does not: 7 % faster to fill.
+    if device.type == "cpu" and not pinned:
         return torch.from_numpy(np.empty(shape, dtype))
     torch_dtype = torch.from_numpy(np.empty(0, dtype)).dtype
     return torch.empty(shape, dtype=torch_dtype, device=device, pin_memory=pinned)
