@@ -1,4 +1,4 @@
-"""The types that all rooms share: rows, where they come from, and the order in which they are trained on.
+"""The types that all rooms share: rows, where they come from, and their order in training.
 
 contract.py   Dataset, PoolPlan, Reads, Pool: the interfaces between the data modules
 order.py      BlockSampler: which row is trained on when

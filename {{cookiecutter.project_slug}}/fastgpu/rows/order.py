@@ -1,11 +1,12 @@
-"""The order of training: which row comes when, computed from (seed, epoch) with memory for each block, not each row.
+"""Deterministic order of the rows, computed from (seed, epoch) with memory for blocks only.
 
-    rows of an epoch, blocks shuffled  | 7 | 2 | 9 | 0 | 4 | 1 | 8 | 3 | 6 | 5 |    cut into equal parts, each of
-    canonical ranks                    |   rank 0    |   rank 1    |  rank 2   |    them into runs of rows, which
-    pools                              | p0 | p1 |p2 | p0 | p1 |p2 | ...            are shuffled
+    blocks, shuffled    | 7 | 2 | 9 | 0 | 4 | 1 | 8 | 3 | 6 | 5 |    their rows are cut into
+    canonical ranks     |   rank 0    |   rank 1    |  rank 2   |    equal parts, these into pools,
+    pools               | p0 | p1 |p2 | p0 | p1 |p2 | ...            and each pool is shuffled
 
-A global batch takes equally many rows from every canonical rank, and each real rank owns neighbouring ones. So the
-global batches are the same, rows in the same order, for every world size that divides the number of canonical ranks.
+A global batch takes equally many rows from every canonical rank, and each real rank owns
+neighbouring ones. So the global batches are the same, rows in the same order, for every world size
+that divides the number of canonical ranks.
 """
 
 from collections.abc import Iterator
@@ -38,7 +39,7 @@ class EpochOrder(NamedTuple):
     """(runs,) where each of these runs ends: the number of rows up to there."""
 
     def cut(self, start: int, stop: int) -> tuple[np.ndarray, Runs]:
-        """Rows `start` to `stop` - 1 of this order, one or more: the numbers of their runs, and these runs."""
+        """Rows `start` to `stop` - 1 of this order: the numbers of their runs, and these runs."""
         first, last = np.searchsorted(self.ends, [start, stop - 1], "right")
         numbers, ends = self.order[first : last + 1], self.ends[first : last + 1]
         runs = self.rows.runs.take(numbers)
@@ -50,7 +51,7 @@ class EpochOrder(NamedTuple):
 
 
 class BlockSampler(DistributedSampler):
-    """Shuffles blocks of rows, and rows within pools of batches, so that each block is read once and as a whole.
+    """Shuffles blocks of rows, then rows within pools of batches, so blocks are read as a whole.
 
     It is a DistributedSampler, and can take its place in a torch DataLoader.
     """
@@ -65,12 +66,13 @@ class BlockSampler(DistributedSampler):
         seed: int | None = 0,
         drop_last: bool | None = None,
     ):
-        """rows: a Dataset; or (blocks,) rows of each block; or a selection of them. batch_size: rows of one batch on
-        this rank. pool_batches: batches that are shuffled together. seed: None keeps the order of the file.
+        """rows: a Dataset; or (blocks,) rows of each block; or a selection of them. batch_size:
+        rows of one batch on this rank. pool_batches: batches that are shuffled together. seed: None
+        keeps the order of the file.
 
-        drop_last: leave out the rows at the end of each canonical rank that do not fill a batch, other rows in each
-        epoch. False: pad canonical ranks to equal length with copies of their last row. None: leave out if shuffled.
-        Raises ValueError if the numbers do not fit together.
+        drop_last: leave out the rows at the end of each canonical rank that do not fill a batch,
+        other rows in each epoch. False: pad canonical ranks to equal length with copies of their
+        last row. None: leave out if shuffled. Raises ValueError if the numbers do not fit together.
         """
         if drop_last is None:
             drop_last = seed is not None
@@ -78,7 +80,14 @@ class BlockSampler(DistributedSampler):
             rows = rows.block_rows if rows.selection is None else rows.selection
         self.selection = Share(rows) if isinstance(rows, np.ndarray) else rows
         n_rows = self.selection.rows_per_epoch
-        super().__init__(range(n_rows), shard.world_size, shard.rank, seed is not None, seed or 0, drop_last)  # type: ignore[arg-type]
+        super().__init__(
+            range(n_rows),  # type: ignore[arg-type]
+            num_replicas=shard.world_size,
+            rank=shard.rank,
+            shuffle=seed is not None,
+            seed=seed or 0,
+            drop_last=drop_last,
+        )
         self.shard = shard
         self.n_rows = n_rows
         self.batch_size = batch_size
@@ -86,15 +95,20 @@ class BlockSampler(DistributedSampler):
         self.canonical_ranks = shard.canonical_ranks or shard.world_size
         self.global_batch_size = batch_size * shard.world_size
         if self.canonical_ranks % shard.world_size or self.global_batch_size % self.canonical_ranks:
-            numbers = f"{self.global_batch_size} rows, {self.canonical_ranks} canonical ranks, {shard.world_size} ranks"
-            raise ValueError(f"a global batch should divide among canonical ranks, and these among ranks: {numbers}")
+            raise ValueError(
+                "a global batch should divide among canonical ranks, and these among ranks: "
+                f"{self.global_batch_size} rows, {self.canonical_ranks} canonical ranks, "
+                f"{shard.world_size} ranks"
+            )
         # Rows of a batch from each canonical rank.
         self._rows_each = self.global_batch_size // self.canonical_ranks
         if drop_last:
-            self._canonical_rows = n_rows // self.canonical_ranks // self._rows_each * self._rows_each
+            n_batches = n_rows // self.canonical_ranks // self._rows_each
+            self._canonical_rows = n_batches * self._rows_each
         else:
             self._canonical_rows = -(-n_rows // self.canonical_ranks)
-        self.num_samples = self._canonical_rows * (self.canonical_ranks // shard.world_size)  # as torch calls them
+        # These two have the names that torch gives them.
+        self.num_samples = self._canonical_rows * (self.canonical_ranks // shard.world_size)
         self.total_size = self._canonical_rows * self.canonical_ranks
         self.pools_per_epoch = -(-self._canonical_rows // (pool_batches * self._rows_each))
         self.max_pool_rows = min(pool_batches * batch_size, self.num_samples)
@@ -112,11 +126,12 @@ class BlockSampler(DistributedSampler):
         }
 
     def batches_in(self, number: int) -> int:
-        """The number of batches of a pool. The last pool may have fewer, and its last batch may be short."""
-        return min(self.pool_batches, -(-self._canonical_rows // self._rows_each) - number * self.pool_batches)
+        """The number of batches of a pool. The last pool may have fewer, and a short last batch."""
+        n_batches = -(-self._canonical_rows // self._rows_each)
+        return min(self.pool_batches, n_batches - number * self.pool_batches)
 
     def __iter__(self) -> Iterator[int]:
-        """Row numbers of this rank in order, for torch's DataLoader. `set_epoch` selects the epoch."""
+        """Row numbers of this rank, for torch's DataLoader. `set_epoch` selects the epoch."""
         for plan in self.pools(self.epoch):
             yield from plan.row_ids.tolist()
 
@@ -131,56 +146,45 @@ class BlockSampler(DistributedSampler):
             yield self._plan(epoch, number, EpochOrder(rows, order, ends))
 
     def _plan(self, epoch: int, number: int, in_order: EpochOrder) -> PoolPlan:
-        """Plan one pool of this rank.
+        """Plan one pool of this rank."""
+        n_ranks = self.canonical_ranks // self.num_replicas
+        ranks = self.rank * n_ranks + np.arange(n_ranks)
 
-        Example with two canonical ranks a and b on this rank, batches of 4 rows (2 of each canonical rank) and 3
-        batches in a pool, the last of which has one row of each only. Unshuffled, the places of the pool hold
+        # Each canonical rank has the rows `starts` to `stops` - 1 of the order of the epoch.
+        begin = number * self.pool_batches * self._rows_each
+        n_padded = min(self.pool_batches * self._rows_each, self._canonical_rows - begin)
+        starts = ranks * self.n_rows // self.canonical_ranks + begin
+        stops = np.minimum(starts + n_padded, (ranks + 1) * self.n_rows // self.canonical_ranks)
+        n_rows, n_real_rows = n_ranks * n_padded, int((stops - starts).sum())
 
-            batch 0         batch 1         batch 2
-            a0 a1 b0 b1  |  a2 a3 b2 b3  |  a4 b4
+        # Each canonical rank shuffles its own places, so that every batch keeps its share of each.
+        places = _interleave(stops - starts, self._rows_each)
+        if self.shuffle:
+            rngs = [self._rng(epoch, rank, number) for rank in ranks.tolist()]
+            places = [rng.permutation(each) for rng, each in zip(rngs, places, strict=True)]
 
-        Shuffling permutes the places of each canonical rank among themselves, so every batch keeps its share of each.
-        """
-        rows_each = self._rows_each
-        n_ranks = self.canonical_ranks // self.num_replicas  # canonical ranks of this rank
-        begin = number * self.pool_batches * rows_each  # first row of the pool, counted within each canonical rank
-        n_each = min(self.pool_batches * rows_each, self._canonical_rows - begin)  # rows of each, padding included
+        # Padding at the end of the pool: canonical ranks that are a row short repeat their last.
+        last_rows = np.maximum(stops[stops - starts < n_padded] - 1, 0)
+        starts, stops = np.append(starts, last_rows), np.append(stops, last_rows + 1)
+        places.append(np.arange(n_real_rows, n_rows))
 
-        # The places in all batches but the last, which may be short: its places are given out one by one.
-        n_batches = (n_each - 1) // rows_each
-        places_in_batches = np.arange(n_batches * n_ranks * rows_each).reshape(n_batches, n_ranks, rows_each)
-        next_place = places_in_batches.size
+        bounds = zip(starts.tolist(), stops.tolist(), strict=True)
+        cuts = [in_order.cut(start, stop) for start, stop in bounds if start < stop]
+        numbers, runs = zip(*cuts, strict=True)
+        reads = Reads(Runs.join(runs), np.concatenate(places))
 
-        parts: list[tuple[int, np.ndarray]] = []  # first row in the order of the epoch, places
-        padding: list[int] = []
-        for n in range(n_ranks):
-            rank = self.rank * n_ranks + n
-            start = rank * self.n_rows // self.canonical_ranks + begin
-            stop = min(start + n_each, (rank + 1) * self.n_rows // self.canonical_ranks)
-            n_last = stop - start - n_batches * rows_each  # rows in the last batch
-            places = np.append(places_in_batches[:, n], np.arange(next_place, next_place + n_last))
-            next_place += n_last
-            if self.shuffle:
-                places = self._rng(epoch, rank, number).permutation(places)
-            if len(places):
-                parts.append((start, places))
-            if len(places) < n_each:  # repeat the last row
-                padding.append(max(stop - 1, 0))
-        parts += [(row, np.array([place])) for place, row in enumerate(padding, next_place)]
-
-        numbers, runs = zip(*[in_order.cut(start, start + len(places)) for start, places in parts], strict=True)
-        reads = Reads(Runs.join(runs), np.concatenate([places for _, places in parts]))
-        n_rows = n_each * n_ranks
-        repeats = np.broadcast_to(np.int64(0), n_rows)  # takes no memory
+        # Only mixtures have rows that come again. The zeros of others take no memory.
+        repeats = np.broadcast_to(np.int64(0), n_rows)
         if in_order.rows.repeats is not None:
             repeats = np.empty(n_rows, np.int64)
-            repeats[reads.places] = np.repeat(in_order.rows.repeats[np.concatenate(numbers)], reads.runs.counts)
+            repeats_of_runs = in_order.rows.repeats[np.concatenate(numbers)]
+            repeats[reads.places] = np.repeat(repeats_of_runs, reads.runs.counts)
         return PoolPlan(
             seed=self.seed,
             epoch=epoch,
             number=number,
             n_rows=n_rows,
-            n_real_rows=next_place,
+            n_real_rows=n_real_rows,
             is_last=number == self.pools_per_epoch - 1,
             is_shuffled=self.shuffle,
             reads=reads,
@@ -188,5 +192,22 @@ class BlockSampler(DistributedSampler):
         )
 
     def _rng(self, epoch: int, *part: int) -> np.random.Generator:
-        """`spawn_key` keeps the streams of an epoch apart: (0, 0) and (0, 0, 0, 0) are the same seed to NumPy."""
+        """`spawn_key` keeps streams apart: (0, 0) and (0, 0, 0, 0) are the same seed to NumPy."""
         return np.random.default_rng(np.random.SeedSequence((self.seed, epoch), spawn_key=part))
+
+
+def _interleave(n_rows: np.ndarray, rows_each: int) -> list[np.ndarray]:
+    """The places of the rows of each canonical rank in a pool: `rows_each` of each in every batch.
+
+    n_rows: (canonical ranks,) rows of each; they differ by at most one. Example: the places of a
+    pool with 5 rows of a and 5 of b, 2 of each in a batch, hold
+
+        batch 0         batch 1         batch 2, which is short
+        a0 a1 b0 b1  |  a2 a3 b2 b3  |  a4 b4
+    """
+    n_ranks, n_batches = len(n_rows), int(n_rows.min()) // rows_each
+    n_places = n_batches * n_ranks * rows_each
+    in_whole_batches = np.arange(n_places).reshape(n_batches, n_ranks, rows_each)
+    rest = n_rows - n_batches * rows_each
+    in_last_batch = np.split(n_places + np.arange(rest.sum()), np.cumsum(rest)[:-1])
+    return [np.append(in_whole_batches[:, rank], in_last_batch[rank]) for rank in range(n_ranks)]

@@ -1,6 +1,7 @@
-"""Rows in memory, such as a batch: one column for each field, which are moved, sliced and gathered together.
+"""Rows in memory, such as a batch: columns that are moved, sliced and gathered together.
 
-A column is a tensor (rows, ...), or `Ragged`: rows with any number of values each, such as the items of a user.
+Each field is a column: a tensor (rows, ...), or `Ragged`, whose rows have any number of values,
+such as the items of a user.
 
 Shapes: B rows, N values of all rows together.
 """
@@ -22,7 +23,7 @@ CODECS = {0xFF: "jpeg", 0x89: "png", 0x52: "webp"}
 LONG_ROW_BYTES = 4096
 """Ragged rows of this size in the mean are copied one by one, shorter ones by one indexed copy."""
 OFFSET_DTYPE = np.dtype(np.int32)
-"""Type of the offsets of ragged rows on the device: torch's embedding_bag wants the type of the values."""
+"""Type of offsets of ragged rows on the device: torch's embedding_bag wants that of the values."""
 MAX_VALUES = np.iinfo(OFFSET_DTYPE).max
 """Maximum number of ragged values that lie together on a device."""
 
@@ -40,16 +41,16 @@ class Field(NamedTuple):
     n_items: int | None = None
     """The number of items, if the values are item numbers: each is in range(n_items)."""
     codec: str = ""
-    """The formats of image files, such as jpeg or jpeg+png, if the values of a row are the bytes of one."""
+    """If rows are the bytes of image files: the formats of these, such as jpeg or jpeg+png."""
     is_channels_last: bool = False
-    """Whether rows of `shape` (C, H, W) are (H, W, C) in memory, as decoders write and convolutions like them."""
+    """Whether rows of `shape` (C, H, W) are (H, W, C) in memory, which is best for convolutions."""
 
     @property
     def is_ragged(self) -> bool:
         return self.mean_values is not None
 
     def fits(self, other: "Field") -> bool:
-        """Whether rows of both fields may be in one pool. Mean lengths, codecs and memory formats may differ."""
+        """Whether rows of both may be in one pool: mean lengths and memory formats may differ."""
         if self.codec or other.codec:
             return bool(self.codec and other.codec)
         kinds = [(each.dtype, each.shape, each.is_ragged, each.n_items) for each in (self, other)]
@@ -69,7 +70,10 @@ class Field(NamedTuple):
 
 
 class RaggedArray(NamedTuple):
-    """Ragged rows as NumPy arrays, which files are read into: row b is values[offsets[b] : offsets[b + 1]]."""
+    """Ragged rows as NumPy arrays, such as files are read into.
+
+    Row b is values[offsets[b] : offsets[b + 1]].
+    """
 
     values: np.ndarray
     """(N or more, *shape)"""
@@ -87,15 +91,15 @@ class RaggedArray(NamedTuple):
 
 @dataclass(frozen=True)
 class Ragged:
-    """Ragged rows as tensors, which models take: row b is values[offsets[b] : offsets[b + 1]].
+    """Ragged rows as tensors, such as models take: row b is values[offsets[b] : offsets[b + 1]].
 
-    A copy of the offsets stays in host memory, so that the host never has to ask the device for a size.
+    A copy of the offsets stays in host memory: the host never has to ask the device for a size.
     """
 
     values: Tensor
     """(N or more, *shape)"""
     offsets: Tensor
-    """(B + 1,) int32, beginning with 0, as torch's embedding_bag takes them (include_last_offset)."""
+    """(B + 1,) int32, beginning with 0: embedding_bag takes them with include_last_offset."""
     host_offsets: np.ndarray
     """(B + 1,) int32: the same numbers in host memory."""
 
@@ -125,7 +129,7 @@ class Ragged:
         return row_ids.repeat_interleave(self.offsets.diff(), output_size=len(self.values))
 
     def take(self, index: np.ndarray, out: Tensor | None = None) -> "Ragged":
-        """A copy of the rows at `index`, (n,) in host memory. Their values are written to `out` if that is given."""
+        """A copy of the rows at `index`, (n,) in host memory. out: memory for the values."""
         starts = self.host_offsets[index]
         counts = self.host_offsets[index + 1] - starts
         host_offsets = np.zeros(len(index) + 1, OFFSET_DTYPE)
@@ -169,7 +173,7 @@ class Rows:
     ) -> "Rows":
         """Memory for `n_rows` rows, page-locked if `pinned`.
 
-        n_values: {ragged field: values of all rows together}. Without it, `make_room` has to be called.
+        n_values: {ragged field: values of all rows together}. Without it, call `make_room`.
         """
         columns: dict[str, Tensor | Ragged] = {}
         for name, field in fields.items():
@@ -187,9 +191,9 @@ class Rows:
         return cls(columns)
 
     def make_room(self, name: str, n_values: int, *, pinned: bool = False) -> bool:
-        """Give a ragged column of a pool new memory for so many values if they do not fit. Returns whether it did.
+        """Give a ragged column of a pool new memory if so many values do not fit.
 
-        Raises RankError if 32-bit offsets cannot count them.
+        Returns whether it did. Raises RankError if 32-bit offsets cannot count them.
         """
         column = self.columns[name]
         assert isinstance(column, Ragged)
@@ -222,9 +226,9 @@ class Rows:
         return (self.slice(start, start + batch_size) for start in range(0, len(self), batch_size))
 
     def take(self, index: Tensor, out: "Rows | None" = None) -> "Rows":
-        """A copy of the rows at `index`, (n,) int64. It is written to the memory of `out` if that is given.
+        """A copy of the rows at `index`, (n,) int64. out: rows whose memory it is written to.
 
-        index: on the device of the rows or in host memory; in host memory if there is a ragged column.
+        index: on the device of the rows, or in host memory, as ragged columns need it.
         """
         taken: dict[str, Tensor | Ragged] = {}
         index_on_device = to_device(index, self.device)
@@ -250,7 +254,7 @@ class Rows:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor to a device without waiting for it. Host memory is page-locked first, if it is not yet."""
+    """Copy a tensor to a device without waiting for it: unpinned host memory is pinned first."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Neighbouring rows as (first row, number of rows): how the engine says "rows a to b" for many at once."""
+"""Neighbouring rows as first row and number of rows: how the engine says "rows a to b"."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,7 +7,7 @@ import numpy as np
 
 
 class Runs(NamedTuple):
-    """Runs of neighbouring numbers, one run after the other: rows of a file, or the values of ragged rows."""
+    """Runs of consecutive numbers, one run after the other: rows, or values of ragged rows."""
 
     starts: np.ndarray
     """(runs,) the first number of each run."""
@@ -15,7 +15,7 @@ class Runs(NamedTuple):
     """(runs,) how many numbers each run has."""
 
     def numbers(self) -> np.ndarray:
-        """(sum of counts,) int64: starts[0], starts[0] + 1, ... for counts[0] numbers, then those from starts[1] on."""
+        """(sum of counts,) int64: all the numbers, run after run."""
         before = np.cumsum(self.counts, dtype=np.int64) - self.counts
         numbers = np.repeat(self.starts - before, self.counts)
         numbers += np.arange(len(numbers))

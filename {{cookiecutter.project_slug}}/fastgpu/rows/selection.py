@@ -1,11 +1,13 @@
-"""Which rows an epoch has, if that is not each row once: a part of the rows, or groups of rows at given weights.
+"""Which rows an epoch has, if not each row once: a part of them, or groups at given weights.
 
-A `Share` has each of some rows once: those that are held out for validation, or the others. A `Mixture` has sources at
-given weights, or classes in equal numbers. Both list the rows of an epoch in the order of the file, as runs of
-neighbouring rows, which order.py shuffles. Row numbers are those of the file, as if nothing were selected.
+A `Share` has each of some rows once: those that are held out for validation, or the others. A
+`Mixture` has sources at given weights, or classes in equal numbers. Both list the rows of an epoch
+in the order of the file, as runs of neighbouring rows, which order.py shuffles. Row numbers are
+those of the file, as if nothing were selected.
 
-In a mixture each group of rows (a source or a class) has a quota: its number of rows in an epoch. If the group is
-smaller than that, its rows come several times; if it is larger, each epoch takes the next ones:
+In a mixture each group of rows (a source or a class) has a quota: its number of rows in an epoch.
+If the group is smaller than that, its rows come several times; if it is larger, each epoch takes
+the next ones:
 
     rows of a group, in a random order     | 4 | 0 | 5 | 2 | 1 | 3 |      6 rows, a quota of 8
     epoch 0, each row once, then 2 more      x   x
@@ -23,12 +25,12 @@ from fastgpu.rows.runs import Runs
 
 
 class EpochRows(NamedTuple):
-    """The rows of an epoch in the order of the file. Rows that come again follow after the last one, in this order."""
+    """The rows of an epoch in the order of the file, followed by those that come again."""
 
     runs: Runs
     """Runs of neighbouring rows of one block."""
     first_runs: np.ndarray | None = None
-    """(blocks,) the first run of each block, whose runs stay together. None: each block is one run."""
+    """(blocks,) the first run of each block: its runs stay together. None: a block is one run."""
     repeats: np.ndarray | None = None
     """(runs,) how often the rows of each run have come before. None: every row comes once."""
 
@@ -46,10 +48,10 @@ class EpochRows(NamedTuple):
 
 
 class Share:
-    """Each of some rows once: all of them, those that are held out for validation, or the others."""
+    """Each of some rows once: all of them, those held out for validation, or the others."""
 
     def __init__(self, block_rows: np.ndarray, is_member: np.ndarray | None = None):
-        """block_rows: (blocks,) of the file. is_member: (rows,) bool. None: all rows, by their blocks alone."""
+        """block_rows: (blocks,) of the file. is_member: (rows,) bool. None: all rows."""
         block_rows = np.asarray(block_rows, np.int32)
         block_start = np.cumsum(block_rows, dtype=np.int64) - block_rows
         if is_member is None:
@@ -84,13 +86,13 @@ class Groups(NamedTuple):
 class Mixture:
     """Groups of rows at given weights.
 
-    An epoch has as many rows as all groups together, rounded down to whole global batches, so that every quota is met
-    exactly. Like the plain order, it is a function of (seed, epoch). It needs memory for each row: 12 bytes always, and
-    about 60 while an epoch is planned.
+    An epoch has as many rows as all groups together, rounded down to whole global batches, so that
+    every quota is met exactly. Like the plain order, it is a function of (seed, epoch). It needs
+    memory for each row: 12 bytes always, and about 60 while an epoch is planned.
     """
 
     def __init__(self, groups: Groups, block_rows: np.ndarray, batch_size: int, seed: int):
-        """block_rows: (blocks,) of the file. batch_size: rows of a global batch. seed: of the order within groups."""
+        """block_rows: (blocks,). batch_size: rows of a global batch. seed: of the order in groups."""
         self.groups = groups
         self._block_start = np.cumsum(block_rows, dtype=np.int64) - block_rows
         self._rows_of_groups = self._order_rows(seed)
@@ -99,13 +101,13 @@ class Mixture:
         weights = np.asarray(groups.weights, np.float64)
         exact = self.rows_per_epoch * weights / weights.sum()
         self.quotas = np.floor(exact).astype(np.int64)
-        """(groups,) the rows of each group in an epoch: rounded up where the remainders are largest."""
+        """(groups,) rows of each group in an epoch, rounded up where the remainders are largest."""
         largest_first = np.argsort(self.quotas - exact, kind="stable")
         self.quotas[largest_first[: self.rows_per_epoch - self.quotas.sum()]] += 1
         self.checksum = zlib.crc32(self.quotas.tobytes(), zlib.crc32(groups.groups.tobytes()))
 
     def _order_rows(self, seed: int) -> list[np.ndarray]:
-        """For each group, its rows in the order in which epochs take them: block after block, or row after row."""
+        """For each group, its rows in the order in which epochs take them."""
         rows = np.flatnonzero(self.groups.groups >= 0)
         groups = self.groups.groups[rows]
         starts_block = np.diff(np.searchsorted(self._block_start, rows, "right"), prepend=-1) != 0
@@ -128,7 +130,7 @@ class Mixture:
         return sum(map(len, self._rows_of_groups))
 
     def in_epoch(self, epoch: int) -> EpochRows:
-        """The rows that come at least once in the order of the file, then those that come at least twice, and so on."""
+        """The rows that come at least once, then those that come at least twice, and so on."""
         n_uses = np.zeros(len(self.groups.groups), np.int32)
         for rows, quota in zip(self._rows_of_groups, self.quotas.tolist(), strict=True):
             n_passes, n_more = divmod(quota, len(rows))
@@ -142,17 +144,19 @@ class Mixture:
     def describe(self) -> str:
         """How many rows of each group an epoch has, or of the first ones, for people."""
         texts = []
-        for name, rows, quota in zip(self.groups.names, self._rows_of_groups, self.quotas.tolist(), strict=True):
+        quotas = self.quotas.tolist()
+        for name, rows, quota in zip(self.groups.names, self._rows_of_groups, quotas, strict=True):
             texts.append(f"{quota:,} rows of {name} ({quota / len(rows):.3g} passes)")
         return ", ".join(texts[:5] + ["..."] * (len(texts) > 5))
 
 
 def hold_out(block_rows: np.ndarray, n_val: int) -> tuple[Share, Share]:
-    """(rows to train on, `n_val` rows to validate on): no row is in both, and together they are all.
+    """(rows to train on, `n_val` rows to validate on): each row is in one of them.
 
-    Which rows they are depends on the arguments only: runs with other seeds are validated on the same rows, and none of
-    them is ever trained on. Each of at least 1,024 sections of the file gives neighbouring rows, so that the share is
-    fair whatever the order of the rows, and reads stay long.
+    Which rows they are depends on the arguments only: runs with other seeds are validated on the
+    same rows, and none of them is ever trained on. Each of at least 1,024 sections of the file
+    gives neighbouring rows, so that the share is fair whatever the order of the rows, and reads
+    stay long.
     """
     n_rows = int(np.sum(block_rows))
     rng = np.random.default_rng(0)
@@ -168,7 +172,8 @@ def hold_out(block_rows: np.ndarray, n_val: int) -> tuple[Share, Share]:
     # In its section, the run begins anywhere and goes round, so that each row has the same chance.
     runs = Runs(rng.integers(0, section_rows), n_chosen)
     is_val = np.zeros(n_rows, bool)
-    is_val[np.repeat(bounds[:-1], n_chosen) + runs.numbers() % np.repeat(section_rows, n_chosen)] = True
+    in_section = runs.numbers() % np.repeat(section_rows, n_chosen)
+    is_val[np.repeat(bounds[:-1], n_chosen) + in_section] = True
     return Share(block_rows, ~is_val), Share(block_rows, is_val)
 
 
