@@ -41,6 +41,7 @@ from fastgpu.process.world import World, init_distributed
 from fastgpu.rows.contract import Dataset, Reads
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Ragged, RaggedArray
+from fastgpu.rows.runs import Runs
 from fastgpu.run.checkpoint import digest_of
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.storage.columns import RaggedColumn
@@ -59,8 +60,8 @@ TIMEOUT_S = 600
 def reads_of(*ranges: tuple[int, np.ndarray]) -> Reads:
     """Reads of neighbouring rows: (first row, their places)."""
     places = [places for _, places in ranges]
-    starts = np.array([start for start, _ in ranges])
-    return Reads(starts, np.array([*map(len, places)]), np.concatenate(places))
+    runs = Runs(np.array([start for start, _ in ranges]), np.array([*map(len, places)]))
+    return Reads(runs, np.concatenate(places))
 
 
 ORDER = BlockSampler(np.ones(1, np.int32), 1, seed=None)

@@ -44,6 +44,6 @@ def read_by_jobs(source: HDF5Dataset, row_ids: np.ndarray, n_rows: int = 13) -> 
     out = {name: np.zeros((len(row_ids), *field.shape), field.dtype) for name, field in source.fields.items()}
     plan = PLAN._replace(n_rows=len(row_ids), reads=reads)
     jobs = source.gathers(plan, out, n_rows)
-    for job in jobs or [partial(source.read, plan, portion, out) for portion in reads.portions(n_rows)]:
+    for job in jobs or [partial(source.read, plan, part, out) for part in reads.split(n_rows)]:
         job()
     return out

@@ -24,6 +24,7 @@ from fastgpu.dataset.source import ItemDataset, open_dataset
 from fastgpu.feed import PoolLoader, prefetch
 from fastgpu.process.launch import HangError, RankError, UserError
 from fastgpu.rows.order import BlockSampler
+from fastgpu.rows.selection import Groups, Mixture
 
 FIELDS = {"images": "images", "labels": "labels"}
 DRAWN = {"a": "a", "b": "b", "c": "c"}
@@ -155,6 +156,16 @@ def test_random_numbers_of_a_dataset_do_not_depend_on_the_workers_and_leave_gpus
     assert len(numbers) == alone.numel()  # no rows draw what others have drawn
     assert numbers.isdisjoint(draw(0, 0, 0).flatten().tolist())  # of another epoch
     assert numbers.isdisjoint(draw(0, 1, 0, seed=2).flatten().tolist())  # and of another run
+
+
+def test_a_row_that_comes_several_times_in_an_epoch_draws_other_numbers_each_time(monkeypatch):
+    monkeypatch.setattr(dataset_source, "ASK_BYTES", 1)  # a worker is asked for one row at a time, as for large rows
+    source = source_of("random", DRAWN)
+    groups = Groups(("rare", "frequent"), (1, 1), np.minimum(np.arange(N_ROWS), 5) // 5)
+    source.selection = Mixture(groups, source.block_rows, 8, seed=1)
+    with closing(open_feed(source, BlockSampler(source, 8, pool_batches=3, seed=1), n_readers=0)) as feed:
+        numbers = torch.cat([torch.stack([pool.rows[name].double() for name in DRAWN]) for pool in feed.pools(0)], 1)
+    assert len({*numbers.flatten().tolist()}) == numbers.numel() == 3 * 144
 
 
 SINGLE = Made(lambda _: torch.zeros(1, 8, 8), n_classes=7)

@@ -50,7 +50,7 @@ def test_weights_make_a_group_of_each_source(write):
     for name, rows in (("p-0.h5", 20), ("p-1.h5", 30), ("q.h5", 10)):
         write(rows, name=name)
     train, _ = open_both({"p-*.h5": 1, "q.h5": 2.5}, "q.h5")
-    names, weights, groups, _ = train.selection.groups
+    names, weights, groups = train.selection.groups
     assert (names, weights) == (("p-*.h5", "q.h5"), (1, 2.5))
     assert groups.tolist() == [0] * 50 + [1] * 10
     train, val = open_both({"p-*.h5": 1, "q.h5": 2.5}, "50%")  # both sources give rows for validation
@@ -63,7 +63,7 @@ def test_weights_make_a_group_of_each_source(write):
 def test_classes_are_groups_of_equal_weight(write):
     write(90, name="a.h5", classes=3)
     train, val = open_both(balance="classes")
-    names, weights, groups, _ = train.selection.groups
+    names, weights, groups = train.selection.groups
     assert (names, weights) == (("class 0", "class 1", "class 2"), (1, 1, 1))
     assert groups.tolist() == [n % 3 for n in range(90)]
     assert val.selection is None

@@ -1,9 +1,10 @@
+from contextlib import closing
 from unittest.mock import Mock
 
 import h5py
 import numpy as np
 import pytest
-from harness import ALONE, photo, read_rows, write_photos
+from harness import ALONE, open_feed, photo, read_rows, write_photos
 
 from fastgpu.feed.sizes import Sizes, choose_sizes
 from fastgpu.feed.sources import open_splits
@@ -13,6 +14,7 @@ from fastgpu.images.parts import centre_box
 from fastgpu.process.config import Config, Data
 from fastgpu.process.launch import RankError
 from fastgpu.process.machine import available_cpus
+from fastgpu.rows.order import BlockSampler
 from fastgpu.storage.store import open_store
 
 N_ROWS = 90
@@ -33,6 +35,28 @@ def test_rows_that_are_not_shuffled_show_their_centres(path, min_scale, share):
         image = EncodedImage(np.frombuffer(photo(number), np.uint8))
         box = centre_box(image.height, image.width, SIZE, share)
         np.testing.assert_array_equal(pixels, image.decode(box, SIZE))
+
+
+def test_a_row_that_comes_several_times_in_an_epoch_shows_other_parts_each_time(path):
+    with h5py.File(path, "a") as file:
+        file["labels"][:] = np.arange(N_ROWS) < 9  # a class of 9 rows, and one of the others
+
+    def parts_of(**settings: object) -> dict[int, list[bytes]]:
+        """{row: its pixels, each time that it comes in epoch 1}"""
+        sizes = {"image_size": 16, "min_crop_scale": 0.2, "batch_size": 8}
+        rows, _ = open_splits(Data(train=path, val=path, fields=FIELDS, **sizes, **settings), 3)
+        parts: dict[int, list[bytes]] = {}
+        with closing(open_feed(rows, BlockSampler(rows, 8, pool_batches=4, seed=3))) as feed:
+            for pool in feed.pools(1):
+                for row, pixels in zip(pool.plan.row_ids.tolist(), pool.rows["images"].numpy(), strict=True):
+                    parts.setdefault(row, []).append(pixels.tobytes())
+        return parts
+
+    plain, balanced = parts_of(), parts_of(balance="classes")
+    assert [len(balanced[row]) for row in range(9)] == pytest.approx([44 / 9] * 9, abs=1)
+    for row, parts in balanced.items():
+        assert len({*parts}) == len(parts)
+        assert row not in plain or plain[row][0] in parts  # the first time, as without a mixture
 
 
 def test_a_damaged_image_is_named_by_its_row_and_missing_memory_is_no_damage(path, monkeypatch):

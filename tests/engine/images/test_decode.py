@@ -89,12 +89,14 @@ def test_random_parts_are_distributed_like_torchvisions(height, width):
     assert (stats.ks_2samp(found, expected).pvalue > 0.001).all()
 
 
-def test_draws_are_a_function_of_seed_epoch_and_row_alone_and_uniform():
+def test_draws_are_uniform_and_differ_by_seed_epoch_row_and_time_of_the_row():
     rows = np.arange(3000)
     draws = draw((7, 3), rows)
     np.testing.assert_array_equal(draw((7, 3), rows[[5, 2999, 17]]), draws[[5, 2999, 17]])
-    for other in (draw((8, 3), rows), draw((7, 4), rows)):
+    again = draw((7, 3), rows, np.full(3000, 1))
+    for other in (draw((8, 3), rows), draw((7, 4), rows), again):
         assert not np.isin(other, draws).any()
+    assert np.abs(np.corrcoef(draws.ravel(), again.ravel())[0, 1]) < 0.02
     assert stats.kstest(draws.ravel(), "uniform").pvalue > 0.001
     assert np.abs(np.corrcoef(draws.T) - np.eye(N_DRAWS)).max() < 0.08
 

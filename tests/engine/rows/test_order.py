@@ -13,6 +13,7 @@ from hypothesis.extra.numpy import arrays
 from torch.utils.data import DataLoader, DistributedSampler
 
 from fastgpu.rows.order import BlockSampler, Shard
+from fastgpu.rows.runs import Runs
 from fastgpu.rows.selection import Groups, Mixture, hold_out
 
 many = settings(max_examples=200, deadline=None)
@@ -59,18 +60,18 @@ def mixed(draw) -> Case:
     sizes = [draw(st.integers(1, 3)) for _ in range(3)]
     block_rows = np.array([*draw(st.lists(st.integers(1, 9), min_size=1, max_size=12)), np.prod(sizes)], np.int32)
     by_block = draw(st.booleans())
-    n_units = len(block_rows) if by_block else int(block_rows.sum())
-    names, groups = np.unique(draw(arrays(int, n_units, elements=st.integers(0, 3))), return_inverse=True)
+    n_drawn = len(block_rows) if by_block else int(block_rows.sum())
+    names, groups = np.unique(draw(arrays(int, n_drawn, elements=st.integers(0, 3))), return_inverse=True)
     weights = tuple(draw(st.sampled_from([1, 2, 0.3, 20])) for _ in names)
     if by_block:
         groups = np.repeat(groups, block_rows)
-    return Case(block_rows, Groups(tuple(map(str, names)), weights, groups, by_block), *sizes, draw(st.integers(1, 3)))
+    return Case(block_rows, Groups(tuple(map(str, names)), weights, groups), *sizes, draw(st.integers(1, 3)))
 
 
 @many
 @given(plain | mixed(), seeds, st.none() | st.booleans(), st.integers(0, 3), st.integers(1, 50))
-def test_each_place_of_a_pool_is_filled_once_also_in_portions_and_pools_agree_on_all_ranks(
-    case, seed, drop_last, epoch, portion_rows
+def test_each_place_of_a_pool_is_filled_once_also_in_parts_and_pools_agree_on_all_ranks(
+    case, seed, drop_last, epoch, part_rows
 ):
     stops = np.cumsum(case.block_rows)
     plans_of_ranks = []
@@ -83,12 +84,14 @@ def test_each_place_of_a_pool_is_filled_once_also_in_portions_and_pools_agree_on
                 assert start + len(places) <= stops[np.searchsorted(stops, start, "right")]  # in one block
                 row_ids[places] = start + np.arange(len(places))
             np.testing.assert_array_equal(plan.row_ids, row_ids)
-            portions = list(plan.reads.portions(portion_rows))
-            assert len(portions) <= -(-plan.n_rows // portion_rows)
-            for portion in portions:
-                assert portion.counts.sum() == len(portion.places) < portion_rows + case.block_rows.max()
-            for whole, parts in zip(plan.reads, zip(*portions, strict=True), strict=True):
-                assert np.concatenate(parts).tolist() == whole.tolist()
+            parts = list(plan.reads.split(part_rows))
+            assert len(parts) <= -(-plan.n_rows // part_rows)
+            for part in parts:
+                assert part.runs.counts.sum() == len(part.places) < part_rows + case.block_rows.max()
+            runs, places = zip(*parts, strict=True)
+            whole = (*plan.reads.runs, plan.reads.places)
+            for joined, column in zip((*Runs.join(runs), np.concatenate(places)), whole, strict=True):
+                assert joined.tolist() == column.tolist()
         assert sum(plan.n_rows for plan in plans) == len(sampler)
         assert len(plans) == sampler.pools_per_epoch
         assert max([plan.n_rows for plan in plans], default=0) == sampler.max_pool_rows
@@ -133,7 +136,7 @@ def test_resuming_goes_on_where_it_stopped(case, data):
 
 
 def test_blocks_are_read_as_a_whole_but_for_the_ends_of_a_window_and_the_rows_of_a_pool_are_mixed():
-    groups = Groups(("a", "b"), (1, 1), np.repeat([0, 1], [30 * 16, 10 * 16]), True)
+    groups = Groups(("a", "b"), (1, 1), np.repeat([0, 1], [30 * 16, 10 * 16]))
     for rows, n_cut in ((np.full(40, 16), 0), (Mixture(groups, np.full(40, 16), 32, 3), 6)):
         for epoch in range(3):
             plans = list(BlockSampler(rows, 32, pool_batches=10, seed=3).pools(epoch))
@@ -148,7 +151,7 @@ def test_each_seed_and_each_epoch_has_pools_of_other_rows(weights):
     def pools(seed: int, epoch: int) -> tuple[frozenset[int], ...]:
         rows = np.full(16, 8)
         if weights:
-            rows = Mixture(Groups(("a", "b"), weights, np.arange(128) // 64, True), rows, 16, seed)
+            rows = Mixture(Groups(("a", "b"), weights, np.arange(128) // 64), rows, 16, seed)
         sampler = BlockSampler(rows, 16, pool_batches=1, seed=seed)
         return tuple(frozenset(plan.row_ids.tolist()) for plan in sampler.pools(epoch))
 
@@ -159,11 +162,18 @@ def test_the_order_of_a_seed_and_its_names_in_checkpoints_never_change():
     """Frozen: a run that an older version began must go on in the same order."""
     sampler = BlockSampler(np.array([3, 3, 3, 3, 2]), 4, pool_batches=2, seed=7)
     assert list(sampler) == [0, 12, 7, 8, 1, 2, 6, 13, 4, 9, 3, 5]
-    expected = {"rows": 14, "selection": 3668737837, "global_rows": 4, "pool_batches": 2, "lanes": 1, "seed": 7}
-    assert sampler.identity == expected
-    two_lanes = BlockSampler(np.array([3, 3, 3, 3, 2]), 4, Shard(0, 1, 2), pool_batches=2, seed=7)
-    assert list(two_lanes) == [6, 8, 5, 3, 7, 0, 13, 4, 1, 2, 10, 9]
-    groups = Groups(("a", "b"), (1, 3), np.array([0] * 6 + [1] * 4), True)
+    numbers = {
+        "rows": 14,
+        "selection": 3668737837,
+        "global_rows": 4,
+        "pool_batches": 2,
+        "canonical_ranks": 1,
+        "seed": 7,
+    }
+    assert sampler.fingerprint == numbers
+    two_ranks = BlockSampler(np.array([3, 3, 3, 3, 2]), 4, Shard(0, 1, 2), pool_batches=2, seed=7)
+    assert list(two_ranks) == [6, 8, 5, 3, 7, 0, 13, 4, 1, 2, 10, 9]
+    groups = Groups(("a", "b"), (1, 3), np.array([0] * 6 + [1] * 4))
     sampler = BlockSampler(Mixture(groups, np.array([3, 3, 2, 2]), 5, 7), 5, pool_batches=1, seed=7)
     assert list(sampler) == [3, 5, 9, 8, 4, 7, 6, 8, 9, 6]
 
@@ -215,7 +225,7 @@ def test_a_share_is_exact_and_leaves_the_other_rows_and_an_epoch_has_each_of_the
         assert rows == list(BlockSampler(part, 4, seed=None, drop_last=False, pool_batches=seed + 1))
         assert rows == sorted(BlockSampler(part, 1, seed=seed, pool_batches=seed + 1))
         (pool,) = BlockSampler(part, 1, seed=seed, pool_batches=n_rows).pools(0)
-        assert len(pool.reads.starts) == len(part.extents(0).starts)  # none is cut inside a pool
+        assert len(pool.reads.runs.starts) == len(part.in_epoch(0).runs.starts)  # none is cut inside a pool
 
 
 @pytest.mark.parametrize(("n_rows", "block_rows"), [(2000, 1), (50_000, 10_000)])
@@ -226,7 +236,8 @@ def test_a_share_is_fair_to_every_class_whatever_the_order_of_the_rows_and_its_r
         counts = np.bincount(labels[val.rows()], minlength=10)
         expected = n_rows / 100
         assert (np.abs(counts - expected) < 5 * np.sqrt(expected)).all()
-    assert len(train.extents(0).starts) <= n_blocks + 2 * max(n_blocks, 1024)  # a part is cut at two places at most
+    n_runs = len(train.in_epoch(0).runs.starts)
+    assert n_runs <= n_blocks + 2 * max(n_blocks, 1024)  # a section is cut at two places at most
 
 
 def test_the_rows_held_out_never_change():
@@ -238,26 +249,37 @@ def test_the_rows_held_out_never_change():
 
 @many
 @given(mixed(), st.integers(0, 9))
-def test_each_epoch_has_the_exact_turns_and_the_rows_of_a_group_take_them_evenly(case, seed):
+def test_each_epoch_has_the_exact_quotas_and_the_rows_of_a_group_take_them_evenly(case, seed):
     samplers = case.samplers(seed=seed)
     groups = case.groups.groups
-    turns = samplers[0].selection.turns
-    assert samplers[0].total_size == turns.sum()
+    quotas = samplers[0].selection.quotas
+    assert samplers[0].total_size == quotas.sum()
     weights = np.array(case.groups.weights)
-    assert (np.abs(turns - turns.sum() * weights / weights.sum()) < 1).all()
+    assert (np.abs(quotas - quotas.sum() * weights / weights.sum()) < 1).all()
     total = np.zeros(len(groups), int)
     for epoch in range(4):
         rows = [plan.row_ids for sampler in samplers for plan in sampler.pools(epoch)]
         uses = np.bincount(np.concatenate([*rows, []]).astype(int), minlength=len(groups))
-        np.testing.assert_array_equal(np.bincount(groups, uses, len(turns)), turns)
+        np.testing.assert_array_equal(np.bincount(groups, uses, len(quotas)), quotas)
         total += uses
-        for group in range(len(turns)):
+        for group in range(len(quotas)):
             for counts in (uses[groups == group], total[groups == group]):
                 assert counts.max() - counts.min() <= 1
+
+
+@many
+@given(mixed(), st.integers(0, 3))
+def test_each_time_that_a_row_comes_in_an_epoch_has_a_number_of_its_own(case, epoch):
+    times = []
+    for sampler in case.samplers():
+        for plan in sampler.pools(epoch):
+            times += zip(plan.row_ids.tolist(), plan.repeats.tolist(), strict=True)
+    rows, counts = np.unique([row for row, _ in times], return_counts=True)
+    assert sorted(times) == [(row, n) for row, count in zip(rows, counts, strict=True) for n in range(count)]
 
 
 def test_another_weight_or_another_grouping_has_another_checksum():
     groups = np.arange(64) // 32
     cases = [((1, 1), groups), ((1, 2), groups), ((1, 1), 1 - groups)]
-    mixtures = [Mixture(Groups(("a", "b"), *case, True), np.full(8, 8), 8, 0) for case in cases]
+    mixtures = [Mixture(Groups(("a", "b"), *case), np.full(8, 8), 8, 0) for case in cases]
     assert len({mixture.checksum for mixture in mixtures}) == 3

@@ -23,6 +23,17 @@ def test_a_field_says_what_its_rows_are_and_how_large_they_are_in_the_mean():
     assert [field.row_bytes for field in FIELDS.values()] == [8, 12, 4 + 11]  # an offset, and 2.6 values of 4 bytes
 
 
+def test_fields_fit_if_their_rows_may_be_in_one_pool():
+    items, images = FIELDS["items"], FIELDS["images"]
+    jpeg = Field(np.dtype("u1"), (), 900.5, codec="jpeg")
+    assert items.fits(items._replace(mean_values=7.0))
+    assert images.fits(images._replace(is_channels_last=False))
+    assert jpeg.fits(jpeg._replace(codec="jpeg+png"))
+    assert not jpeg.fits(jpeg._replace(codec=""))
+    others = [items._replace(n_items=7), items._replace(mean_values=None), items._replace(shape=(2,)), jpeg, images]
+    assert not any(items.fits(other) for other in others)
+
+
 def memory() -> Rows:
     return Rows.empty(FIELDS, 30, CPU, n_values={"items": 100})
 

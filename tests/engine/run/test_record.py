@@ -49,7 +49,7 @@ def test_the_model_to_use_comes_back_with_what_was_known_and_may_be_read_by_the_
 
 def job_of(**sections: dict[str, object]) -> dict[str, object]:
     """What identifies a job with these settings."""
-    return identify_job(CONFIG.resolved(**sections).flat(), (SOURCE, SOURCE), BlockSampler(SOURCE, 4).identity)
+    return identify_job(CONFIG.resolved(**sections).flat(), (SOURCE, SOURCE), BlockSampler(SOURCE, 4).fingerprint)
 
 
 def test_what_decides_the_weights_must_be_the_same_and_how_rows_are_read_may_differ():
@@ -70,7 +70,7 @@ def test_what_decides_the_weights_must_be_the_same_and_how_rows_are_read_may_dif
 def test_it_is_told_how_many_rows_an_epoch_has():
     sizes = Sizes(4, 1, 10, "device", 2, False, 100, {"device": 1 << 30, "host": 1 << 30})
     plain, weighted = (ArrayDataset("x.h5", {"x": np.arange(n_rows)}) for n_rows in (1011, 10))
-    groups = Groups(("a.h5", "b.h5"), (1, 3), np.repeat([0, 1], [8, 2]), True)
+    groups = Groups(("a.h5", "b.h5"), (1, 3), np.repeat([0, 1], [8, 2]))
     weighted.selection = Mixture(groups, weighted.block_rows, 4, 0)
     told = [Data(rows, rows, sizes).describe(BlockSampler(rows, 4)).splitlines() for rows in (plain, weighted)]
     assert [lines[-1] for lines in told] == [

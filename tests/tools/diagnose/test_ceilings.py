@@ -65,7 +65,7 @@ def test_workers_are_asked_as_often_for_a_small_pool_as_for_one_of_a_run(run_bat
     sizes = sizes_of("disk", 0)._replace(pool_batches=run_batches)
     supply = Supply(loop_of(lambda _: None, source)._replace(sizes=sizes), order)
     plan = next(supply.feed.order.pools(0))
-    assert len([*plan.reads.portions(supply.feed._rows_per_job)]) == n_asks
+    assert len([*plan.reads.split(supply.feed._rows_per_job)]) == n_asks
     np.testing.assert_array_equal(plan.row_ids, next(order.pools(0)).row_ids)
     supply.feed.close()
 

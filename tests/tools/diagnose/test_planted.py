@@ -71,8 +71,8 @@ def slow_down(source: Dataset, disk_s: float, decode_s: float) -> None:
     cache: deque[int] = deque(maxlen=24)  # first rows of blocks
 
     def read(plan: PoolPlan, reads: Reads, out: Mapping[str, Any]) -> None:
-        for block in reads.portions(1):
-            start = int(block.starts[0])
+        for block in reads.split(1):
+            start = int(block.runs.starts[0])
             if start not in cache:
                 time.sleep(disk_s)
                 cache.append(start)

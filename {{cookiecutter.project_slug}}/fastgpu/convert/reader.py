@@ -79,7 +79,7 @@ class Reader(Dataset):
     def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Out]) -> None:
         """See `Dataset.read`. Broken rows are zeros, or have no values."""
         zeros = {name: np.zeros(0 if each.is_ragged else each.shape, each.dtype) for name, each in self.fields.items()}
-        items = [self._try(row, self.fields) or zeros for row in reads.starts.tolist()]  # a block is a row
+        items = [self._try(row, self.fields) or zeros for row in reads.runs.starts.tolist()]  # a block is a row
         for name, target in out.items():
             values = [item[name] for item in items]
             if isinstance(target, np.ndarray):

@@ -140,7 +140,8 @@ class ItemDataset(Dataset):
 
         Raises RankError if a worker died, or rows differ in type or shape.
         """
-        ask = reads.starts, plan.order.seed, plan.epoch  # a block is a row
+        # Each row is a block, and so a run. Draws follow from the first row, and from which time it is that it comes.
+        ask = reads.runs.starts, plan.seed, plan.epoch, int(plan.repeats[reads.places[0]])
         columns = self._ask(ask) if self._workers else self.read_rows(*ask)
         for name, column in columns.items():
             target = out[name]
@@ -151,19 +152,21 @@ class ItemDataset(Dataset):
                 assert isinstance(target, np.ndarray)
                 target[reads.places] = column
 
-    def read_rows(self, rows: np.ndarray, seed: int, epoch: int) -> Columns:
+    def read_rows(self, rows: np.ndarray, seed: int, epoch: int, repeat: int = 0) -> Columns:
         """{field: (n, *shape), or ragged} of these rows, (n,), in their order. See `to_column`.
 
-        All that the items draw at random follows from the arguments, whichever process asks.
+        All that the items draw at random follows from the arguments, whichever process asks. repeat: how often the
+        epoch has had the first row before.
         """
-        state = np.random.SeedSequence((seed, epoch), spawn_key=(int(rows[0]),)).generate_state(3)
+        key = (int(rows[0]), repeat) if repeat else (int(rows[0]),)
+        state = np.random.SeedSequence((seed, epoch), spawn_key=key).generate_state(3)
         random.seed(int(state[0]))
         np.random.seed(int(state[1]))
         torch.default_generator.manual_seed(int(state[2]))  # torch.manual_seed would seed GPUs, too
         columns = zip(self.fields.items(), self._values(rows), strict=True)
         return {name: to_column(name, field, values, rows, source=self.name) for (name, field), values in columns}
 
-    def _ask(self, ask: tuple[np.ndarray, int, int]) -> Columns:
+    def _ask(self, ask: tuple[np.ndarray, int, int, int]) -> Columns:
         """What an idle worker reads."""
         pipe = self._idle.get()
         try:

@@ -70,7 +70,7 @@ class PoolLoader(ABC):
     @property
     def fingerprint(self) -> Mapping[str, object]:
         """See `Loader`. A digest of the rows is read, so only what needs it asks for it."""
-        return {**self.order.identity, "echo": self._milli_echo / 1000, "content": self.rows.fingerprint}
+        return {**self.order.fingerprint, "echo": self._milli_echo / 1000, "content": self.rows.fingerprint}
 
     @abstractmethod
     def pools(self, epoch: int, first_pool: int = 0) -> Iterator[Pool]:

@@ -223,7 +223,7 @@ class PrefetchLoader(PoolLoader):
         source, out, n_rows = self._source, slot.out, self._rows_per_job
         # Rows in the page cache are gathered in the order of the pool, others read in that of the file.
         jobs = source.gathers(plan, out, n_rows) if isinstance(source, HDF5Dataset) else []
-        jobs = jobs or [partial(source.read, plan, reads, out) for reads in plan.reads.portions(n_rows)]
+        jobs = jobs or [partial(source.read, plan, reads, out) for reads in plan.reads.split(n_rows)]
         slot.n_jobs = len(jobs)
         for job in jobs:
             self._todo.put((job, slot))

@@ -125,7 +125,7 @@ def _mixed(data: Data, source: Dataset, seed: int) -> Dataset:
         n_files = [len(expand("data.train", path)) for path in data.train]
         source_of_file = np.repeat(np.arange(len(n_files), dtype=np.int16), n_files)
         source_of_row = np.repeat(source_of_file, source.part_rows)
-        groups = Groups(tuple(data.train), tuple(data.train.values()), source_of_row, by_block=True)
+        groups = Groups(tuple(data.train), tuple(data.train.values()), source_of_row)
     elif data.balance == "classes":
         groups = _balance_classes(source)
     else:
@@ -153,4 +153,4 @@ def _balance_classes(source: Dataset) -> Groups:
         )
     classes, groups = np.unique(labels, return_inverse=True)
     names = tuple(f"class {label}" for label in classes.tolist())
-    return Groups(names, (1,) * len(classes), groups.astype(np.int32), by_block=False)
+    return Groups(names, (1,) * len(classes), groups.astype(np.int32))

@@ -17,7 +17,8 @@ class ImageCodec:
     """Decodes image files to pixels of one size, uint8 (3, H, W). See `Codec` in storage/columns.py.
 
     Rows of a shuffled order show random parts, others the centre. A random part is a function of (seed, epoch, row)
-    alone: it is the same for every world size, tier and number of readers, and for a resumed run.
+    alone, and of which time it is that the row comes in the epoch: it is the same for every world size, tier and number
+    of readers, and for a resumed run.
     """
 
     def __init__(self, size: tuple[int, int], min_scale: float = 1.0, centre_share: float | None = None):
@@ -36,10 +37,10 @@ class ImageCodec:
         height, width = self._size
         return f"decoded by the readers to {height} x {width} pixels; data.min_crop_scale is {self._min_scale:g}"
 
-    def draw(self, plan: PoolPlan | None, row_ids: np.ndarray) -> list[list[float]]:
+    def draw(self, plan: PoolPlan | None, row_ids: np.ndarray, places: np.ndarray) -> list[list[float]]:
         """N_DRAWS random numbers for each row, which choose its part. None if it shows the centre."""
-        if self._min_scale < 1 and plan and plan.order.shuffle:
-            return draw((plan.order.seed, plan.epoch), row_ids).tolist()
+        if self._min_scale < 1 and plan and plan.is_shuffled:
+            return draw((plan.seed, plan.epoch), row_ids, plan.repeats[places]).tolist()
         return [[]] * len(row_ids)
 
     def decode(self, data: np.ndarray, out: np.ndarray, draws: Sequence[float]) -> None:

@@ -14,6 +14,8 @@ N_TRIES = 10
 N_DRAWS = 2 * N_TRIES + 2
 """Random numbers for one box: an area and a ratio for each try, and one place."""
 MAX_LOG_RATIO = math.log(4 / 3)
+MAX_ROWS = 1 << 40
+"""More rows than any dataset has. Rows that come again take the numbers from here on, at most 700,000 times."""
 
 
 class Preprocessing(NamedTuple):
@@ -40,16 +42,17 @@ class Box(NamedTuple):
     width: int
 
 
-def draw(seed: tuple[int, int], rows: np.ndarray) -> np.ndarray:
-    """Random numbers for `random_box`, which depend on seed and row only: (n, N_DRAWS) in [0, 1).
+def draw(seed: tuple[int, int], rows: np.ndarray, repeats: np.ndarray | int = 0) -> np.ndarray:
+    """Random numbers for `random_box`, which depend on the arguments only: (n, N_DRAWS) in [0, 1).
 
-    seed: (seed of the run, epoch).
+    seed: (seed of the run, epoch). repeats: how often the epoch has had each row before.
     """
     # SplitMix64 (Steele et al., "Fast splittable pseudorandom number generators", 2014): any rows cost
     # a few array operations, and each has N_DRAWS steps of its own. NumPy needs a generator a row.
+    # A row that comes again has the steps of a row far behind the last one.
     (start,) = np.random.SeedSequence(seed).generate_state(1, np.uint64)
-    first_steps = rows.astype(np.uint64)[:, None] * np.uint64(N_DRAWS)
-    steps = first_steps + np.arange(1, N_DRAWS + 1, dtype=np.uint64)
+    parts = (rows + repeats * MAX_ROWS).astype(np.uint64)
+    steps = parts[:, None] * np.uint64(N_DRAWS) + np.arange(1, N_DRAWS + 1, dtype=np.uint64)
     z = start + steps * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -145,7 +145,7 @@ def open_inputs(paths: Sequence[str], trained: Trained, *, ids: Sequence[str] = 
     else:
         raise UserError(f"{paths[0]} is not an HDF5 file, nor a single NumPy file, with {' and '.join(names)}")
     for name, field in fields.items():
-        if (field.shape or field.is_ragged) and str(source.fields[name]) != str(field):
+        if (field.shape or field.is_ragged) and not source.fields[name].fits(field):
             raise UserError(f"{source.name}: {name} is {source.fields[name]}; the model was trained on {field}")
     check_meaning("INPUT", trained.rows, source, labels=labels)
     if labels:

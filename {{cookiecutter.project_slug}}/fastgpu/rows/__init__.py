@@ -1,9 +1,10 @@
-"""The words that all rooms share: rows of a fixed or any length, blocks, pools, and the order in which rows come.
+"""The types that all rooms share: rows, where they come from, and their order in training.
 
-contract.py   Dataset, PoolPlan, Reads: what the rooms hand to each other
+contract.py   Dataset, PoolPlan, Reads, Pool: the interfaces between the data modules
 order.py      BlockSampler: which row is trained on when
-selection.py  a share of the rows, sources at weights, equal classes: as extents of the order
-rows.py       the type of a field, and columns of equal length that are moved, sliced and gathered together
+selection.py  which rows an epoch has: a share of them, sources at weights, equal classes
+rows.py       Rows: a batch or a pool in memory, and Field, the type of one of its columns
+runs.py       Runs: neighbouring rows as first row and number of rows
 """
 
 from fastgpu.rows.contract import Dataset

@@ -1,12 +1,12 @@
-"""Which row is trained on when: a pure function of (seed, epoch) that needs memory for the blocks only.
+"""Deterministic order of the rows, computed from (seed, epoch) with memory for blocks only.
 
-    extents of an epoch, permuted  | 7 | 2 | 9 | 0 | 4 | 1 | 8 | 3 | 6 | 5 |    one line of rows, cut into
-    canonical ranks                |   rank 0    |   rank 1    |  rank 2   |    equal parts, each of them cut into
-    pools                          | p0 | p1 |p2 | p0 | p1 |p2 | ...            runs of rows that are shuffled
+    blocks, shuffled    | 7 | 2 | 9 | 0 | 4 | 1 | 8 | 3 | 6 | 5 |    their rows are cut into
+    canonical ranks     |   rank 0    |   rank 1    |  rank 2   |    equal parts, these into pools,
+    pools               | p0 | p1 |p2 | p0 | p1 |p2 | ...            and each pool is shuffled
 
-An extent is a run of neighbouring rows of one block: all of it, unless a selection (selection.py) says otherwise. A
-global batch takes equally many rows from every canonical rank, and each real rank owns neighbouring ones. So the global
-batches are the same, rows in the same order, for every world size that divides the number of canonical ranks.
+A global batch takes equally many rows from every canonical rank, and each real rank owns
+neighbouring ones. So the global batches are the same, rows in the same order, for every world size
+that divides the number of canonical ranks.
 """
 
 from collections.abc import Iterator
@@ -16,11 +16,12 @@ import numpy as np
 from torch.utils.data import DistributedSampler
 
 from fastgpu.rows.contract import Dataset, PoolPlan, Reads
-from fastgpu.rows.selection import Extents, Mixture, Share
+from fastgpu.rows.runs import Runs
+from fastgpu.rows.selection import EpochRows, Mixture, Share
 
 
 class Shard(NamedTuple):
-    """The part of the rows that one rank trains on."""
+    """Which part of each global batch a rank trains on."""
 
     rank: int = 0
     world_size: int = 1
@@ -28,39 +29,31 @@ class Shard(NamedTuple):
     """A multiple of world_size that divides the global batch. None: world_size."""
 
 
-class Line(NamedTuple):
-    """The rows of an epoch: extents in an order of their own, one after the other."""
+class EpochOrder(NamedTuple):
+    """The rows of an epoch, block after block, in the order in which the blocks were shuffled."""
 
-    extents: Extents
+    rows: EpochRows
     order: np.ndarray
-    """(extents,) their numbers."""
+    """(runs,) the numbers of the runs of `rows`, in this order."""
     ends: np.ndarray
-    """(extents,) where each ends on the line."""
+    """(runs,) where each of these runs ends: the number of rows up to there."""
 
-    def cut(self, start: int, places: np.ndarray) -> Reads:
-        """The rows start, start + 1, ... of the line, which go to these places."""
-        if not len(places):
-            return Reads(places, places, places)
-        stop = start + len(places)
+    def cut(self, start: int, stop: int) -> tuple[np.ndarray, Runs]:
+        """Rows `start` to `stop` - 1 of this order: the numbers of their runs, and these runs."""
         first, last = np.searchsorted(self.ends, [start, stop - 1], "right")
-        numbers = self.order[first : last + 1]
-        starts = self.extents.starts[numbers].astype(np.int64)
-        counts = self.extents.counts[numbers].astype(np.int64)
-        n_before = start + counts[0] - self.ends[first]  # the first and the last extent may be in this pool in part
-        counts[-1] -= self.ends[last] - stop
-        starts[0] += n_before
-        counts[0] -= n_before
-        return Reads(starts, counts, places)
+        numbers, ends = self.order[first : last + 1], self.ends[first : last + 1]
+        runs = self.rows.runs.take(numbers)
+
+        # Of the first and of the last run, only a part may be asked for.
+        begins = ends - runs.counts
+        cut_begins, cut_ends = np.maximum(begins, start), np.minimum(ends, stop)
+        return numbers, Runs(runs.starts + cut_begins - begins, cut_ends - cut_begins)
 
 
 class BlockSampler(DistributedSampler):
-    """Plans an epoch in an order that a disk can follow. A drop-in for torch's DistributedSampler.
+    """Shuffles blocks of rows, then rows within pools of batches, so blocks are read as a whole.
 
-    rows: a Dataset; or (blocks,) rows of each block; or a selection of them. batch_size: rows of one batch on this
-    rank. pool_batches: batches that are shuffled together. seed: None keeps the order of the file. drop_last: leave
-    out the rows at the end of each canonical rank that do not fill a batch (other rows in each epoch); if False,
-    canonical ranks are padded to equal length by repeating their last row; None: if they are shuffled. Raises
-    ValueError if the numbers do not fit together.
+    It is a DistributedSampler, and can take its place in a torch DataLoader.
     """
 
     def __init__(
@@ -73,13 +66,28 @@ class BlockSampler(DistributedSampler):
         seed: int | None = 0,
         drop_last: bool | None = None,
     ):
+        """rows: a Dataset; or (blocks,) rows of each block; or a selection of them. batch_size:
+        rows of one batch on this rank. pool_batches: batches that are shuffled together. seed: None
+        keeps the order of the file.
+
+        drop_last: leave out the rows at the end of each canonical rank that do not fill a batch,
+        other rows in each epoch. False: pad canonical ranks to equal length with copies of their
+        last row. None: leave out if shuffled. Raises ValueError if the numbers do not fit together.
+        """
         if drop_last is None:
             drop_last = seed is not None
         if isinstance(rows, Dataset):
             rows = rows.block_rows if rows.selection is None else rows.selection
         self.selection = Share(rows) if isinstance(rows, np.ndarray) else rows
-        n_rows = self.selection.epoch_rows
-        super().__init__(range(n_rows), shard.world_size, shard.rank, seed is not None, seed or 0, drop_last)  # type: ignore[arg-type]
+        n_rows = self.selection.rows_per_epoch
+        super().__init__(
+            range(n_rows),  # type: ignore[arg-type]
+            num_replicas=shard.world_size,
+            rank=shard.rank,
+            shuffle=seed is not None,
+            seed=seed or 0,
+            drop_last=drop_last,
+        )
         self.shard = shard
         self.n_rows = n_rows
         self.batch_size = batch_size
@@ -87,88 +95,119 @@ class BlockSampler(DistributedSampler):
         self.canonical_ranks = shard.canonical_ranks or shard.world_size
         self.global_batch_size = batch_size * shard.world_size
         if self.canonical_ranks % shard.world_size or self.global_batch_size % self.canonical_ranks:
-            numbers = f"{self.global_batch_size} rows, {self.canonical_ranks} canonical ranks, {shard.world_size} ranks"
-            raise ValueError(f"a global batch should divide among canonical ranks, and these among ranks: {numbers}")
-        self._share = self.global_batch_size // self.canonical_ranks  # rows of a batch from one canonical rank
+            raise ValueError(
+                "a global batch should divide among canonical ranks, and these among ranks: "
+                f"{self.global_batch_size} rows, {self.canonical_ranks} canonical ranks, "
+                f"{shard.world_size} ranks"
+            )
+        # Rows of a batch from each canonical rank.
+        self._rows_each = self.global_batch_size // self.canonical_ranks
         if drop_last:
-            self._canonical_rows = n_rows // self.canonical_ranks // self._share * self._share
+            n_batches = n_rows // self.canonical_ranks // self._rows_each
+            self._canonical_rows = n_batches * self._rows_each
         else:
             self._canonical_rows = -(-n_rows // self.canonical_ranks)
-        self.num_samples = self._canonical_rows * (self.canonical_ranks // shard.world_size)  # as torch calls them
+        # These two have the names that torch gives them.
+        self.num_samples = self._canonical_rows * (self.canonical_ranks // shard.world_size)
         self.total_size = self._canonical_rows * self.canonical_ranks
-        self.pools_per_epoch = -(-self._canonical_rows // (pool_batches * self._share))
+        self.pools_per_epoch = -(-self._canonical_rows // (pool_batches * self._rows_each))
         self.max_pool_rows = min(pool_batches * batch_size, self.num_samples)
-        self.identity = {
-            "rows": n_rows,
+
+    @property
+    def fingerprint(self) -> dict[str, int]:
+        """The numbers that decide which row comes when, under the names that checkpoints use."""
+        return {
+            "rows": self.n_rows,
             "selection": self.selection.checksum,
             "global_rows": self.global_batch_size,
-            "pool_batches": pool_batches,
-            "lanes": self.canonical_ranks,
+            "pool_batches": self.pool_batches,
+            "canonical_ranks": self.canonical_ranks,
             "seed": self.seed,
         }
-        """The numbers that decide which row comes when, under the names that checkpoints use."""
 
     def batches_in(self, number: int) -> int:
-        """Batches of that pool of an epoch: the last pool may have fewer, the last of which may be short."""
-        return min(self.pool_batches, -(-self._canonical_rows // self._share) - number * self.pool_batches)
+        """The number of batches of a pool. The last pool may have fewer, and a short last batch."""
+        n_batches = -(-self._canonical_rows // self._rows_each)
+        return min(self.pool_batches, n_batches - number * self.pool_batches)
 
     def __iter__(self) -> Iterator[int]:
-        """Row numbers of this rank in order, for torch's DataLoader. `set_epoch` selects the epoch."""
+        """Row numbers of this rank, for torch's DataLoader. `set_epoch` selects the epoch."""
         for plan in self.pools(self.epoch):
             yield from plan.row_ids.tolist()
 
     def pools(self, epoch: int, first_pool: int = 0) -> Iterator[PoolPlan]:
         """The pools of an epoch, beginning with pool `first_pool`."""
-        extents = self.selection.extents(epoch)
-        units = np.arange(extents.n_units, dtype=np.int32)
-        if self.shuffle:
-            self._rng(epoch).shuffle(units)
-        order = extents.of_units(units)
-        ends = extents.counts[order].astype(np.int64)
-        line = Line(extents, order, np.cumsum(ends, out=ends))  # in place: there may be ten million blocks
+        rows = self.selection.in_epoch(epoch)
+        order = rows.order(self._rng(epoch) if self.shuffle else None)
+        # Summed up in place: there may be ten million blocks.
+        ends = rows.runs.counts[order].astype(np.int64)
+        np.cumsum(ends, out=ends)
         for number in range(first_pool, self.pools_per_epoch):
-            yield self._plan(epoch, number, line)
+            yield self._plan(epoch, number, EpochOrder(rows, order, ends))
 
-    def _plan(self, epoch: int, number: int, line: Line) -> PoolPlan:
-        """Plan one pool of this rank. line: the rows of the epoch.
+    def _plan(self, epoch: int, number: int, in_order: EpochOrder) -> PoolPlan:
+        """Plan one pool of this rank."""
+        n_ranks = self.canonical_ranks // self.num_replicas
+        ranks = self.rank * n_ranks + np.arange(n_ranks)
 
-        Example with two canonical ranks a and b on this rank, batches of 4 rows (2 of each canonical rank) and 3
-        batches in a pool, the last of which has one row of each only. Unshuffled, the places of the pool hold
+        # Each canonical rank has the rows `starts` to `stops` - 1 of the order of the epoch.
+        begin = number * self.pool_batches * self._rows_each
+        n_padded = min(self.pool_batches * self._rows_each, self._canonical_rows - begin)
+        starts = ranks * self.n_rows // self.canonical_ranks + begin
+        stops = np.minimum(starts + n_padded, (ranks + 1) * self.n_rows // self.canonical_ranks)
+        n_rows, n_real_rows = n_ranks * n_padded, int((stops - starts).sum())
 
-            batch 0         batch 1         batch 2
-            a0 a1 b0 b1  |  a2 a3 b2 b3  |  a4 b4
+        # Each canonical rank shuffles its own places, so that every batch keeps its share of each.
+        places = _interleave(stops - starts, self._rows_each)
+        if self.shuffle:
+            rngs = [self._rng(epoch, rank, number) for rank in ranks.tolist()]
+            places = [rng.permutation(each) for rng, each in zip(rngs, places, strict=True)]
 
-        Shuffling permutes the places of each canonical rank among themselves, so every batch keeps its share of each.
-        """
-        share = self._share
-        per_rank = self.canonical_ranks // self.num_replicas
-        ranks = np.arange(self.rank * per_rank, (self.rank + 1) * per_rank)
-        begin = number * self.pool_batches * share  # first row of the pool, counted within each canonical rank
-        n_each = min(self.pool_batches * share, self._canonical_rows - begin)  # rows of each canonical rank, padded
-        starts = ranks * self.n_rows // self.canonical_ranks + begin  # on the line
-        n_real = np.minimum(n_each, (ranks + 1) * self.n_rows // self.canonical_ranks - starts)
-        n_full = (n_each - 1) // share  # batches before the last one, which may be short
-        slots = np.arange(per_rank, dtype=np.uint16)  # the canonical ranks of this rank
-        slot_of_place = np.concatenate([np.tile(slots.repeat(share), n_full), slots.repeat(n_real - n_full * share)])
-        places_of_slots = np.split(np.argsort(slot_of_place, kind="stable"), np.cumsum(n_real)[:-1])
-        next_padding = n_real_rows = len(slot_of_place)  # next free place of the padding
-        reads: list[Reads] = []
-        for rank, start, in_order in zip(ranks.tolist(), starts.tolist(), places_of_slots, strict=True):
-            places = self._rng(epoch, rank, number).permutation(in_order) if self.shuffle else in_order
-            reads.append(line.cut(start, places))
-            if len(places) < n_each:
-                reads.append(line.cut(max(start + len(places) - 1, 0), np.array([next_padding])))
-                next_padding += 1
+        # Padding at the end of the pool: canonical ranks that are a row short repeat their last.
+        last_rows = np.maximum(stops[stops - starts < n_padded] - 1, 0)
+        starts, stops = np.append(starts, last_rows), np.append(stops, last_rows + 1)
+        places.append(np.arange(n_real_rows, n_rows))
+
+        bounds = zip(starts.tolist(), stops.tolist(), strict=True)
+        cuts = [in_order.cut(start, stop) for start, stop in bounds if start < stop]
+        numbers, runs = zip(*cuts, strict=True)
+        reads = Reads(Runs.join(runs), np.concatenate(places))
+
+        # Only mixtures have rows that come again. The zeros of others take no memory.
+        repeats = np.broadcast_to(np.int64(0), n_rows)
+        if in_order.rows.repeats is not None:
+            repeats = np.empty(n_rows, np.int64)
+            repeats_of_runs = in_order.rows.repeats[np.concatenate(numbers)]
+            repeats[reads.places] = np.repeat(repeats_of_runs, reads.runs.counts)
         return PoolPlan(
+            seed=self.seed,
             epoch=epoch,
             number=number,
-            n_rows=n_each * per_rank,
+            n_rows=n_rows,
             n_real_rows=n_real_rows,
             is_last=number == self.pools_per_epoch - 1,
-            reads=Reads(*map(np.concatenate, zip(*reads, strict=True))),
-            order=self,
+            is_shuffled=self.shuffle,
+            reads=reads,
+            repeats=repeats,
         )
 
     def _rng(self, epoch: int, *part: int) -> np.random.Generator:
-        """`spawn_key` keeps the streams of an epoch apart: (0, 0) and (0, 0, 0, 0) are the same seed to NumPy."""
+        """`spawn_key` keeps streams apart: (0, 0) and (0, 0, 0, 0) are the same seed to NumPy."""
         return np.random.default_rng(np.random.SeedSequence((self.seed, epoch), spawn_key=part))
+
+
+def _interleave(n_rows: np.ndarray, rows_each: int) -> list[np.ndarray]:
+    """The places of the rows of each canonical rank in a pool: `rows_each` of each in every batch.
+
+    n_rows: (canonical ranks,) rows of each; they differ by at most one. Example: the places of a
+    pool with 5 rows of a and 5 of b, 2 of each in a batch, hold
+
+        batch 0         batch 1         batch 2, which is short
+        a0 a1 b0 b1  |  a2 a3 b2 b3  |  a4 b4
+    """
+    n_ranks, n_batches = len(n_rows), int(n_rows.min()) // rows_each
+    n_places = n_batches * n_ranks * rows_each
+    in_whole_batches = np.arange(n_places).reshape(n_batches, n_ranks, rows_each)
+    rest = n_rows - n_batches * rows_each
+    in_last_batch = np.split(n_places + np.arange(rest.sum()), np.cumsum(rest)[:-1])
+    return [np.append(in_whole_batches[:, rank], in_last_batch[rank]) for rank in range(n_ranks)]

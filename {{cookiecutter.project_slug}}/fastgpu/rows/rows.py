@@ -1,6 +1,7 @@
-"""Rows: columns of equal length that are moved, sliced and gathered together.
+"""Rows in memory, such as a batch: columns that are moved, sliced and gathered together.
 
-A column is a tensor (rows, ...), or `Ragged`: rows with any number of values each, such as the items of a user.
+Each field is a column: a tensor (rows, ...), or `Ragged`, whose rows have any number of values,
+such as the items of a user.
 
 Shapes: B rows, N values of all rows together.
 """
@@ -15,37 +16,47 @@ import torch
 from torch import Tensor
 
 from fastgpu.process.launch import RankError
+from fastgpu.rows.runs import Runs
 
 CODECS = {0xFF: "jpeg", 0x89: "png", 0x52: "webp"}
 """First byte of an encoded image -> its format."""
 LONG_ROW_BYTES = 4096
 """Ragged rows of this size in the mean are copied one by one, shorter ones by one indexed copy."""
 OFFSET_DTYPE = np.dtype(np.int32)
-"""Type of the offsets of ragged rows on the device: torch's embedding_bag wants the type of the values."""
+"""Type of offsets of ragged rows on the device: torch's embedding_bag wants that of the values."""
 MAX_VALUES = np.iinfo(OFFSET_DTYPE).max
 """Maximum number of ragged values that lie together on a device."""
 
 
 class Field(NamedTuple):
-    """The type of one field: `dtype` and `shape` of one row, or of one value if it is ragged: rows have any number."""
+    """The type of a field: `dtype` and `shape` of a row, or of a value if the field is ragged.
+
+    The rows of a ragged field have any number of values.
+    """
 
     dtype: np.dtype
     shape: tuple[int, ...]
     mean_values: float | None = None
-    """Mean number of values in a row, if the field is ragged; None if it is not."""
+    """The mean number of values in a row of a ragged field. None: the field is not ragged."""
     n_items: int | None = None
-    """If the values are item numbers: the number of items. Each value is in range(n_items)."""
+    """The number of items, if the values are item numbers: each is in range(n_items)."""
     codec: str = ""
-    """If the values of a row are the bytes of an image file: the formats of these files, such as jpeg or jpeg+png."""
+    """If rows are the bytes of image files: the formats of these, such as jpeg or jpeg+png."""
     is_channels_last: bool = False
-    """Whether rows of `shape` (C, H, W) lie in memory as (H, W, C): decoders make and convolutions take them so."""
+    """Whether rows of `shape` (C, H, W) are (H, W, C) in memory, which is best for convolutions."""
 
     @property
     def is_ragged(self) -> bool:
         return self.mean_values is not None
 
+    def fits(self, other: "Field") -> bool:
+        """Whether rows of both may be in one pool: mean lengths and memory formats may differ."""
+        if self.codec or other.codec:
+            return bool(self.codec and other.codec)
+        kinds = [(each.dtype, each.shape, each.is_ragged, each.n_items) for each in (self, other)]
+        return kinds[0] == kinds[1]
+
     def __str__(self) -> str:
-        """Rows of fields that read alike may lie in one pool."""
         if self.codec:
             return "encoded images of any size (N)"
         dimensions = ["N", *["any number"] * self.is_ragged, *map(str, self.shape)]
@@ -53,21 +64,16 @@ class Field(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row; the mean over the source if the field is ragged."""
+        """Bytes of one row. Ragged fields: of a row of mean length, with its offset."""
         n_bytes = self.dtype.itemsize * prod(self.shape)
         return n_bytes if self.mean_values is None else OFFSET_DTYPE.itemsize + ceil(self.mean_values * n_bytes)
 
 
-def runs(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """(sum of counts,) int64: starts[0], starts[0] + 1, ... for counts[0] numbers, then those from starts[1] on."""
-    before = np.cumsum(counts, dtype=np.int64) - counts
-    numbers = np.repeat(starts - before, counts)
-    numbers += np.arange(len(numbers))
-    return numbers
-
-
 class RaggedArray(NamedTuple):
-    """Rows with any number of values each, in host memory: row b is values[offsets[b] : offsets[b + 1]]."""
+    """Ragged rows as NumPy arrays, such as files are read into.
+
+    Row b is values[offsets[b] : offsets[b + 1]].
+    """
 
     values: np.ndarray
     """(N or more, *shape)"""
@@ -80,20 +86,20 @@ class RaggedArray(NamedTuple):
     def places(self, rows: np.ndarray) -> np.ndarray:
         """(n,) int64: the indices of the values of `rows`, one row after the other."""
         starts = self.offsets[rows].astype(np.int64)
-        return runs(starts, self.offsets[rows + 1] - starts)
+        return Runs(starts, self.offsets[rows + 1] - starts).numbers()
 
 
 @dataclass(frozen=True)
 class Ragged:
-    """Rows with any number of values each, on a device: row b is values[offsets[b] : offsets[b + 1]].
+    """Ragged rows as tensors, such as models take: row b is values[offsets[b] : offsets[b + 1]].
 
-    A copy of the offsets stays in host memory, so that the host never has to ask the device for a size.
+    A copy of the offsets stays in host memory: the host never has to ask the device for a size.
     """
 
     values: Tensor
     """(N or more, *shape)"""
     offsets: Tensor
-    """(B + 1,) int32, beginning with 0, as torch's embedding_bag takes them (include_last_offset)."""
+    """(B + 1,) int32, beginning with 0: embedding_bag takes them with include_last_offset."""
     host_offsets: np.ndarray
     """(B + 1,) int32: the same numbers in host memory."""
 
@@ -105,7 +111,7 @@ class Ragged:
         return len(self.host_offsets) - 1
 
     def __getitem__(self, rows: slice) -> "Ragged":
-        """Neighbouring rows. The values are a view; the offsets begin with 0 again."""
+        """Neighbouring rows. The values are a view, and the offsets begin with 0 again."""
         start, stop, _ = rows.indices(len(self))
         lo = int(self.host_offsets[start])
         hi = int(self.host_offsets[stop])
@@ -123,7 +129,7 @@ class Ragged:
         return row_ids.repeat_interleave(self.offsets.diff(), output_size=len(self.values))
 
     def take(self, index: np.ndarray, out: Tensor | None = None) -> "Ragged":
-        """A copy of the rows at `index`, (n,) in host memory. Their values are written to `out` if that is given."""
+        """A copy of the rows at `index`, (n,) in host memory. out: memory for the values."""
         starts = self.host_offsets[index]
         counts = self.host_offsets[index + 1] - starts
         host_offsets = np.zeros(len(index) + 1, OFFSET_DTYPE)
@@ -139,18 +145,18 @@ class Ragged:
         return Ragged(self.values.to(device), self.offsets.to(device), self.host_offsets)
 
     def copy_(self, other: "Ragged", non_blocking: bool = False) -> None:
-        """Overwrite with equally many values. `host_offsets` must hold their offsets already."""
+        """Overwrite with equally many values. `host_offsets` must have their offsets already."""
         self.values.copy_(other.values, non_blocking=non_blocking)
         self.offsets.copy_(other.offsets, non_blocking=non_blocking)
 
     def numpy(self) -> RaggedArray:
-        """The same memory as a RaggedArray (host only)."""
+        """The same memory as NumPy arrays. Host only."""
         return RaggedArray(self.values.numpy(), self.host_offsets)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Columns of equal length; `rows["images"]` is one of them."""
+    """Columns of equal length, one for each field: `rows["images"]`."""
 
     columns: dict[str, Tensor | Ragged]
     """{field: (rows, ...), or Ragged}"""
@@ -167,7 +173,7 @@ class Rows:
     ) -> "Rows":
         """Memory for `n_rows` rows, page-locked if `pinned`.
 
-        n_values: {ragged field: values of all rows together}. Without it, `make_room` has to be called.
+        n_values: {ragged field: values of all rows together}. Without it, call `make_room`.
         """
         columns: dict[str, Tensor | Ragged] = {}
         for name, field in fields.items():
@@ -185,9 +191,9 @@ class Rows:
         return cls(columns)
 
     def make_room(self, name: str, n_values: int, *, pinned: bool = False) -> bool:
-        """Give a ragged column of a pool new memory for so many values if they do not fit. Returns whether it did.
+        """Give a ragged column of a pool new memory if so many values do not fit.
 
-        Raises RankError if 32-bit offsets cannot count them.
+        Returns whether it did. Raises RankError if 32-bit offsets cannot count them.
         """
         column = self.columns[name]
         assert isinstance(column, Ragged)
@@ -195,7 +201,8 @@ class Rows:
             return False
         if n_values > MAX_VALUES:
             raise RankError(f"a pool has {n_values:,} values of {name}, too many to count; use fewer data.pool_batches")
-        shape = (min(int(1.25 * n_values), MAX_VALUES), *column.values.shape[1:])  # the next pool may have more
+        # The next pool may have more.
+        shape = (min(int(1.25 * n_values), MAX_VALUES), *column.values.shape[1:])
         dtype = column.values[:0].cpu().numpy().dtype
         self.columns[name] = replace(column, values=_empty(shape, dtype, column.device, pinned))
         return True
@@ -219,9 +226,9 @@ class Rows:
         return (self.slice(start, start + batch_size) for start in range(0, len(self), batch_size))
 
     def take(self, index: Tensor, out: "Rows | None" = None) -> "Rows":
-        """A copy of the rows at `index`, (n,) int64. It is written to the memory of `out` if that is given.
+        """A copy of the rows at `index`, (n,) int64. out: rows whose memory it is written to.
 
-        index: on the device of the rows or in host memory; in host memory if there is a ragged column.
+        index: on the device of the rows, or in host memory, as ragged columns need it.
         """
         taken: dict[str, Tensor | Ragged] = {}
         index_on_device = to_device(index, self.device)
@@ -233,7 +240,7 @@ class Rows:
         return Rows(taken)
 
     def to(self, device: torch.device) -> "Rows":
-        """The same rows on a device. Offsets in host memory are shared with these."""
+        """A copy on a device. Both share the offsets in host memory."""
         return Rows({name: column.to(device) for name, column in self.columns.items()})
 
     def copy_(self, other: "Rows", non_blocking: bool = False) -> None:
@@ -242,19 +249,19 @@ class Rows:
             column.copy_(other[name], non_blocking=non_blocking)
 
     def numpy(self) -> dict[str, np.ndarray | RaggedArray]:
-        """The same memory as {field: array or RaggedArray} (host only)."""
+        """The same memory as NumPy arrays: {field: array or RaggedArray}. Host only."""
         return {name: column.numpy() for name, column in self.columns.items()}
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device. The host does not wait until it is there: it would for memory that is not page-locked."""
+    """Copy a tensor to a device without waiting for it: unpinned host memory is pinned first."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
 
 def _take(column: Tensor, index: Tensor, target: Tensor | None) -> Tensor:
-    """index_select of rows, which are copied as they lie in memory."""
+    """Copy the rows at `index`, in their memory format."""
     if column.ndim == 4 and column.stride(1) == 1:  # channels last
         target_NHWC = None if target is None else target.permute(0, 2, 3, 1)
         return torch.index_select(column.permute(0, 2, 3, 1), 0, index, out=target_NHWC).permute(0, 3, 1, 2)
@@ -262,7 +269,8 @@ def _take(column: Tensor, index: Tensor, target: Tensor | None) -> Tensor:
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype, device: torch.device, pinned: bool) -> Tensor:
-    if device.type == "cpu" and not pinned:  # NumPy asks for huge pages and torch does not: 7 % faster to fill
+    # NumPy asks for huge pages and torch does not: 7 % faster to fill.
+    if device.type == "cpu" and not pinned:
         return torch.from_numpy(np.empty(shape, dtype))
     torch_dtype = torch.from_numpy(np.empty(0, dtype)).dtype
     return torch.empty(shape, dtype=torch_dtype, device=device, pin_memory=pinned)

@@ -106,8 +106,11 @@ class Codec(Protocol):
     def __str__(self) -> str:
         """How rows are decoded, in words."""
 
-    def draw(self, plan: PoolPlan | None, row_ids: np.ndarray) -> Sequence[Sequence[float]]:
-        """Random numbers for each row of a pool, none if nothing is drawn. row_ids: their numbers in the dataset."""
+    def draw(self, plan: PoolPlan | None, row_ids: np.ndarray, places: np.ndarray) -> Sequence[Sequence[float]]:
+        """Random numbers for some rows of a pool, none if nothing is drawn.
+
+        row_ids: their numbers in the dataset. places: in the pool.
+        """
 
     def decode(self, data: np.ndarray, out: np.ndarray, draws: Sequence[float]) -> None:
         """Decode the bytes of a row, (bytes,) uint8, into `out`, (*shape). May raise anything if they are damaged."""
@@ -136,7 +139,7 @@ class DecodedColumn(NamedTuple):
         for start, places in ranges:
             values, offsets = self.encoded.read_rows(start, len(places))
             row_ids = np.arange(start, start + len(places)) + self.first_row
-            draws = self.codec.draw(plan, row_ids)
+            draws = self.codec.draw(plan, row_ids, np.asarray(places))
             bounds = offsets.tolist()
             for number, place in enumerate(places):
                 try:
