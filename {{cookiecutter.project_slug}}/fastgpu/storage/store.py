@@ -128,7 +128,7 @@ def open_store(
     for other in others:
         check_meaning(key, first, other)
         for field, found in other.fields.items():
-            if str(found) != str(first.fields[field]):
+            if not found.fits(first.fields[field]):
                 raise UserError(
                     f"{key}: {other.name} holds {field} as {found}, {first.name} as {first.fields[field]}; files must "
                     "agree"
