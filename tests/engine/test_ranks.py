@@ -1,11 +1,12 @@
 """Ranks that were started with other settings, rows or code: each node has a copy of its own. Nodes come and go."""
 
 import shutil
+import time
 
 import h5py
 import pytest
 import train as script
-from harness import in_world, run_ranks
+from harness import copy_project, in_world, run_ranks, run_train
 
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import UserError
@@ -68,3 +69,32 @@ def test_a_mistake_is_one_line_and_the_same_exit_code_on_every_rank(folder, word
     (line,) = [line for process in done for line in process.stderr.splitlines() if not line.startswith("[W")]
     assert line.startswith(message)
     assert (folder / "runs").exists() == (word == "optim.lr=1e30")
+
+
+@pytest.mark.slow
+def test_an_error_that_one_rank_meets_in_the_loss_names_the_rank_on_the_terminal(folder):
+    project = copy_project(folder)
+    workload = project / "workloads/minimal.py"
+    lines = """
+import os
+from fastgpu.process.launch import UserError
+class Workload(Workload):
+    def loss(self, model, batch):
+        if os.environ["RANK"] == "1":
+            raise UserError("labels of class 7 are not allowed")
+        return super().loss(model, batch)
+"""
+    workload.write_text(workload.read_text() + lines)
+    started = time.monotonic()
+    done = run_train(ranks=2, cwd=folder, root=project)
+    assert done.returncode == 1
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert errors[0] == "error: [rank 1] labels of class 7 are not allowed"
+    assert errors[1:] in (
+        [],
+        [
+            "error: [rank 0] the other ranks are gone or hang; see the message of the rank that "
+            "failed, or raise dist.timeout_s"
+        ],
+    )
+    assert time.monotonic() - started < 120

@@ -1,4 +1,7 @@
-"""Atomic writes of files and folders, which are complete or absent whatever ends the process, and a folder lock."""
+"""Atomic writes of files and folders, and the lock of a folder.
+
+A file or a folder is complete or absent, whatever ends the process.
+"""
 
 import fcntl
 import os
@@ -13,7 +16,7 @@ from fastgpu.process.launch import UserError
 
 
 def rename_folder(partial: Path, target: Path) -> None:
-    """Flush a folder of files to disk and rename it to `target`. Raises OSError if the disk refuses."""
+    """Flush a folder to disk and rename it to `target`. Raises OSError if the disk refuses."""
     for path in (*partial.iterdir(), partial):
         flush(path)
     partial.replace(target)
@@ -24,8 +27,8 @@ def rename_folder(partial: Path, target: Path) -> None:
 def atomic_file(target: Path) -> Iterator[Path]:
     """An empty file beside `target`, under a name that nothing else has, to be written.
 
-    At the end it takes the place of `target`; after an exception it is removed, and `target` is unchanged. Raises
-    OSError if the disk refuses.
+    At the end it takes the place of `target`; after an exception it is removed, and `target` is
+    unchanged. Raises OSError if the disk refuses.
     """
     partial = target.with_name(f".{target.stem[:200]}.{uuid4().hex}{target.suffix}")
     try:  # a signal may come as soon as the file is there
@@ -42,8 +45,8 @@ def atomic_file(target: Path) -> Iterator[Path]:
 def new_file(target: Path, *, replace: bool = False) -> Iterator[Path]:
     """`atomic_file` for a file that a person named.
 
-    Raises UserError if `target` is a folder, cannot be created, or exists and `replace` is false; OSError if the disk
-    refuses later.
+    Raises UserError if `target` is a folder, cannot be created, or exists and `replace` is false;
+    OSError if the disk refuses later.
     """
     if target.is_dir():
         raise UserError(f"{target} is a folder; name a file in it, or another one")
@@ -67,9 +70,10 @@ def flush(path: Path) -> None:
 
 
 class FolderLock:
-    """The lock of a folder. Raises UserError if another process holds it, and OSError if the disk refuses.
+    """The lock of a folder. Raises UserError if another process holds it.
 
-    It is a POSIX record lock. Worker processes, which are forks, would inherit one of `flock` and keep it alive.
+    Raises OSError if the disk refuses. It is a POSIX record lock: worker processes, which are forks,
+    would inherit a lock of `flock` and keep it alive.
     """
 
     def __init__(self, folder: Path):
@@ -87,7 +91,7 @@ class FolderLock:
         os.pwrite(self._descriptor, self._holder, 0)
 
     def check(self) -> None:
-        """Raise UserError if the lock is no longer that of the folder: it was removed, or the folder was moved."""
+        """Raise UserError if the lock file was removed or replaced, or the folder was moved."""
         try:
             is_same = os.path.samestat(os.fstat(self._descriptor), os.lstat(self._path))
         except OSError:
