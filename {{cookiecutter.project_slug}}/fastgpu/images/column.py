@@ -8,7 +8,7 @@ import numpy as np
 
 from fastgpu.images.decode import EncodedImage, decode_plain, simplejpeg
 from fastgpu.images.parts import Preprocessing, centre_box, draw, random_box
-from fastgpu.process.launch import RankError, warn
+from fastgpu.process.launch import UserError, warn
 from fastgpu.rows.contract import PoolPlan
 from fastgpu.rows.rows import Field
 from fastgpu.storage.columns import ColumnDataset, RaggedColumn
@@ -64,7 +64,7 @@ class ImageColumn:
     centre_share: float
 
     def read(self, ranges: Iterable[Range], out: np.ndarray, plan: PoolPlan | None = None) -> None:
-        """Decode images to their places in `out` (see `Column.read`). Raises RankError if one is damaged."""
+        """Decode images to their places in `out` (see `Column.read`). Raises UserError if one is damaged."""
         out_NHWC = out.transpose(0, 2, 3, 1)
         for start, places in ranges:
             values, offsets = self.files.read_rows(start, len(places))
@@ -82,7 +82,7 @@ class ImageColumn:
                     if isinstance(error, MemoryError) or "allocate memory" in reason:
                         cure = "free some memory, or use a smaller loader.num_readers"
                     text = f"{self.name}: the image in row {first_row + number:,} cannot be decoded: {reason}; {cure}"
-                    raise RankError(text) from None
+                    raise UserError(text) from None
 
     def _decode(self, data: np.ndarray, out_HWC: np.ndarray, draws: Sequence[float]) -> None:
         """Decode an image file. draws: (N_DRAWS,) numbers that choose the part; empty: the centre."""

@@ -35,9 +35,6 @@ class HangError(UserError):
     """A thread hangs. Python's exit would wait for its locks, so the process ends by force."""
 
 
-RankError = UserError
-
-
 class Launch(NamedTuple):
     """One of the processes that `torchrun` started. The defaults describe a plain `python train.py`."""
 

@@ -11,7 +11,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from fastgpu.process.launch import RankError, UserError
+from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import PoolPlan
 from fastgpu.rows.rows import Field
 from fastgpu.storage import codecs
@@ -124,7 +124,7 @@ class Layout:
 
         The kernel is told first about all bytes that are missing in memory, so that few threads keep a disk busy. The
         copies out of the mapping come last, in one go: each of them displaces code and data from the CPU's caches.
-        Raises OSError or RankError if the bytes cannot be had, are damaged, or were changed meanwhile.
+        Raises OSError or UserError if the bytes cannot be had, are damaged, or were changed meanwhile.
         """
         self._file.check_unchanged()
         row_bytes = self.field.row_bytes
@@ -153,7 +153,7 @@ class Layout:
                 current = where
             rows = stored[row : row + len(of_chunk)] if self._takes_whole_chunks else stored
             if self._n_items is not None and not 0 <= rows.min() <= rows.max() < self._n_items:
-                raise RankError(  # such a number would crash the device much later
+                raise UserError(  # such a number would crash the device much later
                     f"{self.name}: item numbers {rows.min()} to {rows.max()} are not in 0 to {self._n_items - 1}, as "
                     f"the attribute shape has it; {RESTORE}"
                 )
@@ -170,7 +170,7 @@ class Layout:
             try:
                 content = codecs.decode(content, self._filters, int(self._chunks[chunk, 2]), size)
             except ValueError as error:
-                raise RankError(f"{self.name}: block {chunk} is damaged: it {error}; {RESTORE}") from None
+                raise UserError(f"{self.name}: block {chunk} is damaged: it {error}; {RESTORE}") from None
         return np.frombuffer(content, self._dtype).reshape(-1, *self.field.shape)
 
     def _scatter(self, offset: int, places: np.ndarray | range, out: np.ndarray) -> None:
