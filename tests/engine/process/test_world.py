@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from harness import ALONE, CPU, in_world
+from harness import ALONE, CPU, in_world, needs_gpu, no_host_sync
 
 from fastgpu.process.config import Dist
 from fastgpu.process.launch import Launch, SharedError, UserError, warn
@@ -58,6 +58,21 @@ def test_two_ranks_have_the_same_values_and_errors_and_alone_nothing_is_sent():
         }
     assert use_collectives(ALONE) == [1.0, [0, 0], 0.0, [0.5], "rank 0"]
     assert not dist.is_initialized()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_on_a_gpu_a_maximum_is_started_without_waiting_for_the_device():
+    device = torch.device("cuda", 0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+    try:
+        world = World(0, 2, 2, device)  # calls collectives, of a group of one
+        world.start_max(0.0, 0.0)()  # the first call allocates page-locked memory
+        with no_host_sync():
+            read = world.start_max(0.25, 15)
+        assert read() == [0.25, 15]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_line_or_a_warning_is_printed_once_for_the_whole_job(monkeypatch, capsys):

@@ -64,7 +64,7 @@ class World:
             return largest.tolist
         # torch copies to page-locked memory here, so the copy is asynchronous.
         copy = largest.to("cpu", non_blocking=True)
-        is_copied = torch.cuda.Event()
+        is_copied = torch.cuda.Event(blocking=True)  # its wait leaves the CPU to the readers
         is_copied.record()
 
         def read() -> list[float]:
