@@ -8,13 +8,14 @@ python train.py data.batch_size=512 train.epochs=3       any key of config.yaml;
 import sys
 
 from fastgpu.process.config_loader import load_config
-from fastgpu.process.launch import UserError, exit_with_message
+from fastgpu.process.launch import SharedError, exit_with_message
 
 # config.yaml is read before torch, whose import takes seconds: a mistake in it is reported at once.
 if __name__ == "__main__":
     with exit_with_message():
         config = load_config(sys.argv[1:])
 
+import gc
 from contextlib import closing
 from math import cos, isfinite, pi
 from typing import NamedTuple
@@ -26,7 +27,7 @@ import workloads
 from fastgpu import feed, training
 from fastgpu.process.config import Config, Optim
 from fastgpu.process.seeds import reseed
-from fastgpu.process.world import World, init_distributed
+from fastgpu.process.world import World, choose_kernels, init_distributed
 from fastgpu.rows import BlockSampler, Rows, Shard
 from fastgpu.run import Run, Stateful, describe_model, identify_job
 from fastgpu.telemetry import Clock, Monitor, TensorBoard
@@ -51,8 +52,11 @@ class Training(NamedTuple):
 
 
 def build(cfg: Config, world: World) -> Training:
+    # On a GPU: cudnn.benchmark and TF32, or with run.deterministic the same bits in every run.
+    choose_kernels(world.device, deterministic=cfg.run.deterministic)
+
     # A UserError of one rank in this block, such as a missing file, ends every rank with its message.
-    with world.together():
+    with world.raise_on_all_ranks():
         # HDF5 files (HDF5Dataset), or any torch Dataset (data.dataset).
         train_rows, val_rows = feed.open_splits(cfg.data, cfg.run.seed)
         data = feed.Data(train_rows, val_rows, feed.choose_sizes(cfg, train_rows, val_rows, world))
@@ -183,6 +187,9 @@ def train(t: Training, world: World) -> int:
         TensorBoard(run.folder, cfg.flat(), world, step=at.step, n_steps=at.step + n_left) as board,
         Monitor(world) as monitor,
     ):
+        # What is built by now lives to the end: no full pass of the garbage collector visits it again.
+        gc.collect()
+        gc.freeze()
         while at.epoch < cfg.train.epochs:
             n_steps = loader.steps_per_epoch(at.epoch)
             for batch in clock.timed(loader.batches(at.epoch, start=at.epoch_step)):
@@ -202,7 +209,7 @@ def train(t: Training, world: World) -> int:
                     means = training.mean_over_ranks(metrics, world)
                     metrics.clear()
                     if not isfinite(loss := means["train/loss"]):
-                        raise UserError(f"the loss is {loss} at step {at.step}; lower optim.lr ({cfg.optim.lr})")
+                        raise SharedError(f"the loss is {loss} at step {at.step}; lower optim.lr ({cfg.optim.lr})")
                     board.write(at.step, {**means, "train/lr": lr, **monitor.take()}, clock.take())
                 if stop:
                     return run.finish()  # saves this step

@@ -1,6 +1,7 @@
 """Rows that carry their own numbers, whole runs, and runs of several processes."""
 
 import atexit
+import gc
 import io
 import json
 import os
@@ -269,7 +270,10 @@ def write_minimal(folder: Path, n_rows: int = 700, n_val_rows: int = 100) -> Non
 
 def train(*words: str, world: World = ALONE) -> int:
     """`python train.py` of the current folder, in this process. Returns the exit code."""
-    return script.train(script.build(load_config(list(words)), world), world)
+    try:
+        return script.train(script.build(load_config(list(words)), world), world)
+    finally:
+        gc.unfreeze()  # the next test must not keep what this run has built
 
 
 def train_rank(world: World, *words: str) -> int | str:

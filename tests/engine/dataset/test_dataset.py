@@ -22,7 +22,7 @@ from torch.utils.data import Dataset, IterableDataset
 from fastgpu.dataset import source as dataset_source
 from fastgpu.dataset.source import ItemDataset, open_dataset
 from fastgpu.feed import PoolLoader, prefetch
-from fastgpu.process.launch import HangError, RankError, UserError
+from fastgpu.process.launch import HangError, UserError
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.selection import Groups, Mixture
 
@@ -254,8 +254,8 @@ def test_messages(compare_messages):
     ("kind", "n_workers", "error", "message"),
     [
         ("raise", 0, OSError, r"row 70 cannot be opened\nin row 70 of Numbered$"),
-        ("raise", 2, RankError, r"^Numbered: OSError: .* in row 70 of Numbered \(test_dataset.py:\d+\); .*$"),
-        ("die", 2, RankError, r"one of the loader.num_workers \(2\) was killed or crashed reading Numbered"),
+        ("raise", 2, UserError, r"^Numbered: OSError: .* in row 70 of Numbered \(test_dataset.py:\d+\); .*$"),
+        ("die", 2, UserError, r"one of the loader.num_workers \(2\) was killed or crashed reading Numbered"),
     ],
 )
 def test_an_error_of_the_dataset_reaches_the_loop_from_a_worker_as_one_line(kind, n_workers, error, message):

@@ -30,7 +30,7 @@ from fastgpu.feed import Passes, prefetch
 from fastgpu.feed.loader import ONE_PASS
 from fastgpu.feed.prefetch import PrefetchLoader
 from fastgpu.process.config import Loader
-from fastgpu.process.launch import HangError, RankError
+from fastgpu.process.launch import HangError, UserError
 from fastgpu.rows import rows as rows_module
 from fastgpu.rows.contract import PoolPlan
 from fastgpu.rows.order import BlockSampler
@@ -239,7 +239,7 @@ def test_a_pool_with_more_values_than_32_bit_offsets_can_count_is_refused(sparse
     monkeypatch.setattr(rows_module, "MAX_VALUES", 100)
     message = r"a pool has 1,\d+ values of items, too many to count; use fewer data.pool_batches"
     large, small = (BlockSampler(sparse.block_rows, 8, pool_batches=n) for n in (500, 1))
-    with closing(open_feed(sparse, large)) as feed, pytest.raises(RankError, match=message):
+    with closing(open_feed(sparse, large)) as feed, pytest.raises(UserError, match=message):
         list(feed.pools(0))
     with closing(open_feed(sparse, small)) as feed:
         list(feed.pools(0))

@@ -12,7 +12,7 @@ from fastgpu.images.column import ImageCodec
 from fastgpu.images.decode import EncodedImage
 from fastgpu.images.parts import centre_box
 from fastgpu.process.config import Config, Data
-from fastgpu.process.launch import RankError
+from fastgpu.process.launch import UserError
 from fastgpu.process.machine import available_cpus
 from fastgpu.rows.order import BlockSampler
 from fastgpu.storage.store import open_store
@@ -64,11 +64,11 @@ def test_a_damaged_image_is_named_by_its_row_and_missing_memory_is_no_damage(pat
         begin, end = file["images/indptr"][21:23]  # a JPEG file
         file["images/values"][(begin + end) // 2 : end] = 0
     source = open_store("data.train", path, FIELDS, {"images": ImageCodec(SIZE, 0.5)})
-    with pytest.raises(RankError, match=r"encoded\.h5: the image in row 21 cannot be decoded: .*; restore the file"):
+    with pytest.raises(UserError, match=r"encoded\.h5: the image in row 21 cannot be decoded: .*; restore the file"):
         read_rows(source)
     for error in (MemoryError("no memory\n  left"), RuntimeError("can't allocate memory: no memory left")):
         monkeypatch.setattr(EncodedImage, "decode", Mock(side_effect=error))
-        with pytest.raises(RankError, match="no memory left; free some memory"):
+        with pytest.raises(UserError, match="no memory left; free some memory"):
             read_rows(source)
 
 

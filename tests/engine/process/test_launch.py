@@ -1,6 +1,5 @@
-"""What torchrun tells a process, and how processes end: with a message, by a signal, or with their launcher."""
+"""What torchrun tells a process, and how processes end: with a message, or with their launcher."""
 
-import signal
 import socket
 
 import psutil
@@ -8,7 +7,7 @@ import pytest
 from harness import TIMEOUT_S, start_python
 
 from fastgpu.process import launch as launch_module
-from fastgpu.process.launch import Launch, RankError, UserError, check_parent, exit_with_message, read_launch
+from fastgpu.process.launch import Launch, SharedError, UserError, check_parent, exit_with_message, read_launch
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
 
@@ -35,24 +34,26 @@ def test_launch_reads_the_values_that_torchrun_sets(monkeypatch):
 @pytest.mark.parametrize(
     ("error", "code", "message"),
     [
-        (UserError("too many"), 2, "error: too many\n"),
-        (RankError("my disk is gone"), 2, "error: my disk is gone\n"),
+        (SharedError("too many"), 2, "error: too many\n"),
+        (UserError("my disk is gone"), 2, "error: [rank {rank}] my disk is gone\n"),
         (KeyboardInterrupt(), 130, "\ninterrupted\n"),
     ],
 )
-def test_a_person_sees_one_message_of_a_machine_or_that_of_the_rank_that_alone_failed(
+def test_a_person_sees_one_message_of_a_machine_or_that_of_each_rank_that_failed_alone(
     monkeypatch, capsys, slept, error, code, message
 ):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    monkeypatch.setenv("WORLD_SIZE", "4")
     for local_rank in range(2):
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
+        monkeypatch.setenv("RANK", str(local_rank + 2))
         with pytest.raises(SystemExit) as stop, exit_with_message():
             raise error
         assert stop.value.code == code
-        speaks = local_rank == 0 or isinstance(error, RankError)
-        assert capsys.readouterr().err == (message if speaks else "")
+        speaks = local_rank == 0 or type(error) is UserError
+        assert capsys.readouterr().err == (message.format(rank=local_rank + 2) if speaks else "")
         # torchrun ends all ranks with the first that ends: they wait until that one has printed its message
-        assert slept == ([] if speaks or code == 130 else [launch_module.SPEAKER_S])
+        assert slept == ([] if speaks or code == 130 else [launch_module.EXIT_DELAY_S])
     with pytest.raises(ZeroDivisionError), exit_with_message():  # a bug keeps its traceback
         raise ZeroDivisionError
 
@@ -63,7 +64,7 @@ def test_a_rank_whose_torchrun_ended_before_linux_was_told_ends_at_once(monkeypa
     with socket.create_server(("localhost", 0)) as store:
         monkeypatch.setenv("MASTER_PORT", str(store.getsockname()[1]))
         check_parent()
-    with pytest.raises(RankError, match="torchrun, which started this process, has ended"):
+    with pytest.raises(UserError, match="torchrun, which started this process, has ended"):
         check_parent()
 
 
@@ -77,18 +78,6 @@ is_stuck.wait()
 print("a line")
 with exit_with_message():
     raise HangError("no rows have come")
-"""
-AGAIN = """
-import os
-from types import SimpleNamespace
-from fastgpu.process import signals
-agreement = signals.Agreement(SimpleNamespace(world_size=1, all_gather=lambda value: [value]))
-assert not agreement.is_asked_to_stop()
-for _ in range(2):
-    os.kill(os.getpid(), signals.STOP[0])
-print(agreement.is_asked_to_stop(), flush=True)
-signals.ECHO_S = 0
-os.kill(os.getpid(), signals.STOP[0])
 """
 ORPHAN = """
 import os, time
@@ -106,12 +95,6 @@ def test_a_thread_that_holds_the_lock_of_hdf5_does_not_keep_the_process():
     with start_python(HANGS) as process:
         printed = process.communicate(timeout=TIMEOUT_S)
     assert (process.returncode, printed) == (2, ("a line\n", "error: no rows have come\n"))
-
-
-def test_a_signal_that_comes_twice_at_once_asks_for_a_stop_and_a_later_one_ends_the_process():
-    with start_python(AGAIN) as process:
-        output, _ = process.communicate(timeout=TIMEOUT_S)
-    assert (process.returncode, output) == (-signal.SIGTERM, "True\n")
 
 
 @pytest.mark.skipif(not psutil.LINUX, reason="a call of Linux")

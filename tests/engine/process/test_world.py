@@ -1,21 +1,22 @@
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import ALONE, CPU, in_world
+from harness import ALONE, CPU, in_world, needs_gpu, no_host_sync
 
-from fastgpu.process import world as world_module
 from fastgpu.process.config import Dist
-from fastgpu.process.launch import Launch, RankError, UserError, warn
-from fastgpu.process.world import World, init_distributed
+from fastgpu.process.launch import Launch, SharedError, UserError, warn
+from fastgpu.process.world import World, choose_kernels, init_distributed
 
 
 def error_of(function: Callable[..., None], *arguments: Any) -> str:
-    """The message of the UserError that a function raises."""
-    with pytest.raises(UserError) as error:
+    """The message of the SharedError that a function raises."""
+    with pytest.raises(SharedError) as error:
         function(*arguments)
     return str(error.value)
 
@@ -23,11 +24,12 @@ def error_of(function: Callable[..., None], *arguments: Any) -> str:
 def use_collectives(world: World) -> list[Any]:
     total = world.all_reduce_sum(torch.tensor([1.0 + world.rank])).item()
     gathered = world.all_gather(world.rank + 0.5)
-    return [total, world.all_reduce_max(float(world.rank)), gathered, world.broadcast(f"rank {world.rank}")]
+    largest = world.start_max(world.rank, -world.rank)()
+    return [total, largest, world.all_reduce_max(float(world.rank)), gathered, world.broadcast(f"rank {world.rank}")]
 
 
 def raise_on_one_rank(world: World) -> None:
-    with world.together():
+    with world.raise_on_all_ranks():
         if world.rank == 1:
             raise UserError("disk of rank 1 is full")
 
@@ -49,13 +51,28 @@ def test_two_ranks_have_the_same_values_and_errors_and_alone_nothing_is_sent():
     for rank in in_world(2, use_world):
         assert rank == {
             "raised": "disk of rank 1 is full",
-            "collectives afterwards": [3.0, 1.0, [0.5, 1.5], "rank 0"],
+            "collectives afterwards": [3.0, [1, 0], 1.0, [0.5, 1.5], "rank 0"],
             "other value": "run.seed is 1 on rank 1 and 0 on rank 0; share it",
             "value of one rank": "x.py is ab on rank 1 and None on rank 0; all ranks need the same",
             "key in this attempt": b"here",
         }
-    assert use_collectives(ALONE) == [1.0, 0.0, [0.5], "rank 0"]
+    assert use_collectives(ALONE) == [1.0, [0, 0], 0.0, [0.5], "rank 0"]
     assert not dist.is_initialized()
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_on_a_gpu_a_maximum_is_started_without_waiting_for_the_device():
+    device = torch.device("cuda", 0)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+    try:
+        world = World(0, 2, 2, device)  # calls collectives, of a group of one
+        world.start_max(0.0, 0.0)()  # the first call allocates page-locked memory
+        with no_host_sync():
+            read = world.start_max(0.25, 15)
+        assert read() == [0.25, 15]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_line_or_a_warning_is_printed_once_for_the_whole_job(monkeypatch, capsys):
@@ -80,38 +97,67 @@ def test_a_machine_without_a_gpu_trains_on_its_cpu_and_gpus_that_are_missing_are
 
 
 @pytest.fixture
-def join(monkeypatch) -> Callable[[], AbstractContextManager[World]]:
-    """join() enters the world of the first of two ranks, without a process group."""
-    store = dist.HashStore()
-    monkeypatch.setattr(world_module, "NOTICE_S", 0.05)
-    monkeypatch.setattr(dist, "rendezvous", lambda url, timeout: iter([(store, 0, 2)]))
+def destroyed(monkeypatch) -> list[str]:
+    """Lets the first of two ranks enter its world without a process group. Gets a word when the group is destroyed."""
+    destroyed: list[str] = []
+    monkeypatch.setattr(dist, "rendezvous", lambda url, timeout: iter([(dist.HashStore(), 0, 2)]))
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
-    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
-    return lambda: init_distributed(Dist(device="cpu"), Launch(0, 2, 0, 2))
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: destroyed.append("destroyed"))
+    return destroyed
 
 
-LOST = "^rank 0 lost the others: rank 1 hangs or is gone; see which failed, or raise dist.timeout_s$"
+def join() -> AbstractContextManager[World]:
+    return init_distributed(Dist(device="cpu"), Launch(0, 2, 0, 2))
+
+
+LOST = "^the other ranks are gone or hang; see the message of the rank that failed, or raise dist.timeout_s$"
 
 
 @pytest.mark.parametrize(
     ("error", "kind", "raised"),
     [
-        (UserError("data.train is x"), UserError, "data.train is x"),
+        (SharedError("data.train is x"), SharedError, "data.train is x"),
+        (UserError("the disk of this rank is full"), UserError, "the disk of this rank is full"),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), RuntimeError, "mat1 and mat2"),
-        (RuntimeError("[/gloo/transport/tcp/pair.cc:547] Connection closed"), RankError, LOST),
-        (dist.DistBackendError("the communicator was aborted"), RankError, LOST),
+        (RuntimeError("[/x/gloo/transport/tcp/pair.cc:547] Connection closed"), UserError, LOST),
+        (dist.DistBackendError("the communicator was aborted"), UserError, LOST),
     ],
 )
-def test_what_ends_a_rank_is_one_line_unless_it_is_a_bug(join, error, kind, raised):
+def test_what_ends_a_rank_is_one_line_unless_it_is_a_bug_and_the_group_is_destroyed_by_all_ranks_or_none(
+    destroyed, error, kind, raised
+):
     with pytest.raises(kind, match=raised), join():
         raise error
+    assert destroyed == (["destroyed"] if kind is SharedError else [])
 
 
-def test_ranks_that_never_meet_are_one_line_too_and_one_that_noticed_it_is_not_blamed(join, monkeypatch):
-    def refuse(*_: Any, store: dist.Store, **__: Any) -> None:
-        store.set("lost by 1", "")
-        raise dist.DistStoreError("timed out")
-
-    monkeypatch.setattr(dist, "init_process_group", refuse)
-    with pytest.raises(RankError, match="^rank 0 lost the others; see "), join():
+def test_ranks_that_never_meet_are_one_line_too(destroyed, monkeypatch):
+    monkeypatch.setattr(dist, "init_process_group", Mock(side_effect=dist.DistStoreError("timed out")))
+    with pytest.raises(UserError, match=LOST), join():
         pass
+    assert not destroyed
+
+
+@pytest.fixture
+def kernels(monkeypatch) -> Callable[[], tuple[object, ...]]:
+    """kernels() is what decides which kernels run. It is undone after the test."""
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    yield lambda: (
+        torch.backends.cudnn.benchmark,
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+    )
+    torch.use_deterministic_algorithms(False)
+    torch.set_float32_matmul_precision("highest")
+
+
+def test_a_gpu_takes_its_fastest_kernels_or_only_deterministic_ones_and_a_cpu_changes_nothing(kernels):
+    before = kernels()
+    choose_kernels(CPU, deterministic=False)
+    assert kernels() == before == (False, "highest", False, None)
+    choose_kernels(torch.device("cuda", 0), deterministic=False)
+    assert kernels() == (True, "high", False, None)
+    choose_kernels(torch.device("cuda", 0), deterministic=True)
+    assert kernels() == (False, "highest", True, ":4096:8")

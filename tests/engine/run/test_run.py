@@ -20,6 +20,7 @@ from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
 from fastgpu.run import checkpoint
 from fastgpu.run import run as run_module
+from fastgpu.run.record import write_or_warn
 from fastgpu.run.run import lock_folder
 from fastgpu.storage.arrays import ArrayDataset
 
@@ -157,6 +158,16 @@ def test_a_full_disk_costs_the_description_of_a_run_but_not_its_last_checkpoint(
         train_epoch(run)
         assert "done:" not in capsys.readouterr().out
         assert run.finish() == 0
+
+
+@pytest.mark.parametrize("name", ["touch", "write_text", "replace"])
+def test_a_disk_that_refuses_a_file_that_a_run_does_not_need_costs_a_warning(tmp_path, monkeypatch, capsys, name):
+    target = tmp_path / "stopped.json"
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, name, Mock(side_effect=OSError(28, "No space left on device")))
+        write_or_warn(target, "{}")
+    assert re.fullmatch(r"warning: cannot write .*No space left.*; training goes on\n", capsys.readouterr().out)
+    assert not list(tmp_path.iterdir())
 
 
 def lose_a_value(world: World, folder: Path, name: str = "queue") -> str:

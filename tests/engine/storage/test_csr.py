@@ -4,7 +4,7 @@ import pytest
 from harness import ITEMS, is_ragged
 from scattered import read_scattered
 
-from fastgpu.process.launch import RankError
+from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import Field
 from fastgpu.storage import store as store_module
 from fastgpu.storage.store import open_store
@@ -85,5 +85,5 @@ def test_an_item_number_out_of_range_stops_the_run_before_it_reaches_the_device(
     with h5py.File(path, "a") as file:
         file["items/indices"][17] = wrong
     store = open_store("data.train", path, FIELDS)
-    with pytest.raises(RankError, match=f"ragged.h5: items: item numbers .*{wrong}.* are not in 0 to 999"):
+    with pytest.raises(UserError, match=f"ragged.h5: items: item numbers .*{wrong}.* are not in 0 to 999"):
         read_scattered(store)

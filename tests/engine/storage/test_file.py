@@ -10,7 +10,7 @@ import pytest
 from harness import numbers_of
 from scattered import read_by_jobs, read_scattered
 
-from fastgpu.process.launch import RankError
+from fastgpu.process.launch import UserError
 from fastgpu.storage import store as store_module
 from fastgpu.storage.file import OpenFile
 from fastgpu.storage.store import HDF5Dataset, open_store
@@ -144,11 +144,11 @@ def test_a_file_changed_before_or_while_rows_are_read_is_an_error(write, monkeyp
         real(file)
 
     monkeypatch.setattr(OpenFile, "check_unchanged", check)
-    with pytest.raises(RankError, match="was changed while in use; restore the file"):
+    with pytest.raises(UserError, match="was changed while in use; restore the file"):
         read_by_jobs(opened, np.arange(8))
 
 
 def test_bytes_behind_the_end_of_a_file_are_an_error(tmp_path):
     (tmp_path / "x.bin").write_bytes(bytes(100))
-    with pytest.raises(RankError, match="x.bin ends at byte 100: it was cut while in use; restore the file"):
+    with pytest.raises(UserError, match="x.bin ends at byte 100: it was cut while in use; restore the file"):
         OpenFile(f"{tmp_path}/x.bin").read(90, 20)

@@ -6,7 +6,7 @@ import pytest
 from harness import by_h5py, numbered, numbers_of
 from scattered import read_scattered
 
-from fastgpu.process.launch import RankError
+from fastgpu.process.launch import UserError
 from fastgpu.storage import layout as module
 from fastgpu.storage.filters import decode, filters_of
 from fastgpu.storage.store import open_store
@@ -82,5 +82,5 @@ def test_damage_names_the_block(open_x, chunks, message):
     with Path(path).open("r+b") as raw:
         raw.seek(damaged.byte_offset)
         raw.write(bytes(damaged.size))
-    with pytest.raises(RankError, match=message):
+    with pytest.raises(UserError, match=message):
         read_scattered(open_store("data.train", path, {"x": "x"}))

@@ -13,7 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from fastgpu.convert.reader import list_first, rows_of
-from fastgpu.process.launch import RankError
+from fastgpu.process.launch import UserError
 from fastgpu.process.machine import available_cpus
 from fastgpu.rows.contract import Dataset
 from fastgpu.storage.file import OpenFile, split_group
@@ -91,8 +91,8 @@ def damaged(path: str) -> list[str]:
         try:
             layout.read([(start, range(n_rows))], out)
             if layout.digests is not None and sha256(out.data).digest() != layout.digests[block].tobytes():
-                raise RankError(f"{layout.name}: block {block} is damaged: its SHA-256 is another one")
-        except (RankError, OSError) as error:
+                raise UserError(f"{layout.name}: block {block} is damaged: its SHA-256 is another one")
+        except (UserError, OSError) as error:
             reason = str(error).partition(";")[0]  # without the cure of a run
             return f"rows {start:,} to {start + n_rows - 1:,}: {reason}"
         return ""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastgpu.process.launch import RankError
+from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import Field, RaggedArray
 
 NO_ARRAY = (TypeError, ValueError, RuntimeError, OverflowError)
@@ -39,7 +39,7 @@ def to_column(
 ) -> np.ndarray | RaggedArray:
     """The values of these rows in their order: (n, *shape), or ragged. name, source: of field and Dataset.
 
-    Raises RankError if a row is not of the type and shape of the first row of the Dataset: it would be cut or wrapped.
+    Raises UserError if a row is not of the type and shape of the first row of the Dataset: it would be cut or wrapped.
     """
     kinds = {*map(type, values)}
     with suppress(*NO_ARRAY):  # values that do not fit are told below
@@ -61,7 +61,7 @@ def to_column(
             cure = "give all rows the same type and shape"
             if field.shape and not field.is_ragged:
                 cure += f", or the Dataset an attribute ragged = ({name!r},) if only the length differs"
-            raise RankError(f"{source}: row {row} has {name} as {found}, row 0 as {field}; {cure}")
+            raise UserError(f"{source}: row {row} has {name} as {found}, row 0 as {field}; {cure}")
         arrays.append(array)
     if not field.is_ragged:
         return np.array(arrays, field.dtype)

@@ -29,7 +29,7 @@ from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset
 
 from fastgpu.dataset.items import NO_ARRAY, Columns, field_of, to_array, to_column
-from fastgpu.process.launch import RankError, UserError, end_with_parent
+from fastgpu.process.launch import UserError, end_with_parent
 from fastgpu.process.signals import STOP
 from fastgpu.rows.contract import Dataset, Out, PoolPlan, Reads
 from fastgpu.rows.order import BlockSampler
@@ -138,7 +138,7 @@ class ItemDataset(Dataset):
     def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Out]) -> None:
         """See `Dataset.read`; rows of a ragged field go to a list. Without workers, one thread may call this.
 
-        Raises RankError if a worker died, or rows differ in type or shape.
+        Raises UserError if a worker died, or rows differ in type or shape.
         """
         # Each row is a block, and so a run. Draws follow from the first row, and from which time it is that it comes.
         ask = reads.runs.starts, plan.seed, plan.epoch, int(plan.repeats[reads.places[0]])
@@ -173,14 +173,14 @@ class ItemDataset(Dataset):
             pipe.send(ask)
             answer = pipe.recv()
         except (OSError, EOFError):
-            raise RankError(
+            raise UserError(
                 f"one of the loader.num_workers ({len(self._workers)}) was killed or crashed reading {self.name}: "
                 "if memory ran out use fewer; loader.num_workers=0 shows its error"
             ) from None
         finally:
             self._idle.put(pipe)
         if isinstance(answer, str):
-            raise RankError(answer)
+            raise UserError(answer)
         return answer
 
     def close(self) -> None:
@@ -232,7 +232,7 @@ def _work(pipe: Connection, source: ItemDataset, timeout_s: float) -> None:
         faulthandler.dump_traceback_later(timeout_s, file=sys.__stderr__ or 2)  # shows where an item hangs
         try:
             pipe.send(source.read_rows(*ask))
-        except RankError as error:
+        except UserError as error:
             pipe.send(str(error))
         except Exception as error:
             line = " ".join("".join(format_exception_only(error)).split())  # with its notes

@@ -45,6 +45,10 @@ class Run(Section):
     runs/first: it goes on with the config that it recorded, and other words change it."""
     checkpoint_every_steps: CountOrZero = 0
     """Also save inside an epoch, after every so many steps of the run. 0: save only after each epoch."""
+    deterministic: bool = False
+    """true: operations of torch that give the same bits in every run, and float32 matrix products without TF32, so that
+    a run on a GPU can be repeated, and resumed, bit for bit; it is slower, and an operation that has no deterministic
+    form is an error. false: the fastest kernels (cudnn.benchmark, TF32)."""
     check: bool = False
     """Build data, model and optimizer, and stop before the first step."""
 

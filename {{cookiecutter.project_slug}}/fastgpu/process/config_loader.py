@@ -1,4 +1,7 @@
-"""From YAML files and `section.key=value` words to one checked `Config`. An error names file, line, key and cure."""
+"""Reads YAML files and words such as `optim.lr=0.1` into one checked `Config`.
+
+An error names file, line, key, value and cure.
+"""
 
 import json
 import re
@@ -13,7 +16,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from fastgpu.process.config import Config, Section
-from fastgpu.process.launch import UserError
+from fastgpu.process.launch import SharedError
 
 SectionT = TypeVar("SectionT", bound=Section)
 COMMAND_LINE = "command line"
@@ -21,17 +24,18 @@ HELP = "docs/config.md explains every key, and the class Options in workloads/ t
 
 
 class _Parser(ArgumentParser):
-    """The command line, whose mistakes are UserErrors."""
+    """The command line, whose mistakes are SharedErrors."""
 
     def error(self, message: str) -> NoReturn:
         usage = "[--config FILE]... [section.key=value]..., after the flags of torchrun"
-        raise UserError(f"{COMMAND_LINE}: {message}; usage: {usage}")
+        raise SharedError(f"{COMMAND_LINE}: {message}; usage: {usage}")
 
 
 def load_config(argv: list[str]) -> Config:
-    """Read `[--config FILE]... [section.key=value]...`; later ones win. Without --config, config.yaml is read.
+    """Read `[--config FILE]... [section.key=value]...`; later ones win. The default file is config.yaml.
 
-    Raises UserError with one line for each mistake: file and line, key, value, what is allowed, and the nearest key.
+    Raises SharedError with one line for each mistake: file and line, key, value, what is allowed, and
+    the nearest key.
     """
     parser = _Parser(prog="train.py", epilog=HELP, allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE", action="append", default=[], help="default: config.yaml")
@@ -58,7 +62,7 @@ def load_config(argv: list[str]) -> Config:
         except (OSError, UnicodeDecodeError) as error:
             parser.error(f"{path} cannot be read ({error})")
         if not isinstance(layer, dict):
-            raise UserError(f"{path}: holds {layer!r}; allowed are sections such as `data:` with keys below them")
+            raise SharedError(f"{path}: holds {layer!r}; allowed are sections such as `data:` with keys below them")
         _merge(tree, layer)
     for key, text in words.items():
         section, _, name = key.partition(".")
@@ -72,12 +76,12 @@ def load_config(argv: list[str]) -> Config:
 
 
 def read_options(config: Config, options: type[SectionT]) -> SectionT:
-    """The section `model`, checked by the class that the workload declares its settings with. Raises UserError."""
+    """The section `model`, checked by the class of the workload. Raises SharedError."""
     return _check(options, config.model, config._origins, "model")
 
 
 def keys(root: type[Section] = Config, prefix: str = "") -> dict[str, FieldInfo]:
-    """{dotted key: its field} of every key. Those of the section `model` are fields of the workload's `Options`."""
+    """{dotted key: its field} of every key but those of `model`, which the workload declares."""
     fields: dict[str, FieldInfo] = {}
     for name, field in root.model_fields.items():
         kind = field.annotation
@@ -92,7 +96,7 @@ def keys(root: type[Section] = Config, prefix: str = "") -> dict[str, FieldInfo]
 
 
 def _merge(tree: dict[str, Any], layer: dict[str, Any]) -> None:
-    """Merge key by key. The value of a key is replaced as a whole, so that data.fields can lose a field."""
+    """Merge key by key. A value is replaced as a whole, so that data.fields can lose a field."""
     for section, values in layer.items():
         old = tree.get(section)
         tree[section] = old | values if isinstance(old, dict) and isinstance(values, dict) else values
@@ -108,7 +112,10 @@ _YamlLoader.add_implicit_resolver(
 
 
 def _parse(text: str, place: str, origins: dict[str, str], prefix: str = "") -> Any:
-    """The value of a YAML text. Refuses a key that occurs twice; records the line of each key in `origins`."""
+    """The value of a YAML text. Raises SharedError if it is no YAML or a key occurs twice.
+
+    The place of each key, such as config.yaml:12, is added to `origins`.
+    """
     lines: dict[str, int] = {}
     try:
         loader = _YamlLoader(text)
@@ -123,7 +130,7 @@ def _parse(text: str, place: str, origins: dict[str, str], prefix: str = "") -> 
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         problem = " ".join(str(getattr(error, "problem", None) or error).split())
-        raise UserError(f"{place}{line}: {problem}") from None
+        raise SharedError(f"{place}{line}: {problem}") from None
 
 
 def _keys_in(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, yaml.Mark]]:
@@ -138,7 +145,7 @@ def _keys_in(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, yaml.Ma
 
 
 def _check(kind: type[SectionT], values: dict[str, Any], origins: dict[str, str], *section: str) -> SectionT:
-    """The values as a section. Raises UserError with one line for each wrong key, whatever the branches of a union."""
+    """The values as a section. Raises SharedError with one line for each wrong key."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:
@@ -146,7 +153,9 @@ def _check(kind: type[SectionT], values: dict[str, Any], origins: dict[str, str]
     known = Config.model_fields | keys() | (keys(kind, "model.") if section else {})
     lines: dict[str, str] = {}
     for item in items:
-        key = ".".join([*section, *map(str, item["loc"])][:2])  # branches of a union, or places in a list, follow
+        # In `loc`, branches of a union or places in a list follow the two names of the key.
+        key = ".".join([*section, *map(str, item["loc"])][:2])
+        # pydantic writes "Input should be 'never' or 'auto'", for each branch of a union.
         wish = item["msg"].partition(" should ")[2].partition(" or instance of ")[0] or item["msg"]
         if item["type"] == "missing":
             lines[key] = f"{key} is missing; set it in the file or on the command line"
@@ -156,11 +165,11 @@ def _check(kind: type[SectionT], values: dict[str, Any], origins: dict[str, str]
             lines[key] = f"{key} is {json.dumps(item['input'], default=str)}; it should {wish}"
         elif wish not in lines[key]:
             lines[key] += f" or {wish}"
-    raise UserError("\n       ".join(f"{origins.get(key, 'config')}: {line}" for key, line in lines.items()))
+    raise SharedError("\n       ".join(f"{origins.get(key, 'config')}: {line}" for key, line in lines.items()))
 
 
 def _near(key: str, known: Iterable[str]) -> str:
-    """What an unknown key should have been."""
+    """The key that an unknown key was meant to be, or else the keys of its section."""
     section, _, name = key.rpartition(".")
     close = [each for each in known if each.rpartition(".")[2] == name]  # in another section
     close = close or get_close_matches(key, known, 1, 0.75)

@@ -1,11 +1,14 @@
-"""Files and folders that are complete or absent, whatever ends the process; and one writer for each folder."""
+"""Atomic writes of files and folders, and the lock of a folder.
+
+A file or a folder is complete or absent, whatever ends the process.
+"""
 
 import fcntl
 import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from uuid import uuid4
 
@@ -13,7 +16,7 @@ from fastgpu.process.launch import UserError
 
 
 def rename_folder(partial: Path, target: Path) -> None:
-    """Flush a folder of files to disk and rename it to `target`. Raises OSError if the disk refuses."""
+    """Flush a folder to disk and rename it to `target`. Raises OSError if the disk refuses."""
     for path in (*partial.iterdir(), partial):
         flush(path)
     partial.replace(target)
@@ -21,28 +24,40 @@ def rename_folder(partial: Path, target: Path) -> None:
 
 
 @contextmanager
-def new_file(target: Path, *, replace: bool = False) -> Iterator[Path]:
+def atomic_file(target: Path) -> Iterator[Path]:
     """An empty file beside `target`, under a name that nothing else has, to be written.
 
-    At the end it is called `target`; after an exception it is removed, and `target` is as before. Raises UserError if
-    `target` is a folder, cannot be there, or exists and `replace` is false; OSError if the disk refuses the end.
+    At the end it takes the place of `target`; after an exception it is removed, and `target` is
+    unchanged. Raises OSError if the disk refuses.
     """
-    if target.is_dir():
-        raise UserError(f"{target} is a folder; name a file in it, or another one")
-    if os.path.lexists(target) and not replace:
-        raise UserError(f"{target} exists; --force replaces a file")
     partial = target.with_name(f".{target.stem[:200]}.{uuid4().hex}{target.suffix}")
     try:  # a signal may come as soon as the file is there
-        try:
-            partial.touch(exist_ok=False)
-        except OSError as error:  # which names the temporary file
-            raise UserError(f"{target} cannot be written: {error.strerror}") from None
+        partial.touch(exist_ok=False)
         yield partial
         flush(partial)
         partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)
     flush(target.parent)
+
+
+@contextmanager
+def new_file(target: Path, *, replace: bool = False) -> Iterator[Path]:
+    """`atomic_file` for a file that a person named.
+
+    Raises UserError if `target` is a folder, cannot be created, or exists and `replace` is false;
+    OSError if the disk refuses later.
+    """
+    if target.is_dir():
+        raise UserError(f"{target} is a folder; name a file in it, or another one")
+    if os.path.lexists(target) and not replace:
+        raise UserError(f"{target} exists; --force replaces a file")
+    with ExitStack() as stack:
+        try:
+            partial = stack.enter_context(atomic_file(target))
+        except OSError as error:  # which names the temporary file
+            raise UserError(f"{target} cannot be written: {error.strerror}") from None
+        yield partial
 
 
 def flush(path: Path) -> None:
@@ -55,9 +70,10 @@ def flush(path: Path) -> None:
 
 
 class FolderLock:
-    """The lock of a folder. Raises UserError if another process holds it, and OSError if the disk refuses.
+    """The lock of a folder. Raises UserError if another process holds it.
 
-    It is a POSIX record lock. Worker processes, which are forks, would inherit one of `flock` and keep it alive.
+    Raises OSError if the disk refuses. It is a POSIX record lock: worker processes, which are forks,
+    would inherit a lock of `flock` and keep it alive.
     """
 
     def __init__(self, folder: Path):
@@ -75,7 +91,7 @@ class FolderLock:
         os.pwrite(self._descriptor, self._holder, 0)
 
     def check(self) -> None:
-        """Raise UserError if the lock is no longer that of the folder: it was removed, or the folder was moved."""
+        """Raise UserError if the lock file was removed or replaced, or the folder was moved."""
         try:
             is_same = os.path.samestat(os.fstat(self._descriptor), os.lstat(self._path))
         except OSError:

@@ -1,7 +1,7 @@
-"""What the launcher told this process, messages for a person, and the exit when a person has to change something.
+"""The start and the end of a process: what torchrun set, messages for a person, the exit code.
 
-The only module that reads environment variables. It does not import torch, so an error in the config is reported at
-once.
+The only module that reads environment variables. It does not import torch, so an error in the
+config is reported at once.
 """
 
 import ctypes
@@ -15,22 +15,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-SPEAKER_S = 3.0
-"""How long ranks wait until the first one has printed a message: torchrun ends all of them with the first that ends."""
+EXIT_DELAY_S = 3.0
+"""The other ranks of a machine exit this much later, so that the first one can print the message of
+all: torchrun kills all ranks when one exits. With a first rank that was 0.3 s late, no message came
+in 4 of 4 jobs without this."""
 PR_SET_PDEATHSIG = 1
-"""Lets Linux kill this process when its parent, torchrun, dies."""
+"""The option of Linux by which a process is killed when its parent dies."""
 
 
 class UserError(ValueError):
-    """An error that a person can fix. The message names the key or path, the value, what is allowed, and the cure."""
+    """An error that a person can fix. It names key or path, value, what is allowed and cure."""
 
 
-class RankError(UserError):
-    """A UserError that one rank alone meets. That rank prints it; others are raised on every rank."""
+class SharedError(UserError):
+    """A UserError that all ranks raise at the same place: the first of each machine prints it."""
 
 
-class HangError(RankError):
-    """A thread hangs. Python's own exit would wait for the locks of that thread, so the process ends by force."""
+class HangError(UserError):
+    """A thread hangs. Python's exit would wait for its locks, so the process ends by force."""
 
 
 class Launch(NamedTuple):
@@ -61,10 +63,13 @@ def warn(text: str) -> None:
 
 @contextmanager
 def exit_with_message(*others: type[Exception]) -> Iterator[None]:
-    """Turn a `UserError`, and others that are no bugs, such as OSError if a disk is full, into one line on stderr for
-    each machine, and exit code 2 on every rank. Bugs keep their traceback; a fatal signal (a bug in a driver, a file
-    truncated while it is mapped) leaves one, too."""
-    told: tuple[type[Exception], ...] = (UserError, *others)
+    """Turn a `UserError` into one line on stderr and exit code 2. Bugs keep their traceback.
+
+    A rank prints its own error with its number before it; a SharedError is printed once for each
+    machine. others: types of errors that are no bugs either, such as OSError if a disk is full. A
+    fatal signal (a bug in a driver, a mapped file that was truncated) leaves a traceback, too.
+    """
+    expected: tuple[type[Exception], ...] = (UserError, *others)
     faulthandler.enable(sys.__stderr__ or 2)
     launch = read_launch()
     try:
@@ -72,11 +77,13 @@ def exit_with_message(*others: type[Exception]) -> Iterator[None]:
             end_with_parent()
             check_parent()
         yield
-    except told as error:
-        if launch.local_rank == 0 or isinstance(error, RankError):
-            print(f"error: {error}", file=sys.stderr, flush=True)
+    except expected as error:
+        is_shared = isinstance(error, SharedError)
+        if launch.local_rank == 0 or not is_shared:
+            rank = "" if is_shared or launch.world_size == 1 else f"[rank {launch.rank}] "
+            print(f"error: {rank}{error}", file=sys.stderr, flush=True)
         elif launch.is_launched:
-            time.sleep(SPEAKER_S)
+            time.sleep(EXIT_DELAY_S)
         if isinstance(error, HangError):
             sys.stdout.flush()
             os._exit(2)
@@ -88,19 +95,24 @@ def exit_with_message(*others: type[Exception]) -> Iterator[None]:
 
 
 def end_with_parent() -> None:
-    """Let Linux kill this process when the thread that started it ends: as an orphan of torchrun it would hold its GPU,
-    and write to a run that has been restarted."""
+    """Let Linux kill this process when the thread that started it ends.
+
+    Without torchrun it would hold its GPU, and write to a run that has been restarted.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def check_parent() -> None:
-    """Raise RankError if torchrun ended before `end_with_parent`: its store, which listens for as long as it lives, is
-    gone, and a rank would wait for the others until `dist.timeout_s`."""
+    """Raise UserError if torchrun ended before `end_with_parent` was called.
+
+    Such a rank would look for the store of torchrun for all of `dist.timeout_s` (ten minutes). The
+    store listens for as long as torchrun lives.
+    """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         try:
             socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timeout=5).close()
         except ConnectionRefusedError:
-            raise RankError("torchrun, which started this process, has ended") from None
+            raise UserError("torchrun, which started this process, has ended") from None
         except OSError:
-            pass  # such as a name that is not known yet: torch tries for longer
+            pass  # such as a name that cannot be resolved yet: torch tries for longer

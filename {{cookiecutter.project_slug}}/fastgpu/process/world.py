@@ -1,12 +1,10 @@
-"""The process group, the device and the rank as one value: nccl on CUDA, gloo on a CPU."""
+"""The process group, the device and the rank as one value: nccl between GPUs, gloo between CPUs."""
 
 import gc
-import re
-import threading
-import time
+import os
 import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -16,10 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastgpu.process.config import Dist
-from fastgpu.process.launch import HangError, Launch, RankError, UserError, read_launch
-
-NOTICE_S = 2.0
-"""How long a rank that has lost the others waits for each of them to notice it, too: the ones that do not are named."""
+from fastgpu.process.launch import HangError, Launch, SharedError, UserError, read_launch
 
 
 @dataclass(frozen=True)
@@ -44,18 +39,49 @@ class World:
         if self.is_main and text:
             print(text, flush=True)
 
+    # Collectives of tensors: the training loop has no others.
+
     def all_reduce_sum(self, values: Tensor) -> Tensor:
         """The sum over all ranks, in place. values: on the device of this world."""
         if self.world_size > 1:
             dist.all_reduce(values)
         return values
 
+    def start_max(self, *values: float) -> Callable[[], list[float]]:
+        """Start to compute the maximum of each value over the ranks. Returns a function to read them.
+
+        On a GPU the host does not wait here. Reading waits for what was queued before this call, but
+        not for what was queued since.
+        """
+        if self.world_size == 1:
+            return lambda: list(values)
+        # Kernels write the values: the host would wait for the copy of a tensor made of a list.
+        largest = torch.empty(len(values), dtype=torch.float64, device=self.device)
+        for element, value in zip(largest, values, strict=True):
+            element.fill_(value)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        if self.device.type == "cpu":
+            return largest.tolist
+        # torch copies to page-locked memory here, so the copy is asynchronous.
+        copy = largest.to("cpu", non_blocking=True)
+        is_copied = torch.cuda.Event(blocking=True)  # its wait leaves the CPU to the readers
+        is_copied.record()
+
+        def read() -> list[float]:
+            is_copied.synchronize()
+            return copy.tolist()
+
+        return read
+
     def all_reduce_max(self, value: float) -> float:
-        """The largest value of any rank."""
-        return max(self.all_gather(value))
+        """The largest value of any rank. The host waits for the device."""
+        return self.start_max(value)()[0]
+
+    # Collectives of objects, for set-up and end: with nccl, each lets the host wait for the GPU
+    # several times.
 
     def all_gather(self, value: Any) -> list[Any]:
-        """The values of all ranks, in the order of the ranks (pickled, only among the processes of this job)."""
+        """The values of all ranks, in the order of the ranks. They are pickled."""
         values = [value] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(values, value)
@@ -66,8 +92,8 @@ class World:
         return self.all_gather(value)[0]
 
     @contextmanager
-    def together(self) -> Iterator[None]:
-        """If any rank raises a UserError in this block, every rank raises it.
+    def raise_on_all_ranks(self) -> Iterator[None]:
+        """If any rank raises a UserError in this block, every rank raises it as a SharedError.
 
         The block must not contain a collective: a rank that raises would not take part in it.
         """
@@ -75,28 +101,29 @@ class World:
         try:
             yield
         except HangError:
-            raise  # a process that is to end by force ends alone
+            raise  # this process has to end by force, and ends alone
         except UserError as error:
             own = str(error)
         if errors := [error for error in self.all_gather(own) if error]:
-            raise UserError(errors[0])
+            raise SharedError(errors[0])
 
     def check_same(self, values: Mapping[str, object], cure: str = "all ranks need the same") -> None:
-        """Raise UserError on every rank if a rank has another value than rank 0. values: {name: value}."""
+        """Raise SharedError on every rank if a rank differs from rank 0. values: {name: value}."""
         first, *others = self.all_gather({name: str(value) for name, value in values.items()})
         for rank, other in enumerate(others, 1):
             for name in first | other:
                 value, expected = other.get(name), first.get(name)
                 if value != expected:
-                    raise UserError(f"{name} is {value} on rank {rank} and {expected} on rank 0; {cure}")
+                    raise SharedError(f"{name} is {value} on rank {rank} and {expected} on rank 0; {cure}")
 
 
 @contextmanager
 def init_distributed(settings: Dist, launch: Launch | None = None) -> Iterator[World]:
-    """Choose the device, join the process group, and leave it in order at the end.
+    """Choose the device, join the process group, and leave it when all ranks leave it.
 
-    A single process creates no process group and opens no port. launch: None stands for what torchrun says. Raises
-    UserError if the device is not available.
+    A single process creates no process group and opens no port. launch: None stands for what
+    torchrun set. Raises UserError if the device is not available or, with gloo, as soon as another
+    rank is gone; with nccl the watchdog of torch ends the process then.
     """
     launch = launch or read_launch()
     device = _choose_device(launch, settings.device)
@@ -104,66 +131,78 @@ def init_distributed(settings: Dist, launch: Launch | None = None) -> Iterator[W
     if world.world_size == 1:
         yield world
         return
-    # The store of torchrun outlives a restart and still holds the addresses of dead ranks: 18 of 30 restarts failed
-    # without this prefix and none of 24 with it and the orderly end below. Several nodes may count restarts
-    # differently; there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each restart its own store (launch/ sets it).
+    # The store of torchrun outlives a restart and still holds the addresses of dead ranks: 18 of 30
+    # restarts failed without this prefix and none of 24 with it and the orderly end below. Several
+    # nodes may count restarts differently; there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each
+    # restart its own store (launch/ sets it).
     prefix = f"attempt{launch.attempt}" if launch.local_world_size == launch.world_size else "attempt"
     timeout = timedelta(seconds=settings.timeout_s)
-    store = dist.PrefixStore(prefix, next(iter(dist.rendezvous("env://", timeout=timeout)))[0])
     gpu = device if device.type == "cuda" else None
-    backend = "nccl" if gpu else "gloo"
     try:
+        store = dist.PrefixStore(prefix, next(iter(dist.rendezvous("env://", timeout=timeout)))[0])
         dist.init_process_group(
-            backend, store=store, rank=world.rank, world_size=world.world_size, timeout=timeout, device_id=gpu
+            "nccl" if gpu else "gloo",
+            store=store,
+            rank=world.rank,
+            world_size=world.world_size,
+            timeout=timeout,
+            device_id=gpu,
         )
         yield world
         dist.barrier()
-    except UserError as error:
-        if not isinstance(error, RankError):  # raised on every rank, see `together`
-            traceback.clear_frames(error.__traceback__)  # they hold what `_leave` collects
-            _leave()
+    except SharedError as error:
+        # The variables of its frames hold a DDP module, and thereby the group.
+        traceback.clear_frames(error.__traceback__)
+        _destroy_process_group()
         raise
     except RuntimeError as error:
-        if not isinstance(error, dist.DistError) and not re.search("gloo|NCCL", str(error)):
+        # gloo raises a plain RuntimeError, whose message begins with a path of its sources.
+        if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
             raise
-        silent = _silent_ranks(store, world)
-        which = f": {silent} hangs or is gone" if silent else ""
-        raise RankError(
-            f"rank {world.rank} lost the others{which}; see which failed, or raise dist.timeout_s"
-        ) from None
-    _leave()
+        cure = "see the message of the rank that failed, or raise dist.timeout_s"
+        raise UserError(f"the other ranks are gone or hang; {cure}") from None
+    _destroy_process_group()
 
 
-def _silent_ranks(store: dist.Store, world: World) -> str:
-    """The ranks that do not notice in NOTICE_S that others are lost: each hangs, or is gone. "" if it is not known."""
-    silent: list[str] = []
+def _destroy_process_group() -> None:
+    """End the group and its threads while Python still runs: gloo's would abort the process later.
 
-    def ask() -> None:
-        with suppress(RuntimeError):  # the store is lost, too
-            store.set(f"lost by {world.rank}", "")
-            time.sleep(NOTICE_S)
-            silent.extend(f"rank {rank}" for rank in range(world.world_size) if not store.check([f"lost by {rank}"]))
-
-    thread = threading.Thread(target=ask, daemon=True)  # the process that holds the store may hang itself
-    thread.start()
-    thread.join(2 * NOTICE_S)
-    return " and ".join(silent)
-
-
-def _leave() -> None:
-    """End the group and its threads while Python still runs: a thread of gloo aborts the process if it outlives it."""
-    gc.collect()  # a DDP module still holds the group
+    Call it only where every rank does: with nccl it finishes the queued collectives, and would wait
+    for a rank that does not come.
+    """
+    # A DDP module, which is part of a cycle of references, still holds the group.
+    gc.unfreeze()
+    gc.collect()
     dist.destroy_process_group()
 
 
 def _choose_device(launch: Launch, device: str) -> torch.device:
     n_gpus = torch.cuda.device_count()
     if device == "cuda" and not n_gpus:
-        raise UserError(f"dist.device is cuda, but torch {torch.__version__} sees no GPU; look at nvidia-smi")
+        raise SharedError(f"dist.device is cuda, but torch {torch.__version__} sees no GPU; look at nvidia-smi")
     if device == "cpu" or not n_gpus:
         return torch.device("cpu")
     if launch.local_world_size > n_gpus:
-        raise UserError(f"{launch.local_world_size} processes for {n_gpus} visible GPUs; use --nproc-per-node=gpu")
+        raise SharedError(f"{launch.local_world_size} processes for {n_gpus} visible GPUs; use --nproc-per-node=gpu")
     chosen = torch.device("cuda", launch.local_rank)
-    torch.cuda.set_device(chosen)  # before anything allocates, or every rank would hold memory on GPU 0
+    # Before anything allocates, or every rank would hold memory on GPU 0.
+    torch.cuda.set_device(chosen)
     return chosen
+
+
+def choose_kernels(device: torch.device, *, deterministic: bool) -> None:
+    """Let a GPU use its fastest kernels, or only those that give the same bits in every run.
+
+    Call it before the first of them runs.
+    """
+    if deterministic:
+        # Without this variable torch refuses matrix products on a GPU.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+        torch.set_float32_matmul_precision("highest")
+    elif device.type == "cuda":
+        # The kernels of each convolution are tried once, and the fastest is kept. float32 matrix
+        # products use TF32, which rounds their factors to 10 bits of mantissa.
+        torch.backends.cudnn.benchmark = True
+        torch.set_float32_matmul_precision("high")

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastgpu.process.launch import RankError
+from fastgpu.process.launch import UserError
 from fastgpu.rows.runs import Runs
 
 CODECS = {0xFF: "jpeg", 0x89: "png", 0x52: "webp"}
@@ -193,14 +193,14 @@ class Rows:
     def make_room(self, name: str, n_values: int, *, pinned: bool = False) -> bool:
         """Give a ragged column of a pool new memory if so many values do not fit.
 
-        Returns whether it did. Raises RankError if 32-bit offsets cannot count them.
+        Returns whether it did. Raises UserError if 32-bit offsets cannot count them.
         """
         column = self.columns[name]
         assert isinstance(column, Ragged)
         if n_values <= len(column.values):
             return False
         if n_values > MAX_VALUES:
-            raise RankError(f"a pool has {n_values:,} values of {name}, too many to count; use fewer data.pool_batches")
+            raise UserError(f"a pool has {n_values:,} values of {name}, too many to count; use fewer data.pool_batches")
         # The next pool may have more.
         shape = (min(int(1.25 * n_values), MAX_VALUES), *column.values.shape[1:])
         dtype = column.values[:0].cpu().numpy().dtype

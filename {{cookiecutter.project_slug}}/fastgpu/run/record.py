@@ -14,7 +14,7 @@ import yaml
 
 from fastgpu import TEMPLATE_VERSION
 from fastgpu.feed.data import Data
-from fastgpu.process.files import new_file
+from fastgpu.process.files import atomic_file
 from fastgpu.process.launch import warn
 from fastgpu.rows.contract import Dataset
 
@@ -40,7 +40,7 @@ def write_record(folder: Path, config: Mapping[str, Any], gpu: str, best: Sequen
 def write_or_warn(path: Path, text: str) -> None:
     """Write a file that a run does not need. If the disk refuses, training goes on."""
     try:
-        with new_file(path, replace=True) as partial:
+        with atomic_file(path) as partial:
             partial.write_text(text, encoding="utf-8")
     except OSError as error:
         warn(f"cannot write {path} ({error}); training goes on")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from fastgpu.process.launch import RankError
+from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import PoolPlan
 from fastgpu.rows.rows import LONG_ROW_BYTES, Field, RaggedArray
 from fastgpu.storage.file import RESTORE, scratch
@@ -135,7 +135,7 @@ class DecodedColumn(NamedTuple):
         return self.encoded.fingerprint()
 
     def read(self, ranges: Iterable[Range], out: np.ndarray, plan: PoolPlan | None = None) -> None:
-        """Decode rows to their places. Raises RankError if one is damaged."""
+        """Decode rows to their places. Raises UserError if one is damaged."""
         for start, places in ranges:
             values, offsets = self.encoded.read_rows(start, len(places))
             row_ids = np.arange(start, start + len(places)) + self.first_row
@@ -150,4 +150,4 @@ class DecodedColumn(NamedTuple):
                     if isinstance(error, MemoryError) or "allocate memory" in reason:
                         cure = "free some memory, or use a smaller loader.num_readers"
                     where = f"{self.name}: the image in row {row_ids[number]:,}"
-                    raise RankError(f"{where} cannot be decoded: {reason}; {cure}") from None
+                    raise UserError(f"{where} cannot be decoded: {reason}; {cure}") from None

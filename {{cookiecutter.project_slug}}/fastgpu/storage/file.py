@@ -12,7 +12,7 @@ from math import ceil
 import h5py
 import numpy as np
 
-from fastgpu.process.launch import RankError
+from fastgpu.process.launch import UserError
 
 READ_AHEAD_BYTES = 128 << 10
 """Linux reads at most this many bytes ahead for one `posix_fadvise`."""
@@ -55,20 +55,20 @@ class OpenFile:
         self._h5: h5py.File | None = None
 
     def check_unchanged(self) -> None:
-        """Raise RankError if somebody has written to the file since it was opened."""
+        """Raise UserError if somebody has written to the file since it was opened."""
         status = os.fstat(self._raw.fileno())
         if (status.st_size, status.st_mtime_ns) != (self.size, self._changed_ns):
-            raise RankError(f"{self.path} was changed while in use; {RESTORE}")
+            raise UserError(f"{self.path} was changed while in use; {RESTORE}")
 
     def preadv(self, targets: list[memoryview], offset: int) -> None:
         """Fill the targets, one after the other, with the bytes from `offset` on.
 
-        Raises RankError if the file ends before the targets are full.
+        Raises UserError if the file ends before the targets are full.
         """
         missing = sum(target.nbytes for target in targets)
         while (n_read := os.preadv(self._raw.fileno(), targets, offset)) < missing:
             if n_read == 0:
-                raise RankError(f"{self.path} ends at byte {offset}: it was cut while in use; {RESTORE}")
+                raise UserError(f"{self.path} ends at byte {offset}: it was cut while in use; {RESTORE}")
             offset += n_read
             missing -= n_read
             while n_read >= targets[0].nbytes:  # a signal or the limit of 2 GiB ended the call early
@@ -122,7 +122,7 @@ class OpenFile:
             return np.asarray(self._h5[dataset][start : start + n_rows])
         except (OSError, RuntimeError, ValueError, KeyError) as error:
             text = " ".join(str(error).split())
-            raise RankError(f"{self.path}: {dataset} from row {start} on cannot be read ({text}); {RESTORE}") from None
+            raise UserError(f"{self.path}: {dataset} from row {start} on cannot be read ({text}); {RESTORE}") from None
 
 
 def scratch(size: int, purpose: str) -> np.ndarray:

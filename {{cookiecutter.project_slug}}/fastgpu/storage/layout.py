@@ -12,7 +12,7 @@ from functools import cached_property
 import h5py
 import numpy as np
 
-from fastgpu.process.launch import RankError, UserError
+from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import PoolPlan
 from fastgpu.rows.rows import Field
 from fastgpu.storage.file import RESTORE, OpenFile
@@ -108,7 +108,7 @@ class Layout:
     def read(self, ranges: Iterable[Range], out: np.ndarray, plan: PoolPlan | None = None) -> None:
         """Copy the rows of each range to their places in `out`, (rows, *shape), C-contiguous. Thread-safe.
 
-        Raises OSError or RankError if the bytes cannot be had, are damaged, or were changed meanwhile.
+        Raises OSError or UserError if the bytes cannot be had, are damaged, or were changed meanwhile.
         """
         self._file.check_unchanged()
         by_chunk: dict[int, list[Range]] = {}
@@ -143,10 +143,10 @@ class Layout:
         return np.frombuffer(content, self._dtype).reshape(-1, *self.field.shape)
 
     def _place(self, rows: np.ndarray, places: np.ndarray | range, out: np.ndarray) -> None:
-        """Copy rows to their places. Raises RankError if they are item numbers out of range."""
+        """Copy rows to their places. Raises UserError if they are item numbers out of range."""
         # The device would crash at such a number, much later.
         if self._n_items is not None and not 0 <= rows.min() <= rows.max() < self._n_items:
-            raise RankError(
+            raise UserError(
                 f"{self.name}: item numbers {rows.min()} to {rows.max()} are not in 0 to {self._n_items - 1}, as the "
                 f"attribute shape has it; {RESTORE}"
             )
@@ -169,7 +169,7 @@ class CompressedRows(Layout):
         try:
             decoded = decode(content.data, self._filters, skipped, self.chunk_rows * self.field.row_bytes)
         except ValueError as error:
-            raise RankError(f"{self.name}: block {chunk} is damaged: it {error}; {RESTORE}") from None
+            raise UserError(f"{self.name}: block {chunk} is damaged: it {error}; {RESTORE}") from None
         return self._as_rows(decoded)
 
 

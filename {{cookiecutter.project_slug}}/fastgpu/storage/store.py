@@ -75,7 +75,7 @@ class HDF5Dataset(Dataset):
     def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Out]) -> None:
         """Copy the rows of each read to their places (see `Dataset.read`). Thread-safe.
 
-        Raises OSError or RankError if a file cannot give the bytes.
+        Raises OSError or UserError if a file cannot give the bytes.
         """
         ranges: dict[int, list[Range]] = {}
         for start, places in reads.ranges():

@@ -58,7 +58,7 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
             smoothing=0,
             disable=not world.is_main or not sys.stderr.isatty(),
         )
-        with world.together():
+        with world.raise_on_all_ranks():
             if self._folder and config["log.wandb"]:
                 _start_wandb(folder, config)
         self._writer: SummaryWriter | None = None
