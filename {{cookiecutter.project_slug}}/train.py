@@ -51,12 +51,12 @@ class Training(NamedTuple):
     ema: AveragedModel
 
 
-def build(cfg: Config, world: World) -> Training:
+def build(cfg: Config, splits: tuple[Dataset, Dataset], world: World) -> Training:
     # A UserError of one rank in this block, such as a missing file, ends every rank with its message.
     with world.together():
-        # Data: HDF5 files (HDF5Dataset), or any torch Dataset (data.dataset). `sizes` has a number for each `auto`.
-        train_rows, val_rows = open_splits(cfg.data, cfg.run.seed)
+        train_rows, val_rows = splits
         workload = workloads.make(cfg, train_rows, val_rows)
+        # `sizes` has a number for each `auto`.
         sizes = choose_sizes(cfg, train_rows, val_rows, world)
 
         # Order: BlockSampler is a DistributedSampler that shuffles blocks of the files, and rows within a pool of them.
@@ -214,7 +214,11 @@ def train(t: Training, world: World) -> int:
 
 
 if __name__ == "__main__":
-    with exit_with_message(), init_distributed(config.dist) as world:  # nccl between GPUs, gloo between CPUs
-        training = build(config, world)
-        exit_code = 0 if config.run.check else train(training, world)
+    with exit_with_message():
+        # Data: HDF5 files (HDF5Dataset), or any torch Dataset (data.dataset). It is opened first, because the worker
+        # processes of a Dataset are forks of this process, and neither CUDA nor NCCL survives a fork.
+        opened = open_splits(config.data, config.loader, config.run.seed)
+        with init_distributed(config.dist) as world:  # nccl between GPUs, gloo between CPUs
+            training = build(config, opened, world)
+            exit_code = 0 if config.run.check else train(training, world)
     sys.exit(exit_code)

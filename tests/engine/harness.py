@@ -31,7 +31,7 @@ import torch.multiprocessing as mp
 import train as script
 from PIL import Image
 
-from fastgpu.feed import Passes, PoolLoader, Sizes, open_loaders
+from fastgpu.feed import Passes, PoolLoader, Sizes, open_loaders, open_splits
 from fastgpu.feed.loader import ONE_PASS
 from fastgpu.process.config import Dist, Loader, Tier
 from fastgpu.process.config_loader import load_config
@@ -267,7 +267,13 @@ def write_minimal(folder: Path, n_rows: int = 700, n_val_rows: int = 100) -> Non
 
 def train(*words: str, world: World = ALONE) -> int:
     """`python train.py` of the current folder, in this process. Returns the exit code."""
-    return script.train(script.build(load_config(list(words)), world), world)
+    return script.train(build(*words, world=world), world)
+
+
+def build(*words: str, world: World = ALONE) -> script.Training:
+    """What train.py with these words builds before it trains."""
+    config = load_config(list(words))
+    return script.build(config, open_splits(config.data, config.loader, config.run.seed), world)
 
 
 def train_rank(world: World, *words: str) -> int | str:

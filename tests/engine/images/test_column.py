@@ -10,7 +10,7 @@ from fastgpu.feed.sources import open_splits
 from fastgpu.images.column import decoded
 from fastgpu.images.decode import EncodedImage
 from fastgpu.images.parts import centre_box
-from fastgpu.process.config import Config, Data
+from fastgpu.process.config import Config, Data, Loader
 from fastgpu.process.launch import RankError
 from fastgpu.process.machine import available_cpus
 from fastgpu.storage.store import open_store
@@ -50,7 +50,7 @@ def test_a_damaged_image_is_named_by_its_row_and_missing_memory_is_no_damage(pat
 
 def sizes_of(path: str, fields: dict[str, str] = FIELDS, **values: object) -> Sizes:
     data = Data(train=path, val="20%", fields=fields, batch_size=8, **values)
-    return choose_sizes(Config(workload="images", data=data), *open_splits(data, 0), ALONE)
+    return choose_sizes(Config(workload="images", data=data), *open_splits(data, Loader(), 0), ALONE)
 
 
 def test_auto_keeps_centres_on_the_device_and_leaves_random_parts_on_the_disk(path):

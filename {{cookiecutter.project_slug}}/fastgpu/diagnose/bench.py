@@ -11,6 +11,7 @@ import torch
 from fastgpu.diagnose import ceilings
 from fastgpu.diagnose.ceilings import Loop, Meter, Supply, read_pool, repeat
 from fastgpu.diagnose.verdict import Measured
+from fastgpu.feed import open_splits
 from fastgpu.process.config import Config
 from fastgpu.process.seeds import reseed
 from fastgpu.process.world import World
@@ -31,7 +32,9 @@ class Bench:
         """
         self.world = world
         self.meter = Meter(world, seconds)
-        parts = train.build(config, world)
+        with world.together():
+            splits = open_splits(config.data, config.loader, config.run.seed)
+        parts = train.build(config, splits, world)
         parts.loader.close()
         parts.val_loader.close()
         self.parts = parts._replace(loader=None, val_loader=None)  # measurements open feeds of their own

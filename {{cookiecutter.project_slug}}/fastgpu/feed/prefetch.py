@@ -24,7 +24,8 @@ from queue import Empty, SimpleQueue
 import numpy as np
 import torch
 
-from fastgpu.dataset.source import CLOSE_S, READERS_NICE, ItemDataset, rows_per_ask
+from fastgpu.dataset.source import ItemDataset, rows_per_ask
+from fastgpu.dataset.workers import CLOSE_S, READERS_NICE
 from fastgpu.feed.loader import ONE_PASS, Passes, PoolLoader
 from fastgpu.process import config
 from fastgpu.process.launch import HangError
@@ -70,7 +71,7 @@ class PrefetchLoader(PoolLoader):
         passes: Passes = ONE_PASS,
         loader: config.Loader = DEFAULTS,
     ):
-        """n_readers: threads that read, or worker processes (0: none) of a torch Dataset.
+        """n_readers: threads that read. For a torch Dataset without worker processes, so many are started (0: none).
 
         loader: prefetch_pools and timeout_s are used. Raises UserError if the processes cannot be started.
         """
@@ -89,9 +90,9 @@ class PrefetchLoader(PoolLoader):
         self._rows_per_job = max(1, job_rows, order.max_pool_rows // (JOBS_PER_READER * self._n_threads))
         if isinstance(source, ItemDataset):
             self._rows_per_job = rows_per_ask(source, order)
-            if n_readers:
+            if n_readers and not source.n_workers:  # a training run has started them when it opened the Dataset
                 source = source.with_workers(n_readers, self._timeout_s)
-                self._n_threads = 2 * n_readers
+            self._n_threads = max(1, 2 * source.n_workers)
         self._source = source
         self._threads: list[threading.Thread] = []
         self._next: tuple[int, int] | None = None  # (epoch, number) of the pools that are being read now

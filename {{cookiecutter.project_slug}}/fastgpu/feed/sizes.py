@@ -9,7 +9,7 @@ import torch
 
 from fastgpu.dataset.source import ItemDataset
 from fastgpu.feed.loader import ONE_PASS, Passes
-from fastgpu.process.config import Config, Data, Tier
+from fastgpu.process.config import Config, Data, Loader, Tier
 from fastgpu.process.launch import UserError, warn
 from fastgpu.process.machine import available_cpus, format_bytes, free_host_bytes
 from fastgpu.process.world import World
@@ -75,9 +75,13 @@ def choose_sizes(cfg: Config, source: Dataset, val_source: Dataset, world: World
     if pool_batches < len(source) // data.batch_size and (text := class_order_warning(source)):
         warn(text)
     uses_workers = isinstance(source, ItemDataset)
-    asked = loader.num_workers if uses_workers else loader.num_readers
-    max_readers = available_cpus() if uses_workers or source.decoding else MAX_READERS
-    n_readers = max(1, min(max_readers, available_cpus() // world.local_world_size)) if asked == "auto" else asked
+    if uses_workers:
+        n_readers = count_workers(loader, world.local_world_size)
+    elif loader.num_readers == "auto":
+        max_readers = available_cpus() if source.decoding else MAX_READERS
+        n_readers = max(1, min(max_readers, available_cpus() // world.local_world_size))
+    else:
+        n_readers = loader.num_readers
     need = sum(len(each) * each.row_bytes for each in (source, val_source))
     free_host = free_host_bytes() // world.local_world_size
     free_device = torch.cuda.mem_get_info(world.device)[0] if world.device.type == "cuda" else free_host
@@ -86,6 +90,11 @@ def choose_sizes(cfg: Config, source: Dataset, val_source: Dataset, world: World
     batch_size = data.batch_size // world.world_size
     passes = Passes(data.echo, cfg.train.epochs)
     return Sizes(batch_size, canonical_ranks, pool_batches, tier, n_readers, uses_workers, need, free, passes)
+
+
+def count_workers(loader: Loader, local_world_size: int) -> int:
+    """Worker processes of each rank for a torch Dataset. auto: the CPUs of this rank."""
+    return max(1, available_cpus() // local_world_size) if loader.num_workers == "auto" else loader.num_workers
 
 
 def choose_tier(data: Data, sources: tuple[Dataset, Dataset], need: int, free: Mapping[str, int]) -> Tier:

@@ -8,27 +8,30 @@ from typing import Literal
 import numpy as np
 
 from fastgpu.dataset.source import open_dataset
-from fastgpu.process.config import Data
-from fastgpu.process.launch import UserError, warn
+from fastgpu.feed.sizes import count_workers
+from fastgpu.process.config import Data, Loader
+from fastgpu.process.launch import UserError, read_launch, warn
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.selection import Groups, Mixture, Share, hold_out
 from fastgpu.storage.meaning import check_meaning
 from fastgpu.storage.store import HDF5Dataset, expand, open_store
 
 
-def open_splits(data: Data, seed: int) -> tuple[Dataset, Dataset]:
+def open_splits(data: Data, loader: Loader, seed: int) -> tuple[Dataset, Dataset]:
     """The training rows and the validation rows. Raises UserError if one cannot open them, or if they do not fit.
 
-    A share of data.train is the same rows, of which each part has a selection. seed: of the order of rows in a mixture.
+    The worker processes of a torch Dataset are started here: call this before the process uses CUDA or NCCL. `close` of
+    the rows ends them, and so does the end of this process. If data.val is a share of data.train, both read the same
+    rows with the same workers. seed: of the order of rows in a mixture.
     """
-    train = _open(data, "train")
-    train, val = (train, _open(data, "val")) if data.val_share is None else _hold_out(data, train)
+    train = _open(data, loader, "train")
+    train, val = (train, _open(data, loader, "val")) if data.val_share is None else _hold_out(data, train)
     _warn_of_shared_rows(data)
     check_meaning("data.val", train, val)
     return _mixed(data, train, seed), val
 
 
-def _open(data: Data, split: Literal["train", "val"]) -> Dataset:
+def _open(data: Data, loader: Loader, split: Literal["train", "val"]) -> Dataset:
     """All rows that data.train or data.val names, with pixels in place of encoded images."""
     key = f"data.{split}"
     named = data.train if split == "train" else data.val
@@ -37,7 +40,10 @@ def _open(data: Data, split: Literal["train", "val"]) -> Dataset:
         return _decoded(data, open_store(key, list(named) if isinstance(named, dict) else named, fields))
     if isinstance(named, dict):
         raise UserError("data.train has weights, which work for HDF5 files only; use data.dataset=none")
-    return _decoded(data, open_dataset(key, named, fields, factory=data.dataset))
+    source = open_dataset(key, named, fields, factory=data.dataset)
+    if n_workers := count_workers(loader, read_launch().local_world_size):
+        source = source.with_workers(n_workers, loader.timeout_s)
+    return _decoded(data, source)
 
 
 def _decoded(data: Data, source: Dataset) -> Dataset:
