@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset
 from fastgpu.dataset.items import NO_ARRAY, Columns, field_of, to_array, to_column
 from fastgpu.dataset.workers import Workers
 from fastgpu.process.launch import UserError
-from fastgpu.rows.contract import Dataset, Out, PoolPlan, Reads
+from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import RaggedArray
 
@@ -34,7 +34,18 @@ N_SAMPLES = 8
 """Items that are compared to find out which fields have any number of values."""
 
 
-class ItemDataset(Dataset):
+class ItemSource(Dataset):
+    """Rows that are made one at a time: a block is a row, and only a row that was made tells its length."""
+
+    def read_rows(self, rows: np.ndarray, seed: int, epoch: int) -> Columns:
+        """{field: (n, *shape), or ragged} of these rows, (n,), in their order. It takes the place of `read`.
+
+        seed, epoch: decide what is drawn at random.
+        """
+        raise NotImplementedError
+
+
+class ItemDataset(ItemSource):
     """The rows of a map-style Dataset, as blocks of one row.
 
     Its items are mappings, or sequences in the order of `names`, of arrays, tensors or numbers. A field whose items
@@ -107,27 +118,12 @@ class ItemDataset(Dataset):
     @property
     def n_workers(self) -> int:
         """Number of worker processes that read. 0: rows are read in this process."""
-        return self._workers.n_workers if self._workers else 0
+        return len(self._workers.processes) if self._workers else 0
 
     def close(self) -> None:
         """End the workers, also for copies of this source."""
         if self._workers:
             self._workers.close()
-
-    def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Out]) -> None:
-        """See `Dataset.read`; rows of a ragged field go to a list. Without workers, one thread may call this.
-
-        Raises RankError if a worker died, or rows differ in type or shape.
-        """
-        columns = self.read_rows(reads.starts, plan.order.seed, plan.epoch)  # a block is a row
-        for name, column in columns.items():
-            target = out[name]
-            if isinstance(target, list):
-                assert isinstance(column, RaggedArray)
-                target.append((reads.places, column))
-            else:
-                assert isinstance(target, np.ndarray)
-                target[reads.places] = column
 
     def read_rows(self, rows: np.ndarray, seed: int, epoch: int) -> Columns:
         """`make_rows` in a worker process, if there are any: then any thread may call this.

@@ -44,7 +44,7 @@ class Workers:
         Raises UserError if the processes cannot be started.
         """
         self._name = name
-        self._processes: list[ForkProcess] = []
+        self.processes: list[ForkProcess] = []
         self._idle: SimpleQueue[Connection] = SimpleQueue()
         """Pipes to the workers that have nothing to do."""
         # multiprocessing would send SIGTERM at the exit, which workers ignore, and wait for ever.
@@ -56,16 +56,11 @@ class Workers:
                 process = fork.Process(target=_work, args=(its_pipe, name, read_rows, timeout_s), daemon=True)
                 process.start()
                 its_pipe.close()
-                self._processes.append(process)
+                self.processes.append(process)
                 self._idle.put(pipe)
         except OSError as error:
             self.close()
             raise UserError(f"loader.num_workers is {n_workers}: {error.strerror}; use fewer of them") from None
-
-    @property
-    def n_workers(self) -> int:
-        """Number of processes. It is 0 after `close`."""
-        return len(self._processes)
 
     def read_rows(self, rows: np.ndarray, seed: int, epoch: int) -> Columns:
         """Let an idle worker read these rows. Raises RankError if it cannot, or died. Any thread may call this."""
@@ -75,7 +70,7 @@ class Workers:
             answer: Columns | str = pipe.recv()
         except (OSError, EOFError):
             raise RankError(
-                f"one of the loader.num_workers ({self.n_workers}) was killed or crashed reading {self._name}: "
+                f"one of the loader.num_workers ({len(self.processes)}) was killed or crashed reading {self._name}: "
                 "if memory ran out use fewer; loader.num_workers=0 shows its error"
             ) from None
         finally:
@@ -87,10 +82,10 @@ class Workers:
     def close(self) -> None:
         """Kill the workers: they may hang, or be stopped, and have nothing to save. It is safe to call this twice."""
         atexit.unregister(self.close)
-        for process in self._processes:
+        for process in self.processes:
             process.kill()
             process.join(CLOSE_S)
-        self._processes.clear()
+        self.processes.clear()
 
 
 def _work(pipe: Connection, name: str, read_rows: ReadRows, timeout_s: float) -> None:
