@@ -135,7 +135,7 @@ def read_rows(source: Dataset) -> dict[str, Any]:
 
 def sizes_of(tier: Tier, n_readers: int, passes: Passes = ONE_PASS) -> Sizes:
     """Sizes that name a tier and a number of readers."""
-    return Sizes(1, 1, 1, tier, n_readers, uses_workers=False, need=0, free={}, passes=passes)
+    return Sizes(1, 1, 1, tier, n_readers, passes=passes)
 
 
 def open_feed(

@@ -61,7 +61,7 @@ class Bench:
     def try_readers(self) -> tuple[str, float]:
         """Twice as many readers, as a setting, and the seconds per step of the supply with them."""
         n_readers = max(1, 2 * self.sizes.n_readers)
-        setting = f"loader.{'num_workers' if self.sizes.uses_workers else 'num_readers'}={n_readers}"
+        setting = f"loader.{self.sizes.readers_key}={n_readers}"
         self.world.print_once(f"trying {setting}")
         return setting, self._supply_s(n_readers)
 

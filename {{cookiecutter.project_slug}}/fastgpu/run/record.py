@@ -16,7 +16,6 @@ from fastgpu import TEMPLATE_VERSION
 from fastgpu.feed.sizes import Sizes
 from fastgpu.process.files import new_file
 from fastgpu.process.launch import warn
-from fastgpu.process.machine import format_bytes
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.selection import Mixture
@@ -105,20 +104,14 @@ def identify_job(
     return settings | {"data.train": train, "data.val": val, "the versions": VERSIONS, "the order": fingerprint}
 
 
-KEPT = {"device": "kept on the device", "host": "kept in RAM", "disk": "read from disk"}
-
-
 def describe_feed(source: Dataset, sizes: Sizes, order: BlockSampler) -> str:
     """Where the rows are kept, in which portions they move, and how many an epoch has, in words that need no page."""
-    kind = "worker processes" if sizes.uses_workers else "reader threads"
+    kind = "worker processes" if sizes.readers_key == "num_workers" else "reader threads"
     readers = "" if sizes.tier == "device" else f"; {kind} on each rank: {sizes.n_readers}"
     fields = ", ".join(f"{name}: {field}" for name, field in source.fields.items())
-    free = f"{format_bytes(sizes.free['host'])} in RAM"
-    if sizes.free["device"] != sizes.free["host"]:  # the device is not the CPU
-        free = f"{format_bytes(sizes.free['device'])} on its device, {free}"
     lines = [
         f"rows: {source.name} ({fields}) {source.decoding}".rstrip(),
-        f"memory: {format_bytes(sizes.need)} for all rows, {KEPT[sizes.tier]}; free for each rank: {free}",
+        f"memory: {sizes.memory}",
         f"batches: {order.global_batch_size} rows over all ranks, {sizes.batch_size} on each; shuffled "
         f"{sizes.pool_batches} at a time{readers}",
     ]
