@@ -31,7 +31,7 @@ class Loader(Protocol):
 
     @property
     def fingerprint(self) -> Mapping[str, object]:
-        """What decides which rows are in the batch of a step: the seed, the batch size, a digest of the rows and others.
+        """What decides which rows are in the batch of a step: the seed, the batch size, a digest of the rows, ...
 
         These are JSON values, the same on every rank. A run that was saved inside an epoch is resumed only if they have
         not changed. World sizes that see the same global batches should have the same values.
