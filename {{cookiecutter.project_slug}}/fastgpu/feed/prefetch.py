@@ -99,7 +99,8 @@ class PrefetchLoader(PoolLoader):
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._slots = [self._make_slot(source) for _ in range(loader.prefetch_pools + 1)]
-        if self._stream:  # kernels of a previous owner of the slots' memory may still run on the loop's stream
+        if self._stream:
+            # Kernels of a previous owner of the slots' memory may still run on the loop's stream.
             self._stream.wait_stream(torch.cuda.current_stream(device))
         job_rows = JOB_BYTES // max(1, source.row_bytes)
         self._rows_per_job = max(1, job_rows, order.max_pool_rows // (JOBS_PER_READER * self._n_threads))
@@ -107,11 +108,14 @@ class PrefetchLoader(PoolLoader):
             self._rows_per_job = rows_per_ask(source, order)
             if n_readers and not source.n_workers:  # a training run has started them when it opened the Dataset
                 source = source.with_workers(n_readers, self._timeout_s)
+            # While one thread of a worker copies rows to their places, the worker reads for the other.
             self._n_threads = max(1, 2 * source.n_workers)
         self._source = source
         self._threads: list[threading.Thread] = []
         self._next: tuple[int, int] | None = None  # (epoch, number) of the pools that are being read now
-        atexit.register(self.close)  # a daemon that runs C++ while Python ends would abort the process
+        # The threads are daemons, so that one that hangs does not keep Python from ending. One that runs C++ while
+        # Python ends would abort the process, so they are asked to end before.
+        atexit.register(self.close)
 
     def _make_slot(self, source: Dataset) -> _Slot:
         host = Rows.empty(source.fields, self.order.max_pool_rows, torch.device("cpu"), pinned=bool(self._stream))
@@ -153,12 +157,12 @@ class PrefetchLoader(PoolLoader):
         if self._threads:  # they may yet write to the slots
             raise self._hang_error
         self._closing = threading.Event()
-        # What the feeder, the readers and the loop take. None ends the one that takes it.
-        self._inbox: SimpleQueue[_Slot | _Ended | None] = SimpleQueue()  # a slot that is free, or a job that has ended
+        # What the feeder, the readers and the loop wait for: free slots and ended jobs; jobs; slots with a pool, or the
+        # error that ended the feeder. None ends the one that takes it.
+        self._inbox: SimpleQueue[_Slot | _Ended | None] = SimpleQueue()
         self._jobs: SimpleQueue[tuple[Callable[[], None], _Slot] | None] = SimpleQueue()
         self._ready: SimpleQueue[_Slot | BaseException | None] = SimpleQueue()
         for slot in self._slots:
-            slot.n_jobs = 0
             self._release(slot)
         work: dict[str, Callable[[], None]] = {f"reader_{n}": self._read_rows for n in range(self._n_threads)}
         work["feeder"] = partial(self._feed, plans)
@@ -203,7 +207,8 @@ class PrefetchLoader(PoolLoader):
             has_more = True
             while has_more or filling:
                 message = self._inbox.get(timeout=self._timeout_s if filling else None)
-                if message is None:
+                # While the loader is being closed, readers leave jobs out.
+                if message is None or self._closing.is_set():
                     break
                 if isinstance(message, _Ended):
                     if message.error:

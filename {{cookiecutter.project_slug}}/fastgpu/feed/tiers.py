@@ -61,30 +61,27 @@ def open_loaders(
     loaders: list[PoolLoader] = []
     kept: dict[Dataset, Rows] = {}
     home = device if sizes.tier == "device" else torch.device("cpu")
+    one_ahead = loader.model_copy(update={"prefetch_pools": 1})
     for source, order in zip(sources, orders, strict=True):
-        settings, passes = loader, sizes.passes
-        if not order.shuffle:  # validation takes each row once, and with one pool ahead it needs less memory
-            settings, passes = _one_ahead(loader), passes._replace(echo=1.0)
+        # Validation, which is not shuffled, takes each row once. One pool ahead is enough for it, and saves memory.
+        passes = sizes.passes if order.shuffle else sizes.passes._replace(echo=1.0)
+        ahead = loader if order.shuffle else one_ahead
         if sizes.tier == "disk":
-            loaders.append(PrefetchLoader(source, order, device, sizes.n_readers, passes=passes, loader=settings))
+            loaders.append(PrefetchLoader(source, order, device, sizes.n_readers, passes=passes, loader=ahead))
             continue
         whole = source.whole or source
         if whole not in kept:
-            kept[whole] = _read_all(whole, home, sizes.n_readers, loader)
+            kept[whole] = _read_all(whole, home, sizes.n_readers, one_ahead)
         rows = kept[whole]
         if sizes.tier == "device":
             loaders.append(ResidentLoader(rows, source, order, passes=passes))
             continue
         blocks = source.block_rows
         arrays = ArrayDataset(source.name, rows.numpy(), source.attributes, block_rows=blocks, fields=source.fields)
-        feed = PrefetchLoader(arrays, order, device, sizes.n_readers, passes=passes, loader=settings)
+        feed = PrefetchLoader(arrays, order, device, sizes.n_readers, passes=passes, loader=ahead)
         feed.rows = source  # its fingerprint has a digest of the rows, which arrays do not have
         loaders.append(feed)
     return loaders
-
-
-def _one_ahead(loader: Loader) -> Loader:
-    return loader.model_copy(update={"prefetch_pools": 1})
 
 
 def _read_all(source: Dataset, device: torch.device, n_readers: int, loader: Loader) -> Rows:
@@ -97,7 +94,7 @@ def _read_all(source: Dataset, device: torch.device, n_readers: int, loader: Loa
         rows[name].offsets.copy_(torch.from_numpy(rows[name].host_offsets))
     batch_size = min(n_rows, max(1, LOAD_BYTES // LOAD_BATCHES // source.row_bytes))
     order = BlockSampler(source.block_rows, batch_size, pool_batches=LOAD_BATCHES, seed=None)
-    feed = PrefetchLoader(source, order, device, n_readers, passes=Passes(n_epochs=1), loader=_one_ahead(loader))
+    feed = PrefetchLoader(source, order, device, n_readers, passes=Passes(n_epochs=1), loader=loader)
     start = 0
     with closing(feed):
         for plan, part in feed.pools(0):
