@@ -31,8 +31,9 @@ from tables import compare, speeds
 from torch.utils.data import Dataset
 from train import Training, build, train_step
 
+from fastgpu.feed import open_splits
 from fastgpu.process.config_loader import load_config
-from fastgpu.process.launch import UserError
+from fastgpu.process.launch import UserError, attempt
 from fastgpu.process.machine import available_cpus
 from fastgpu.process.world import World
 from fastgpu.rows.rows import Rows
@@ -119,7 +120,9 @@ def build_parts(case: Case, spec: DataSpec, tier: str, world: World) -> Training
     val = spec.folder / "users-val.h5" if case.make is data.make_users else spec.h5
     keys = {"data.train": spec.h5, "data.val": val, "data.batch_size": spec.batch_size, "data.tier": tier, **case.keys}
     words = (f"{key}={value}" for key, value in keys.items())
-    return build(load_config(["--config", str(PROJECT / case.config), *words]), world)
+    config = load_config(["--config", str(PROJECT / case.config), *words])
+    opened = attempt(open_splits, config.data, config.loader, config.run.seed)
+    return build(config, opened, world)
 
 
 class Bench:

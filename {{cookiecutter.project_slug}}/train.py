@@ -8,7 +8,7 @@ python train.py data.batch_size=512 train.epochs=3       any key of config.yaml;
 import sys
 
 from fastgpu.process.config_loader import load_config
-from fastgpu.process.launch import SharedError, exit_with_message
+from fastgpu.process.launch import SharedError, attempt, exit_with_message
 
 # config.yaml is read before torch, whose import takes seconds: a mistake in it is reported at once.
 if __name__ == "__main__":
@@ -16,6 +16,7 @@ if __name__ == "__main__":
         config = load_config(sys.argv[1:])
 
 import gc
+from collections.abc import Callable
 from contextlib import closing
 from math import cos, isfinite, pi
 from typing import NamedTuple
@@ -28,7 +29,7 @@ from fastgpu import feed, training
 from fastgpu.process.config import Config, Optim
 from fastgpu.process.seeds import reseed
 from fastgpu.process.world import World, choose_kernels, init_distributed
-from fastgpu.rows import BlockSampler, Rows, Shard
+from fastgpu.rows import BlockSampler, Dataset, Rows, Shard
 from fastgpu.run import Run, Stateful, describe_model, identify_job
 from fastgpu.telemetry import Clock, Monitor, TensorBoard
 
@@ -51,14 +52,13 @@ class Training(NamedTuple):
 # ------------------------------------------------------------------------------ data, model, optimizer
 
 
-def build(cfg: Config, world: World) -> Training:
+def build(cfg: Config, opened: Callable[[], tuple[Dataset, Dataset]], world: World) -> Training:
     # On a GPU: cudnn.benchmark and TF32, or with run.deterministic the same bits in every run.
     choose_kernels(world.device, deterministic=cfg.run.deterministic)
 
     # A UserError of one rank in this block, such as a missing file, ends every rank with its message.
     with world.raise_on_all_ranks():
-        # HDF5 files (HDF5Dataset), or any torch Dataset (data.dataset).
-        train_rows, val_rows = feed.open_splits(cfg.data, cfg.run.seed)
+        train_rows, val_rows = opened()
         data = feed.Data(train_rows, val_rows, feed.choose_sizes(cfg, train_rows, val_rows, world))
         loader, val_loader = build_loaders(cfg, data, world)
 
@@ -238,7 +238,11 @@ def train(t: Training, world: World) -> int:
 
 
 if __name__ == "__main__":
-    with exit_with_message(), init_distributed(config.dist) as world:  # nccl between GPUs, gloo between CPUs
-        t = build(config, world)
-        exit_code = 0 if config.run.check else train(t, world)
+    with exit_with_message():
+        # HDF5 files (HDF5Dataset), or any torch Dataset (data.dataset). They are opened first, because the worker
+        # processes of a Dataset are forks of this process, and neither CUDA nor NCCL survives a fork.
+        opened = attempt(feed.open_splits, config.data, config.loader, config.run.seed)
+        with init_distributed(config.dist) as world:  # nccl between GPUs, gloo between CPUs
+            t = build(config, opened, world)
+            exit_code = 0 if config.run.check else train(t, world)
     sys.exit(exit_code)

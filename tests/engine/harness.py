@@ -32,11 +32,11 @@ import torch.multiprocessing as mp
 import train as script
 from PIL import Image
 
-from fastgpu.feed import Passes, PoolLoader, Sizes, open_loaders
+from fastgpu.feed import Passes, PoolLoader, Sizes, open_loaders, open_splits
 from fastgpu.feed.loader import ONE_PASS
 from fastgpu.process.config import Dist, Loader, Tier
 from fastgpu.process.config_loader import load_config
-from fastgpu.process.launch import Launch, UserError
+from fastgpu.process.launch import Launch, UserError, attempt
 from fastgpu.process.signals import STOP
 from fastgpu.process.world import World, init_distributed
 from fastgpu.rows.contract import Dataset, Reads
@@ -138,7 +138,7 @@ def read_rows(source: Dataset) -> dict[str, Any]:
 
 def sizes_of(tier: Tier, n_readers: int, passes: Passes = ONE_PASS) -> Sizes:
     """Sizes that name a tier and a number of readers."""
-    return Sizes(1, 1, 1, tier, n_readers, uses_workers=False, need=0, free={}, passes=passes)
+    return Sizes(1, 1, 1, tier, n_readers, passes=passes)
 
 
 def open_feed(
@@ -271,9 +271,15 @@ def write_minimal(folder: Path, n_rows: int = 700, n_val_rows: int = 100) -> Non
 def train(*words: str, world: World = ALONE) -> int:
     """`python train.py` of the current folder, in this process. Returns the exit code."""
     try:
-        return script.train(script.build(load_config(list(words)), world), world)
+        return script.train(build(*words, world=world), world)
     finally:
         gc.unfreeze()  # the next test must not keep what this run has built
+
+
+def build(*words: str, world: World = ALONE) -> script.Training:
+    """What train.py with these words builds before it trains."""
+    config = load_config(list(words))
+    return script.build(config, attempt(open_splits, config.data, config.loader, config.run.seed), world)
 
 
 def train_rank(world: World, *words: str) -> int | str:

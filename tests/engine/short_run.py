@@ -29,7 +29,7 @@ CONFIG = Config.model_validate(
     }
 )
 SOURCE = ArrayDataset("made up", {"x": np.zeros((BATCH_SIZE, 100), np.uint8)})
-SIZES = Sizes(BATCH_SIZE, 1, 1, "disk", 1, uses_workers=False, need=0, free={})
+SIZES = Sizes(BATCH_SIZE, 1, 1, "disk", 1)
 ORDER = BlockSampler(np.full(STEPS_PER_EPOCH, BATCH_SIZE, np.int32), BATCH_SIZE, seed=0)
 
 

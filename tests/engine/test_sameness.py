@@ -45,7 +45,7 @@ from fastgpu.feed import PoolLoader
 from fastgpu.feed.sources import open_splits
 from fastgpu.images.decode import EncodedImage
 from fastgpu.images.parts import centre_box, draw, random_box
-from fastgpu.process.config import Data, Tier
+from fastgpu.process.config import Data, Loader, Tier
 from fastgpu.report.results import read_run
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler, Shard
@@ -195,7 +195,7 @@ def test_rows_and_their_order_depend_on_the_seed_alone(files, monkeypatch, kind,
     def bytes_of(number: int, epoch: int) -> dict[str, bytes]:
         return {name: value.tobytes() for name, value in row(number, epoch).items()}
 
-    source, _ = open_splits(Data(batch_size=BATCH_SIZE, **data), SEED)
+    source, _ = open_splits(Data(batch_size=BATCH_SIZE, **data), Loader(num_workers=0), SEED)
     for world_size, n_readers, pool_batches in ((1, 0, 3), (1, 4, 1000), (2, 2, 2), (4, 1, 3)):
         alone = order_of(source, pool_batches)
         with ExitStack() as stack:

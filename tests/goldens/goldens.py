@@ -75,7 +75,7 @@ def opened(case: str, rank: int = 0, world_size: int = 1, *, tier: str = "disk")
     sections = {"data": DATA | CASES[case] | {"tier": tier}, "loader": {"num_readers": 1, "num_workers": 0}}
     cfg = Config.model_validate({"workload": "minimal", "run": {"seed": 3}, "dist": {"device": "cpu"}} | sections)
     world = World(rank, world_size, world_size, harness.CPU)
-    rows, val_rows = sources.open_splits(cfg.data, cfg.run.seed)
+    rows, val_rows = sources.open_splits(cfg.data, cfg.loader, cfg.run.seed)
     chosen = sizes.choose_sizes(cfg, rows, val_rows, world)
     size, pools = chosen.batch_size, chosen.pool_batches
     shard, val_shard = Shard(rank, world_size, chosen.canonical_ranks), Shard(rank, world_size)

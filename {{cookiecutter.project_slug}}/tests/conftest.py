@@ -8,9 +8,10 @@ import pytest
 from contract import ON_A_CPU
 
 import train
+from fastgpu.feed import open_splits
 from fastgpu.process.config import Config
 from fastgpu.process.config_loader import load_config
-from fastgpu.process.launch import Launch
+from fastgpu.process.launch import Launch, attempt
 from fastgpu.process.world import init_distributed
 
 
@@ -43,7 +44,8 @@ def build(config: Config) -> Iterator[Callable[..., train.Training]]:
         def make(*words: str) -> train.Training:
             changed = load_config([*ON_A_CPU, *words])
             world = stack.enter_context(init_distributed(changed.dist, Launch()))
-            parts = train.build(changed, world)
+            opened = attempt(open_splits, changed.data, changed.loader, changed.run.seed)
+            parts = train.build(changed, opened, world)
             stack.callback(parts.loader.close)
             stack.callback(parts.val_loader.close)
             return parts

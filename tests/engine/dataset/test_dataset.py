@@ -19,7 +19,7 @@ import torch
 from harness import TIMEOUT_S, numbered, numbers_of, open_feed, run_ranks, wait_until
 from torch.utils.data import Dataset, IterableDataset
 
-from fastgpu.dataset import source as dataset_source
+from fastgpu.dataset import workers
 from fastgpu.dataset.source import ItemDataset, open_dataset
 from fastgpu.feed import PoolLoader, prefetch
 from fastgpu.process.launch import HangError, UserError
@@ -159,7 +159,9 @@ def test_random_numbers_of_a_dataset_do_not_depend_on_the_workers_and_leave_gpus
 
 
 def test_a_row_that_comes_several_times_in_an_epoch_draws_other_numbers_each_time(monkeypatch):
-    monkeypatch.setattr(dataset_source, "ASK_BYTES", 1)  # a worker is asked for one row at a time, as for large rows
+    monkeypatch.setattr(
+        "fastgpu.dataset.source.ASK_BYTES", 1
+    )  # a worker is asked for one row at a time, as for large rows
     source = source_of("random", DRAWN)
     groups = Groups(("rare", "frequent"), (1, 1), np.minimum(np.arange(N_ROWS), 5) // 5)
     source.selection = Mixture(groups, source.block_rows, 8, seed=1)
@@ -265,7 +267,7 @@ def test_an_error_of_the_dataset_reaches_the_loop_from_a_worker_as_one_line(kind
 
 @pytest.mark.slow
 def test_a_worker_that_hangs_is_one_clear_error_and_is_killed(monkeypatch, capfd):
-    for module in (prefetch, dataset_source):
+    for module in (prefetch, workers):
         monkeypatch.setattr(module, "CLOSE_S", 0.2)
     message = r"no rows have come from Numbered in loader.timeout_s \(8 s\)"
     with closing(feed_of(source_of("hang"), 2, timeout_s=8)) as feed:
@@ -342,6 +344,7 @@ class Line(Numbered):
     """Rows of the workload `minimal`. Reading row 70 fails on rank 1 only."""
 
     def __getitem__(self, row: int):
+        assert not torch.distributed.is_initialized()  # workers are started before
         if os.environ.get("RANK") == "1":
             super().__getitem__(row)
         return np.full(6, row / N_ROWS, np.float32), row / N_ROWS

@@ -70,6 +70,13 @@ def test_without_a_shuffle_every_rank_has_equally_many_batches_and_each_row_come
     assert len(counts) == 1
 
 
+@pytest.mark.parametrize(("seed", "n_pools"), [(5, 5), (None, 2)])
+def test_validation_has_memory_for_one_pool_ahead(dense, seed, n_pools):
+    with closing(open_feed(dense, order_of(dense, 1, seed=seed), prefetch_pools=4)) as loader:
+        addresses = {batch["images"].data_ptr() for epoch in range(2) for batch in loader.batches(epoch)}
+    assert len(addresses) == n_pools
+
+
 def test_the_fingerprint_is_that_of_the_rows_and_their_order_not_of_the_tier(dense):
     prints = []
     for tier, options in (

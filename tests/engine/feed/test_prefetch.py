@@ -25,7 +25,7 @@ from harness import (
     wait_until,
 )
 
-from fastgpu.dataset.source import READERS_NICE
+from fastgpu.dataset.workers import READERS_NICE
 from fastgpu.feed import Passes, prefetch
 from fastgpu.feed.loader import ONE_PASS
 from fastgpu.feed.prefetch import PrefetchLoader

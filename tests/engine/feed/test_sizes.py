@@ -113,14 +113,15 @@ def test_numbers_that_do_not_fit_are_refused(options, n_rows, message):
 def test_all_sizes_together():
     world = World(1, 4, 2, torch.device("cuda", 0))
     source, val_source = Shape(2000, row_bytes=1 << 20), Shape(48, row_bytes=1 << 20)
-    chosen = Sizes(16, 8, 4, "device", 8, uses_workers=False, need=2 * GIB, free=FREE, passes=Passes(1, 20))
+    memory = "2.0 GiB for all rows, kept on the device; free for each rank: 10.0 GiB on its device, 32.0 GiB in RAM"
+    chosen = Sizes(16, 8, 4, "device", 8, "num_readers", Passes(1, 20), memory)
     assert sizes_of(source, world, val_source, sections=ACCUMULATION) == chosen
 
 
 def test_a_dataset_is_read_by_worker_processes_and_stays_on_the_disk_tier():
     source = ItemDataset("mine", TensorDataset(torch.zeros(400)), {"images": "images"})
     chosen = sizes_of(source, sections={"loader": Loader(num_workers=2)})
-    assert (chosen.tier, chosen.uses_workers, chosen.n_readers) == ("disk", True, 2)
+    assert (chosen.tier, chosen.n_readers) == ("disk", 2)
     assert chosen.chosen["loader"] == {"num_workers": 2}
 
 

@@ -1,4 +1,5 @@
 from functools import partial
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 from harness import numbered
 
 from fastgpu.feed.sources import open_splits
-from fastgpu.process.config import Data
+from fastgpu.process.config import Data, Loader
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.selection import Share
 
@@ -27,7 +28,7 @@ def open_both(
     fields: dict[str, str] | None = None,
     **options,
 ) -> tuple[Dataset, Dataset]:
-    return open_splits(Data(train=train, val=val, fields=fields or FIELDS, **options), 0)
+    return open_splits(Data(train=train, val=val, fields=fields or FIELDS, **options), Loader(num_workers=0), 0)
 
 
 def write_labels(name: str, labels: np.ndarray, **attributes: Any) -> None:
@@ -42,7 +43,8 @@ def test_a_share_is_the_same_for_every_seed_of_a_run(write):
     train, val = open_both(val="12.5 %")
     assert (train.name, val.name) == ("a.h5 (88 of its rows)", "a.h5 (12 of its rows)")
     numbers = val.selection.rows().tolist()
-    assert numbers == open_splits(Data(train="a.h5", val="12.5 %", fields=FIELDS), 1)[1].selection.rows().tolist()
+    _, again = open_splits(Data(train="a.h5", val="12.5 %", fields=FIELDS), Loader(), seed=1)
+    assert numbers == again.selection.rows().tolist()
     assert sorted([*numbers, *train.selection.rows().tolist()]) == list(range(100))
 
 
@@ -100,6 +102,19 @@ def test_messages(compare_messages, write):
 def ten(path: str) -> range:
     """A Dataset of ten numbers."""
     return range(10)
+
+
+@pytest.mark.parametrize(("val", "n_workers"), [("b", 4), ("20%", 2)])
+def test_a_dataset_is_opened_with_its_workers_which_a_share_has_in_common(val, n_workers):
+    data = Data(train="a", val=val, fields={"x": "x"}, dataset="test_sources:ten")
+    splits = open_splits(data, Loader(num_workers=2), 0)
+    assert len(active_children()) == n_workers
+    for part in splits:
+        assert part.read_rows(np.array([7, 3]), seed=0, epoch=0)["x"].tolist() == [7, 3]
+    for part in splits:
+        part.close()
+        assert part.n_workers == 0
+    assert not active_children()
 
 
 @pytest.mark.parametrize(

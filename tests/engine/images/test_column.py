@@ -11,9 +11,9 @@ from fastgpu.feed.sources import open_splits
 from fastgpu.images.column import ImageCodec
 from fastgpu.images.decode import EncodedImage
 from fastgpu.images.parts import centre_box
-from fastgpu.process.config import Config, Data
+from fastgpu.process.config import Config, Data, Loader
 from fastgpu.process.launch import UserError
-from fastgpu.process.machine import available_cpus
+from fastgpu.process.machine import available_cpus, format_bytes
 from fastgpu.rows.order import BlockSampler
 from fastgpu.storage.store import open_store
 
@@ -44,7 +44,7 @@ def test_a_row_that_comes_several_times_in_an_epoch_shows_other_parts_each_time(
     def parts_of(**settings: object) -> dict[int, list[bytes]]:
         """{row: its pixels, each time that it comes in epoch 1}"""
         sizes = {"image_size": 16, "min_crop_scale": 0.2, "batch_size": 8}
-        rows, _ = open_splits(Data(train=path, val=path, fields=FIELDS, **sizes, **settings), 3)
+        rows, _ = open_splits(Data(train=path, val=path, fields=FIELDS, **sizes, **settings), Loader(), 3)
         parts: dict[int, list[bytes]] = {}
         with closing(open_feed(rows, BlockSampler(rows, 8, pool_batches=4, seed=3))) as feed:
             for pool in feed.pools(1):
@@ -74,14 +74,14 @@ def test_a_damaged_image_is_named_by_its_row_and_missing_memory_is_no_damage(pat
 
 def sizes_of(path: str, fields: dict[str, str] = FIELDS, **values: object) -> Sizes:
     data = Data(train=path, val="20%", fields=fields, batch_size=8, **values)
-    return choose_sizes(Config(workload="images", data=data), *open_splits(data, 0), ALONE)
+    return choose_sizes(Config(workload="images", data=data), *open_splits(data, Loader(), 0), ALONE)
 
 
 def test_auto_keeps_centres_on_the_device_and_leaves_random_parts_on_the_disk(path):
     fixed = sizes_of(path, image_size=16)
     random = sizes_of(path, image_size=16, min_crop_scale=0.3)
     assert (fixed.tier, random.tier) == ("device", "disk")
-    assert fixed.need == N_ROWS * (3 * 16 * 16 + 8)
+    assert fixed.memory.startswith(f"{format_bytes(N_ROWS * (3 * 16 * 16 + 8))} for all rows, kept on the device")
     assert random.n_readers == available_cpus()
 
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from fastgpu.dataset.items import Columns
+from fastgpu.dataset.source import ItemSource
 from fastgpu.process.launch import UserError
-from fastgpu.rows.contract import Dataset, Out, PoolPlan, Reads
+from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Field, RaggedArray
 from fastgpu.rows.selection import Share
 
@@ -19,7 +21,7 @@ WORDS = ("train training", "val valid validation dev publictest", "test testing 
 SPLIT_OF_WORD = {word: number for number, words in enumerate(WORDS) for word in words.split()}
 
 
-class Reader(Dataset):
+class Reader(ItemSource):
     """A map-style Dataset that can be converted, or trained on as `data.dataset`.
 
     A reader of your own has `__getitem__`, which gives {field: value} of one row to any thread. It may raise an
@@ -76,16 +78,18 @@ class Reader(Dataset):
             fields["images"] = Field(np.dtype(np.uint8), (), mean_bytes, codec="encoded")
         return fields
 
-    def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Out]) -> None:
-        """See `Dataset.read`. Broken rows are zeros, or have no values."""
+    def read_rows(self, rows: np.ndarray, seed: int, epoch: int, repeat: int = 0) -> Columns:
+        """See `ItemSource`. Broken rows are zeros, or have no values. Any thread may call this."""
         zeros = {name: np.zeros(0 if each.is_ragged else each.shape, each.dtype) for name, each in self.fields.items()}
-        items = [self._try(row, self.fields) or zeros for row in reads.runs.starts.tolist()]  # a block is a row
-        for name, target in out.items():
+        items = [self._try(row, self.fields) or zeros for row in rows.tolist()]
+        columns: Columns = {}
+        for name, field in self.fields.items():
             values = [item[name] for item in items]
-            if isinstance(target, np.ndarray):
-                target[reads.places] = values
-            elif isinstance(target, list):
-                target.append((reads.places, RaggedArray(np.concatenate(values), np.cumsum([0, *map(len, values)]))))
+            if field.is_ragged:
+                columns[name] = RaggedArray(np.concatenate(values), np.cumsum([0, *map(len, values)]))
+            else:
+                columns[name] = np.array(values, field.dtype)
+        return columns
 
     def _try(self, row: int, fields: Mapping[str, Field]) -> dict[str, np.ndarray] | None:
         """The item of a row, of these fields. None: it is broken."""

@@ -5,22 +5,13 @@ places in a pool, which moves to the device as a whole. Each worker has two such
 worker reads for the other.
 """
 
-import faulthandler
-import multiprocessing
-import os
 import random
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from importlib import import_module
-from multiprocessing.connection import Connection
-from multiprocessing.context import ForkProcess
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from queue import SimpleQueue
-from traceback import extract_tb, format_exception_only
 from typing import Any
 
 import numpy as np
@@ -29,9 +20,9 @@ from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset
 
 from fastgpu.dataset.items import NO_ARRAY, Columns, field_of, to_array, to_column
-from fastgpu.process.launch import UserError, end_with_parent
-from fastgpu.process.signals import STOP
-from fastgpu.rows.contract import Dataset, Out, PoolPlan, Reads
+from fastgpu.dataset.workers import Workers
+from fastgpu.process.launch import UserError
+from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import RaggedArray
 
@@ -39,15 +30,22 @@ ASK_BYTES = 4 << 20
 """Rows that a worker is asked for at a time, ..."""
 ASKS_PER_POOL = 64
 """... but at most this part of a pool, if that is not less than a batch: all workers have to do."""
-READERS_NICE = 5
-"""How much lower the priority of workers and reader threads is than that of the loop, in steps of nice(1)."""
 N_SAMPLES = 8
 """Items that are compared to find out which fields have any number of values."""
-CLOSE_S = 3.0
-"""How long closing waits for workers and threads. Those that hang are left behind."""
 
 
-class ItemDataset(Dataset):
+class ItemSource(Dataset):
+    """Rows that are made one at a time: a block is a row, and only a row that was made tells its length."""
+
+    def read_rows(self, rows: np.ndarray, seed: int, epoch: int, repeat: int = 0) -> Columns:
+        """{field: (n, *shape), or ragged} of these rows, (n,), in their order. It takes the place of `read`.
+
+        seed, epoch, repeat: decide what is drawn at random. repeat: how often the epoch has had the first row before.
+        """
+        raise NotImplementedError
+
+
+class ItemDataset(ItemSource):
     """The rows of a map-style Dataset, as blocks of one row.
 
     Its items are mappings, or sequences in the order of `names`, of arrays, tensors or numbers. A field whose items
@@ -69,9 +67,7 @@ class ItemDataset(Dataset):
         class_names = getattr(dataset, "class_names", getattr(dataset, "classes", None))
         known = {"class_names": class_names and list(class_names), "n_classes": getattr(dataset, "n_classes", None)}
         self.attributes: dict[str, Any] = {name: value for name, value in known.items() if value}
-        self._workers: list[ForkProcess] = []
-        self._idle: SimpleQueue[Connection] = SimpleQueue()
-        """Pipes to the workers that have nothing to do."""
+        self._workers: Workers | None = None
         samples = np.linspace(0, n_rows - 1, min(N_SAMPLES, n_rows)).astype(int)
         self.fields = {}
         self._first: dict[str, np.ndarray] = {}
@@ -114,49 +110,32 @@ class ItemDataset(Dataset):
         )
 
     def with_workers(self, n_workers: int, timeout_s: float) -> "ItemDataset":
-        """The same rows, read by worker processes until `close`. They end with the thread that calls this.
-
-        timeout_s: after which a worker prints where an item hangs. Raises UserError if they cannot be started.
-        """
+        """The same rows, read by worker processes until `close`. Copies of the result share them. See `Workers`."""
         other = copy(self)
-        other._workers = []
-        other._idle = SimpleQueue()
-        fork = multiprocessing.get_context("fork")  # takes every Dataset as it is, and is ready in milliseconds
-        try:
-            for _ in range(n_workers):
-                pipe, its_pipe = fork.Pipe()
-                process = fork.Process(target=_work, args=(its_pipe, self, timeout_s), daemon=True)
-                process.start()
-                its_pipe.close()
-                other._workers.append(process)
-                other._idle.put(pipe)
-        except OSError as error:
-            other.close()
-            raise UserError(f"loader.num_workers is {n_workers}: {error.strerror}; use fewer of them") from None
+        other._workers = Workers(self.name, self.make_rows, n_workers, timeout_s)
         return other
 
-    def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Out]) -> None:
-        """See `Dataset.read`; rows of a ragged field go to a list. Without workers, one thread may call this.
+    @property
+    def n_workers(self) -> int:
+        """Number of worker processes that read. 0: rows are read in this process."""
+        return len(self._workers.processes) if self._workers else 0
+
+    def close(self) -> None:
+        """End the workers, also for copies of this source."""
+        if self._workers:
+            self._workers.close()
+
+    def read_rows(self, rows: np.ndarray, seed: int, epoch: int, repeat: int = 0) -> Columns:
+        """`make_rows` in a worker process, if there are any: then any thread may call this.
 
         Raises UserError if a worker died, or rows differ in type or shape.
         """
-        # Each row is a block, and so a run. Draws follow from the first row, and from which time it is that it comes.
-        ask = reads.runs.starts, plan.seed, plan.epoch, int(plan.repeats[reads.places[0]])
-        columns = self._ask(ask) if self._workers else self.read_rows(*ask)
-        for name, column in columns.items():
-            target = out[name]
-            if isinstance(target, list):
-                assert isinstance(column, RaggedArray)
-                target.append((reads.places, column))
-            else:
-                assert isinstance(target, np.ndarray)
-                target[reads.places] = column
+        return (self._workers.read_rows if self._workers else self.make_rows)(rows, seed, epoch, repeat)
 
-    def read_rows(self, rows: np.ndarray, seed: int, epoch: int, repeat: int = 0) -> Columns:
+    def make_rows(self, rows: np.ndarray, seed: int, epoch: int, repeat: int = 0) -> Columns:
         """{field: (n, *shape), or ragged} of these rows, (n,), in their order. See `to_column`.
 
-        All that the items draw at random follows from the arguments, whichever process asks. repeat: how often the
-        epoch has had the first row before.
+        All that the items draw at random follows from the arguments, whichever process makes them.
         """
         key = (int(rows[0]), repeat) if repeat else (int(rows[0]),)
         state = np.random.SeedSequence((seed, epoch), spawn_key=key).generate_state(3)
@@ -165,29 +144,6 @@ class ItemDataset(Dataset):
         torch.default_generator.manual_seed(int(state[2]))  # torch.manual_seed would seed GPUs, too
         columns = zip(self.fields.items(), self._values(rows), strict=True)
         return {name: to_column(name, field, values, rows, source=self.name) for (name, field), values in columns}
-
-    def _ask(self, ask: tuple[np.ndarray, int, int, int]) -> Columns:
-        """What an idle worker reads."""
-        pipe = self._idle.get()
-        try:
-            pipe.send(ask)
-            answer = pipe.recv()
-        except (OSError, EOFError):
-            raise UserError(
-                f"one of the loader.num_workers ({len(self._workers)}) was killed or crashed reading {self.name}: "
-                "if memory ran out use fewer; loader.num_workers=0 shows its error"
-            ) from None
-        finally:
-            self._idle.put(pipe)
-        if isinstance(answer, str):
-            raise UserError(answer)
-        return answer
-
-    def close(self) -> None:
-        """Kill the workers: they may hang, or be stopped, and have nothing to save."""
-        for worker in self._workers:
-            worker.kill()
-            worker.join(CLOSE_S)
 
     def column(self, name: str) -> np.ndarray | None:
         """One field of all rows, if an attribute of the Dataset begins with the item of the first row: others are file
@@ -217,29 +173,6 @@ def rows_per_ask(source: Dataset, order: BlockSampler) -> int:
     """Rows that a worker is asked for at a time. What is drawn depends on it: the number of workers must not count."""
     of_pool = max(order.batch_size, order.max_pool_rows // ASKS_PER_POOL)
     return max(1, min(of_pool, ASK_BYTES // source.row_bytes))
-
-
-def _work(pipe: Connection, source: ItemDataset, timeout_s: float) -> None:
-    """What a worker process does: read the rows that it is asked for, or say in a line what is wrong with them."""
-    for number in STOP:  # torchrun sends them to all processes of a rank, which has a step to finish
-        signal.signal(number, signal.SIG_IGN)
-    end_with_parent()
-    os.nice(READERS_NICE)
-    torch.set_num_threads(1)  # those of OpenMP do not survive a fork
-    ForkingPickler.register(np.ndarray, lambda array: (to_array, (torch.from_numpy(array),)))  # by shared memory
-    while True:
-        ask = pipe.recv()
-        faulthandler.dump_traceback_later(timeout_s, file=sys.__stderr__ or 2)  # shows where an item hangs
-        try:
-            pipe.send(source.read_rows(*ask))
-        except UserError as error:
-            pipe.send(str(error))
-        except Exception as error:
-            line = " ".join("".join(format_exception_only(error)).split())  # with its notes
-            place = extract_tb(error.__traceback__)[-1]
-            line = f"{source.name}: {line} ({Path(place.filename).name}:{place.lineno})"
-            pipe.send(f"{line}; loader.num_workers=0 shows the whole traceback")
-        faulthandler.cancel_dump_traceback_later()
 
 
 def open_dataset(key: str, path: str | Sequence[str], fields: Mapping[str, str], *, factory: str) -> ItemDataset:

@@ -10,8 +10,9 @@ import train
 from fastgpu.diagnose import ceilings
 from fastgpu.diagnose.ceilings import Loop, Meter, Supply, open_supplies, read_pool, repeat
 from fastgpu.diagnose.verdict import Measured
-from fastgpu.feed import PoolLoader
+from fastgpu.feed import PoolLoader, open_splits
 from fastgpu.process.config import Config
+from fastgpu.process.launch import attempt
 from fastgpu.process.seeds import reseed
 from fastgpu.process.world import World
 from fastgpu.rows.order import BlockSampler, Shard
@@ -31,7 +32,8 @@ class Bench:
         """
         self.world = world
         self.meter = Meter(world, seconds)
-        parts = train.build(config, world)
+        opened = attempt(open_splits, config.data, config.loader, config.run.seed)
+        parts = train.build(config, opened, world)
         parts.val_loader.close()
         self._other = None if isinstance(parts.loader, PoolLoader) else parts.loader
         if not self._other:
@@ -64,7 +66,7 @@ class Bench:
     def try_readers(self) -> tuple[str, float]:
         """Twice as many readers, as a setting, and the seconds per step of the supply with them."""
         n_readers = max(1, 2 * self.sizes.n_readers)
-        setting = f"loader.{'num_workers' if self.sizes.uses_workers else 'num_readers'}={n_readers}"
+        setting = f"loader.{self.sizes.readers_key}={n_readers}"
         self.world.print_once(f"trying {setting}")
         return setting, self._supply_s(n_readers)
 

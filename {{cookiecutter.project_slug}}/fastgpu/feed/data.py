@@ -3,12 +3,9 @@
 from typing import NamedTuple
 
 from fastgpu.feed.sizes import Sizes
-from fastgpu.process.machine import format_bytes
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.selection import Mixture
-
-KEPT = {"device": "kept on the device", "host": "kept in RAM", "disk": "read from disk"}
 
 
 class Data(NamedTuple):
@@ -22,15 +19,12 @@ class Data(NamedTuple):
     def describe(self, sampler: BlockSampler) -> str:
         """Where the rows are kept, how many move at a time, and how many an epoch has. sampler: of the training."""
         train, sizes = self.train, self.sizes
-        kind = "worker processes" if sizes.uses_workers else "reader threads"
+        kind = "worker processes" if sizes.readers_key == "num_workers" else "reader threads"
         readers = "" if sizes.tier == "device" else f"; {kind} on each rank: {sizes.n_readers}"
         fields = ", ".join(f"{name}: {field}" for name, field in train.fields.items())
-        free = f"{format_bytes(sizes.free['host'])} in RAM"
-        if sizes.free["device"] != sizes.free["host"]:  # the device is not the CPU
-            free = f"{format_bytes(sizes.free['device'])} on its device, {free}"
         lines = [
             f"rows: {train.name} ({fields}) {train.decoding}".rstrip(),
-            f"memory: {format_bytes(sizes.need)} for all rows, {KEPT[sizes.tier]}; free for each rank: {free}",
+            f"memory: {sizes.memory}",
             f"batches: {sampler.global_batch_size} rows over all ranks, {sizes.batch_size} on each; shuffled "
             f"{sizes.pool_batches} at a time{readers}",
         ]

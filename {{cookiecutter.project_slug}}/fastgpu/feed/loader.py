@@ -1,8 +1,11 @@
-"""What the training loop knows about data: a loader gives the batches of an epoch, on the device.
+"""What the training loop knows about data: a loader gives the batches of an epoch, on the device and in training order.
 
-`Loader` is all that train.py asks for, so whatever has these four members can take its place: a torch DataLoader, FFCV,
-DALI. `PoolLoader` is what the loaders of this package have in common: they read pools (many batches, which are shuffled
-and copied together) and cut them into batches, once or several times.
+train.py uses four members, which `Loader` lists. Whatever has them can take the place of the loaders of this project: a
+class around a torch DataLoader, FFCV or DALI.
+
+The loaders of this project read pools. A pool is many batches, which are read, shuffled and copied to the device as a
+whole. It is then cut into batches, as views of its memory. `PoolLoader` does the cutting; its two subclasses read pools
+from files (prefetch.py), or gather them from rows that stay on the device (tiers.py).
 """
 
 import sys
@@ -20,40 +23,48 @@ from fastgpu.rows.rows import Ragged, Rows
 
 
 class Loader(Protocol):
-    """The batches of one rank. Every rank has a loader, and calls it alike."""
+    """The batches of one rank. As with a DistributedSampler, every rank has a loader and takes a part of each batch.
+
+    Steps are counted from 0 in each epoch: one step trains on one batch. With gradient accumulation, a batch holds the
+    rows of all micro-batches.
+    """
 
     @property
     def fingerprint(self) -> Mapping[str, object]:
-        """What decides which rows a step of an epoch trains on, as JSON values. A run that was saved inside an epoch is
-        resumed only with the same. World sizes that see the same global batches have the same."""
+        """What decides which rows are in the batch of a step: the seed, the batch size, a digest of the rows, ...
 
-    def batches(self, epoch: int, start: int = 0) -> Iterator[Rows]:
-        """The batches of an epoch from step `start` on: on the device, in training order, each valid until the next.
-
-        There are `steps_per_epoch` of them on every rank. The last ones of a validation may be short, or empty.
+        These are JSON values, the same on every rank. A run that was saved inside an epoch is resumed only if they have
+        not changed. World sizes that see the same global batches should have the same values.
         """
 
     def steps_per_epoch(self, epoch: int) -> int:
-        """The number of batches of that epoch, which is the same on every rank."""
+        """Number of batches of that epoch. It is the same on every rank, since each step averages their gradients."""
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[Rows]:
+        """The batches of that epoch on the device, from step `start` on, where a run is resumed.
+
+        A batch is valid until the next one is asked for: clone what you keep. Batches to train on have equally many
+        rows. In validation the last ones may have fewer, or none.
+        """
 
     def close(self) -> None:
-        """End threads and processes. It is safe to call this twice."""
+        """End the threads and processes that read. It is safe to call this twice."""
 
 
 class Passes(NamedTuple):
-    """How often a loader gives its rows."""
+    """How many times a run trains on its rows."""
 
     echo: float = 1.0
-    """Passes over each pool; 2.5 means 2, 3, 2, 3, ..."""
+    """Passes over each pool before the next one is used. 2.5 means 2, 3, 2, 3, ..."""
     n_epochs: int = sys.maxsize
-    """Number of epochs of the run. Nothing is read ahead for an epoch after the last."""
+    """Number of epochs. Pools are read ahead for the next epoch, but not past the last one."""
 
 
 ONE_PASS = Passes()
 
 
 class PoolLoader(ABC):
-    """A `Loader` that reads pools.
+    """A `Loader` that reads pools, and cuts each into batches once or several times.
 
     Data echoing (Choi et al., arXiv:1907.05550) trains on each pool several times, reshuffled each time. If reading a
     batch takes R times as long as training on it, training on each batch R times costs no time. In the paper echoed
@@ -61,7 +72,7 @@ class PoolLoader(ABC):
     """
 
     def __init__(self, order: BlockSampler, passes: Passes, rows: Dataset):
-        """rows: those that `fingerprint` names."""
+        """order: the sampler that plans the pools. rows: the source of the rows, for `fingerprint`."""
         self.order = order
         self.rows = rows
         self._milli_echo = round(1000 * passes.echo)
@@ -69,12 +80,12 @@ class PoolLoader(ABC):
 
     @property
     def fingerprint(self) -> Mapping[str, object]:
-        """See `Loader`. A digest of the rows is read, so only what needs it asks for it."""
+        """See `Loader`. It reads a digest of the rows from their files."""
         return {**self.order.fingerprint, "echo": self._milli_echo / 1000, "content": self.rows.fingerprint}
 
     @abstractmethod
     def pools(self, epoch: int, first_pool: int = 0) -> Iterator[Pool]:
-        """The pools of an epoch, beginning with that number. Rows are valid until the next pool is asked for."""
+        """The pools of an epoch, beginning with that number. A pool is valid until the next one is asked for."""
 
     @abstractmethod
     def close(self) -> None:
@@ -82,7 +93,8 @@ class PoolLoader(ABC):
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Rows]:
         """See `Loader`."""
-        number = 0  # of the pool that has step `start`
+        # Find the pool that has step `start`, and how many of its steps are done.
+        number = 0
         while number < self.order.pools_per_epoch and start >= self.steps_on_pool(epoch, number):
             start -= self.steps_on_pool(epoch, number)
             number += 1
@@ -94,20 +106,23 @@ class PoolLoader(ABC):
         """See `Loader`."""
         n_pools = self.order.pools_per_epoch
         n_passes = self._passes_before((epoch + 1) * n_pools) - self._passes_before(epoch * n_pools)
-        n_missing = self.order.pool_batches - self.order.batches_in(n_pools - 1)  # from the last pool
+        # The last pool of an epoch may be smaller.
+        n_missing = self.order.pool_batches - self.order.batches_in(n_pools - 1)
         return n_passes * self.order.pool_batches - self._passes(epoch, n_pools - 1) * n_missing
 
     def steps_on_pool(self, epoch: int, number: int) -> int:
-        """The number of batches that `echo` gives for that pool."""
+        """Number of batches that `echo` makes of that pool."""
         return self._passes(epoch, number) * self.order.batches_in(number)
 
     def echo(self, pool: Pool) -> Iterator[Rows]:
-        """The batches of a pool: first views of it, in order; then copies, reshuffled for each further pass."""
+        """The batches of a pool. The first pass gives views of it; further passes shuffle it again, and give copies."""
         size, n_rows, n_real = self.order.batch_size, pool.plan.n_rows, pool.plan.n_real_rows
-        for begin in range(0, n_rows, size):  # padding, which lies at the end of a pool, is cut off
+        for begin in range(0, n_rows, size):
+            # Padding is at the end of a pool, and is cut off.
             yield pool.rows.slice(min(begin, n_real), min(begin + size, n_real))
+        # The sizes of ragged batches depend on the order, and the host has to know them.
         has_ragged = any(isinstance(column, Ragged) for column in pool.rows.columns.values())
-        device = torch.device("cpu") if has_ragged else pool.rows.device  # the host has to know the sizes of batches
+        device = torch.device("cpu") if has_ragged else pool.rows.device
         # The 1 keeps this seed apart from that of the step with the same number.
         seed = make_seed(self.order.seed, pool.plan.epoch, pool.plan.number, self.order.rank, 1)
         rng = torch.Generator(device).manual_seed(seed)
@@ -116,16 +131,16 @@ class PoolLoader(ABC):
             yield from map(pool.rows.take, order.split(size))
 
     def _plans(self, epoch: int, first_pool: int) -> Iterator[PoolPlan]:
-        """The pools to read: those of an epoch, beginning with that number, and of all epochs after it."""
+        """Plans of the pools of an epoch, beginning with that number, and of all epochs after it."""
         yield from self.order.pools(epoch, first_pool)
         for later in range(epoch + 1, self._n_epochs):
             yield from self.order.pools(later)
 
     def _passes(self, epoch: int, number: int) -> int:
-        """How many times that pool is trained on."""
+        """Number of passes over that pool."""
         number += epoch * self.order.pools_per_epoch
         return self._passes_before(number + 1) - self._passes_before(number)
 
     def _passes_before(self, number: int) -> int:
-        """Passes over all pools of a run before that one: exact in the mean, and no state that has to be saved."""
+        """Passes over all pools of a run before that one. It follows from the number alone, so no state is saved."""
         return number * self._milli_echo // 1000

@@ -1,11 +1,19 @@
-"""Host to device, ahead of the loop: reader threads, staging memory, one copy stream, events.
+"""Pools that are read ahead of the training loop, and copied to the device while it trains.
 
-A slot holds one pool: staging memory on the host and, on a GPU, its twin on the device. It has one owner at a time:
+A pool is many batches of rows, which are shuffled and copied together. It passes through a slot: staging memory on the
+host and, on a GPU, memory of the same size on the device. A slot has one owner at a time:
 
-    readers         fill slot.host; they may start once the last copy from the slot has ended (`copied`)
-    copy stream     slot.host -> slot.device; it waits on the device for the loop's last use of the slot (`used`)
-    loop            reads slot.device after its stream has waited for `copied`; when it asks for the next pool, `used`
-                    is recorded behind everything it has queued, and the slot is free again
+    feeder     takes a free slot, plans which rows of the next pool go where, and cuts the reading into jobs
+    readers    do the jobs, each of which fills a part of slot.host
+    feeder     queues slot.host -> slot.device on the copy stream when the last job has ended, and hands the slot over
+    loop       trains on slot.device; when it asks for the next pool, the slot is free again
+
+The device works behind the host. Two events say how far it is with a slot:
+
+    copied     recorded after the copy. The loop's stream waits for it before it reads slot.device, and the feeder
+               before the readers overwrite slot.host.
+    used       recorded after all that the loop has queued on the pool. The copy stream waits for it before the next
+               copy to slot.device.
 
 The memory of the pools is allocated once. Nothing in the steady loop allocates on the device, makes the host wait for
 the device, or calls `record_stream`. On a CPU, host and device memory are the same and there are no events.
@@ -16,27 +24,29 @@ import faulthandler
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from fastgpu.dataset.source import CLOSE_S, READERS_NICE, ItemDataset, rows_per_ask
+from fastgpu.dataset.source import ItemDataset, ItemSource, rows_per_ask
+from fastgpu.dataset.workers import CLOSE_S, READERS_NICE
 from fastgpu.feed.loader import ONE_PASS, Passes, PoolLoader
 from fastgpu.process import config
 from fastgpu.process.launch import HangError
-from fastgpu.rows.contract import Dataset, Out, Pool, PoolPlan
+from fastgpu.rows.contract import Dataset, Out, Pool, PoolPlan, Reads
 from fastgpu.rows.order import BlockSampler
-from fastgpu.rows.rows import Rows
+from fastgpu.rows.rows import RaggedArray, Rows
 from fastgpu.storage.store import HDF5Dataset
 
 JOB_BYTES = 1 << 20
-"""A reader thread is given at least this much at a time, ..."""
+"""A job of a reader thread is at least so large, ..."""
 JOBS_PER_READER = 8
-"""... or this fraction of its part of a pool, whichever is more."""
+"""... and a pool has at most so many jobs for each thread."""
 DEFAULTS = config.Loader()
 
 
@@ -44,20 +54,28 @@ DEFAULTS = config.Loader()
 class _Slot:
     host: Rows
     device: Rows
-    copied: torch.cuda.Event | None
-    used: torch.cuda.Event | None
-    plan: PoolPlan | None = None
-    """The pool that it holds, or that is read into it. None: it is free."""
-    out: dict[str, Out] = field(default_factory=dict)
+    copied: torch.cuda.Event | None = None
+    used: torch.cuda.Event | None = None
+    plan: PoolPlan = field(init=False)
+    """The pool that it holds, or that is read into it."""
     n_jobs: int = 0
-    """Parts of the pool that reader threads have still to read."""
+    """Jobs that have still to read a part of it."""
+    items: list[tuple[np.ndarray, dict[str, RaggedArray]]] = field(default_factory=list)
+    """Items that were read: their places in the pool and their ragged fields, which wait for the lengths of all."""
+
+
+class _Ended(NamedTuple):
+    """A reader tells the feeder that a job has ended."""
+
+    slot: _Slot
+    error: BaseException | None = None
 
 
 class PrefetchLoader(PoolLoader):
-    """The pools of one epoch after the other, read ahead: `loader.prefetch_pools` before the one in use.
+    """Reads the pools of one epoch after the other, up to `loader.prefetch_pools` before the one in use.
 
-    The first pools of the next epoch are read while this one ends. `close` ends every thread. If no rows come for
-    `loader.timeout_s`, it is a HangError, and the stacks of all threads are printed.
+    The first pools of the next epoch are read while this one ends. `close` ends all threads and worker processes. If
+    nothing is read for `loader.timeout_s`, the stacks of all threads are printed, and the loop gets a HangError.
     """
 
     def __init__(
@@ -70,7 +88,7 @@ class PrefetchLoader(PoolLoader):
         passes: Passes = ONE_PASS,
         loader: config.Loader = DEFAULTS,
     ):
-        """n_readers: threads that read, or worker processes (0: none) of a torch Dataset.
+        """n_readers: threads that read. For a torch Dataset without worker processes, so many are started (0: none).
 
         loader: prefetch_pools and timeout_s are used. Raises UserError if the processes cannot be started.
         """
@@ -79,28 +97,30 @@ class PrefetchLoader(PoolLoader):
         self._hang_error = HangError(f"no rows have come from {source.name} in loader.timeout_s ({loader.timeout_s} s)")
         self._n_threads = max(1, n_readers)
         self._device = device
-        ragged = {name for name, field in source.fields.items() if field.is_ragged}
-        self._unknown = ragged - source.lengths.keys()  # a Dataset's: how long its rows are is known once they are read
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._slots = [self._make_slot(source) for _ in range(loader.prefetch_pools + 1)]
-        if self._stream:  # kernels of a previous owner of the slots' memory may still run on the loop's stream
+        if self._stream:
+            # Kernels of a previous owner of the slots' memory may still run on the loop's stream.
             self._stream.wait_stream(torch.cuda.current_stream(device))
         job_rows = JOB_BYTES // max(1, source.row_bytes)
         self._rows_per_job = max(1, job_rows, order.max_pool_rows // (JOBS_PER_READER * self._n_threads))
         if isinstance(source, ItemDataset):
             self._rows_per_job = rows_per_ask(source, order)
-            if n_readers:
+            if n_readers and not source.n_workers:  # a training run has started them when it opened the Dataset
                 source = source.with_workers(n_readers, self._timeout_s)
-                self._n_threads = 2 * n_readers
+            # While one thread of a worker copies rows to their places, the worker reads for the other.
+            self._n_threads = max(1, 2 * source.n_workers)
         self._source = source
         self._threads: list[threading.Thread] = []
         self._next: tuple[int, int] | None = None  # (epoch, number) of the pools that are being read now
-        atexit.register(self.close)  # a daemon that runs C++ while Python ends would abort the process
+        # The threads are daemons, so that one that hangs does not keep Python from ending. One that runs C++ while
+        # Python ends would abort the process, so they are asked to end before.
+        atexit.register(self.close)
 
     def _make_slot(self, source: Dataset) -> _Slot:
         host = Rows.empty(source.fields, self.order.max_pool_rows, torch.device("cpu"), pinned=bool(self._stream))
         if self._stream is None:
-            return _Slot(host, host, None, None)
+            return _Slot(host, host)
         copied = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps; others occupy a CPU
         return _Slot(host, host.to(self._device), copied, torch.cuda.Event())
 
@@ -123,7 +143,6 @@ class PrefetchLoader(PoolLoader):
                     raise slot
                 return
             plan = slot.plan
-            assert plan
             if slot.copied:
                 torch.cuda.current_stream(self._device).wait_event(slot.copied)
             yield Pool(plan, slot.device.slice(0, plan.n_rows))
@@ -138,13 +157,15 @@ class PrefetchLoader(PoolLoader):
         if self._threads:  # they may yet write to the slots
             raise self._hang_error
         self._closing = threading.Event()
-        self._todo: SimpleQueue[tuple[Callable[[], None], _Slot] | None] = SimpleQueue()
-        self._inbox: SimpleQueue[_Slot | BaseException | None] = SimpleQueue()  # of the thread of `_run`
+        # What the feeder, the readers and the loop wait for: free slots and ended jobs; jobs; slots with a pool, or the
+        # error that ended the feeder. None ends the one that takes it.
+        self._inbox: SimpleQueue[_Slot | _Ended | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[Callable[[], None], _Slot] | None] = SimpleQueue()
         self._ready: SimpleQueue[_Slot | BaseException | None] = SimpleQueue()
         for slot in self._slots:
             self._release(slot)
-        work: dict[str, Callable[[], None]] = {f"reader_{n}": self._run_jobs for n in range(self._n_threads)}
-        work["feeder"] = partial(self._run, plans)
+        work: dict[str, Callable[[], None]] = {f"reader_{n}": self._read_rows for n in range(self._n_threads)}
+        work["feeder"] = partial(self._feed, plans)
         self._threads = [threading.Thread(target=each, name=name, daemon=True) for name, each in work.items()]
         for thread in self._threads:
             thread.start()
@@ -161,8 +182,8 @@ class PrefetchLoader(PoolLoader):
             return
         self._closing.set()
         self._inbox.put(None)
-        for _ in self._threads:
-            self._todo.put(None)
+        for _ in range(self._n_threads):
+            self._jobs.put(None)
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             if thread.is_alive():  # a signal may have come before all of them were started
@@ -174,14 +195,10 @@ class PrefetchLoader(PoolLoader):
     def _release(self, slot: _Slot) -> None:
         if slot.used:
             slot.used.record(torch.cuda.current_stream(self._device))
-        slot.plan = None
         self._inbox.put(slot)
 
-    def _run(self, plans: Iterator[PoolPlan]) -> None:
-        """Keep every free slot filling, and hand over the filled ones in order.
-
-        The inbox has slots that are free, the slot of each job that has ended, errors, and None to end.
-        """
+    def _feed(self, plans: Iterator[PoolPlan]) -> None:
+        """The feeder: keep every free slot filling, and hand over the filled ones in order."""
         filling: list[_Slot] = []
         end: BaseException | None = None
         try:
@@ -189,17 +206,17 @@ class PrefetchLoader(PoolLoader):
                 torch.cuda.set_device(self._device)
             has_more = True
             while has_more or filling:
-                item = self._inbox.get(timeout=self._timeout_s if filling else None)
-                if self._closing.is_set():  # the readers may leave out rows
+                message = self._inbox.get(timeout=self._timeout_s if filling else None)
+                # While the loader is being closed, readers leave jobs out.
+                if message is None or self._closing.is_set():
                     break
-                if isinstance(item, BaseException):
-                    raise item
-                assert item
-                if item.plan:
-                    item.n_jobs -= 1
+                if isinstance(message, _Ended):
+                    if message.error:
+                        raise message.error
+                    message.slot.n_jobs -= 1
                 elif plan := next(plans, None):
-                    self._fill(item, plan)
-                    filling.append(item)
+                    self._fill(message, plan)
+                    filling.append(message)
                 else:
                     has_more = False
                 while filling and not filling[0].n_jobs:
@@ -215,18 +232,54 @@ class PrefetchLoader(PoolLoader):
         """Let the readers read a pool."""
         if slot.copied:
             slot.copied.synchronize()  # afterwards the readers may overwrite the staging memory
-        row_ids = plan.row_ids if self._source.lengths else None
-        for name, lengths in self._source.lengths.items():
+        source, n_rows = self._source, self._rows_per_job
+        row_ids = plan.row_ids if source.lengths else None
+        for name, lengths in source.lengths.items():
             self._set_lengths(slot, name, lengths[row_ids])
         slot.plan = plan
-        slot.out = {**slot.host.numpy(), **{name: [] for name in self._unknown}}
-        source, out, n_rows = self._source, slot.out, self._rows_per_job
+        slot.items.clear()
+        out = slot.host.numpy()
         # Rows in the page cache are gathered in the order of the pool, others read in that of the file.
         jobs = source.gathers(plan, out, n_rows) if isinstance(source, HDF5Dataset) else []
-        jobs = jobs or [partial(source.read, plan, reads, out) for reads in plan.reads.split(n_rows)]
+        read = partial(_read_items, source, slot) if isinstance(source, ItemSource) else partial(source.read, plan)
+        jobs = jobs or [partial(read, reads, out) for reads in plan.reads.split(n_rows)]
         slot.n_jobs = len(jobs)
         for job in jobs:
-            self._todo.put((job, slot))
+            self._jobs.put((job, slot))
+
+    def _read_rows(self) -> None:
+        """A reader: do one job after the other."""
+        os.nice(READERS_NICE)  # of this thread: the loop wakes up to queue a step that the device is waiting for
+        while (item := self._jobs.get()) and not self._closing.is_set():
+            job, slot = item
+            try:
+                job()
+                self._inbox.put(_Ended(slot))
+            except BaseException as error:
+                self._inbox.put(_Ended(slot, error))
+
+    def _hand_over(self, slot: _Slot) -> None:
+        """Copy a pool that has been read to the device, and give it to the loop."""
+        if slot.items:
+            self._write_ragged(slot)
+        if self._stream and slot.copied and slot.used:
+            n_rows = slot.plan.n_rows
+            with torch.cuda.stream(self._stream):
+                self._stream.wait_event(slot.used)
+                slot.device.slice(0, n_rows).copy_(slot.host.slice(0, n_rows), non_blocking=True)
+                slot.copied.record(self._stream)
+        self._ready.put(slot)
+
+    def _write_ragged(self, slot: _Slot) -> None:
+        """Write the ragged fields of items, whose lengths are known now."""
+        for name in slot.items[0][1]:
+            lengths = np.empty(slot.plan.n_rows, np.int32)
+            for places, columns in slot.items:
+                lengths[places] = np.diff(columns[name].offsets)
+            self._set_lengths(slot, name, lengths)
+            column = slot.host[name].numpy()
+            for places, columns in slot.items:
+                column.values[column.places(places)] = columns[name].values
 
     def _set_lengths(self, slot: _Slot, name: str, lengths: np.ndarray) -> None:
         """Write the offsets of ragged rows, and give their values more memory if they do not fit."""
@@ -236,39 +289,15 @@ class PrefetchLoader(PoolLoader):
             self._stream.wait_stream(torch.cuda.current_stream(self._device))  # kernels of a previous owner may run
         np.cumsum(lengths, out=slot.host[name].host_offsets[1 : len(lengths) + 1])
 
-    def _join(self, slot: _Slot, name: str, n_rows: int) -> None:
-        """Write a ragged column of a Dataset, of which the readers have left parts: (places, rows)."""
-        parts = slot.out[name]
-        assert isinstance(parts, list)
-        lengths = np.empty(n_rows, np.int32)
-        for places, rows in parts:
-            lengths[places] = np.diff(rows.offsets)
-        self._set_lengths(slot, name, lengths)
-        column = slot.host[name].numpy()
-        for places, rows in parts:
-            column.values[column.places(places)] = rows.values
 
-    def _run_jobs(self) -> None:
-        """Read one job after the other, in a reader thread."""
-        os.nice(READERS_NICE)  # of this thread: the loop wakes up to queue a step that the device is waiting for
-        while item := self._todo.get():
-            job, slot = item
-            try:
-                if not self._closing.is_set():
-                    job()
-                self._inbox.put(slot)
-            except BaseException as error:
-                self._inbox.put(error)
-
-    def _hand_over(self, slot: _Slot) -> None:
-        """Copy a pool that has been read to the device, and give it to the loop."""
-        assert slot.plan
-        n_rows = slot.plan.n_rows
-        for name in self._unknown:
-            self._join(slot, name, n_rows)
-        if self._stream and slot.copied and slot.used:
-            with torch.cuda.stream(self._stream):
-                self._stream.wait_event(slot.used)
-                slot.device.slice(0, n_rows).copy_(slot.host.slice(0, n_rows), non_blocking=True)
-                slot.copied.record(self._stream)
-        self._ready.put(slot)
+def _read_items(source: ItemSource, slot: _Slot, reads: Reads, out: Mapping[str, Out]) -> None:
+    """Read items, and write their fields to `out`; ragged ones are kept in `slot`."""
+    plan = slot.plan
+    # A block is a row, so each run is one, too. What items draw follows from the first of them.
+    repeat = int(plan.repeats[reads.places[0]])
+    columns = source.read_rows(reads.runs.starts, plan.seed, plan.epoch, repeat)
+    ragged = {name: column for name, column in columns.items() if isinstance(column, RaggedArray)}
+    for name in columns.keys() - ragged.keys():
+        np.asarray(out[name])[reads.places] = columns[name]
+    if ragged:
+        slot.items.append((reads.places, ragged))

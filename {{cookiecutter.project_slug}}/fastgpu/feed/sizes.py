@@ -1,15 +1,16 @@
-"""What `auto` in the config becomes on this machine, and whether the numbers that a person chose fit together."""
+"""How rows move on this machine: a number for each `auto` of the config, if all of its numbers fit together."""
 
+import sys
 from collections.abc import Mapping
 from math import lcm
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 
 from fastgpu.dataset.source import ItemDataset
 from fastgpu.feed.loader import ONE_PASS, Passes
-from fastgpu.process.config import Config, Data, Tier
+from fastgpu.process.config import Auto, Config, Data, Tier
 from fastgpu.process.launch import UserError, warn
 from fastgpu.process.machine import available_cpus, format_bytes, free_host_bytes
 from fastgpu.process.world import World
@@ -27,7 +28,7 @@ RESIDENT_SHARE = 0.5
 
 
 class Sizes(NamedTuple):
-    """Every number that says how rows move; no `auto` is left."""
+    """The numbers that say how rows move. No `auto` is left."""
 
     batch_size: int
     """Rows of one optimizer step on one rank."""
@@ -37,24 +38,21 @@ class Sizes(NamedTuple):
     tier: Tier
     n_readers: int
     """Reader threads of a rank, or worker processes if the rows come from a Dataset."""
-    uses_workers: bool
-    """Whether the readers are worker processes."""
-    need: int
-    """Bytes of the rows that may be kept, of training and validation."""
-    free: Mapping[str, int]
-    """{"device": bytes, "host": bytes} that are free for each rank."""
+    readers_key: Literal["num_readers", "num_workers"] = "num_readers"
+    """The key of section `loader` that sets their number."""
     passes: Passes = ONE_PASS
+    memory: str = ""
+    """The memory that the rows need, where they are kept, and what is free, in words."""
 
     @property
-    def chosen(self) -> dict[str, dict[str, Any]]:
+    def chosen(self) -> dict[str, dict[str, object]]:
         """{section: values that were chosen}"""
-        readers = "num_workers" if self.uses_workers else "num_readers"
-        data = {"tier": self.tier, "pool_batches": self.pool_batches}
-        return {"data": data, "loader": {readers: self.n_readers}}
+        data: dict[str, object] = {"tier": self.tier, "pool_batches": self.pool_batches}
+        return {"data": data, "loader": {self.readers_key: self.n_readers}}
 
 
 def choose_sizes(cfg: Config, source: Dataset, val_source: Dataset, world: World) -> Sizes:
-    """What the config asks for on this machine. source, val_source: training and validation rows.
+    """The sizes of a training run on this machine. source, val_source: training and validation rows.
 
     Raises UserError if the numbers do not fit together.
     """
@@ -72,20 +70,31 @@ def choose_sizes(cfg: Config, source: Dataset, val_source: Dataset, world: World
     canonical_ranks = wide if is_possible else world.world_size
     pool_rows = min(len(source), POOL_BYTES // source.row_bytes, MAX_POOL_ROWS)  # of all ranks: so is the order
     pool_batches = max(1, pool_rows // data.batch_size) if data.pool_batches == "auto" else data.pool_batches
-    if pool_batches < len(source) // data.batch_size and (text := class_order_warning(source)):
-        warn(text)
-    uses_workers = isinstance(source, ItemDataset)
-    asked = loader.num_workers if uses_workers else loader.num_readers
-    max_readers = available_cpus() if uses_workers or source.decoding else MAX_READERS
-    n_readers = max(1, min(max_readers, available_cpus() // world.local_world_size)) if asked == "auto" else asked
+    if pool_batches < len(source) // data.batch_size:
+        _warn_of_class_order(source)
+    has_items = isinstance(source, ItemDataset)
+    asked = loader.num_workers if has_items else loader.num_readers
+    max_readers = available_cpus() if has_items or source.decoding else MAX_READERS
     need = sum(len(each) * each.row_bytes for each in (source, val_source))
     free_host = free_host_bytes() // world.local_world_size
     free_device = torch.cuda.mem_get_info(world.device)[0] if world.device.type == "cuda" else free_host
     free = {"device": free_device, "host": free_host}
     tier = choose_tier(data, (source, val_source), need, free)
-    batch_size = data.batch_size // world.world_size
-    passes = Passes(data.echo, cfg.train.epochs)
-    return Sizes(batch_size, canonical_ranks, pool_batches, tier, n_readers, uses_workers, need, free, passes)
+    return Sizes(
+        batch_size=data.batch_size // world.world_size,
+        canonical_ranks=canonical_ranks,
+        pool_batches=pool_batches,
+        tier=tier,
+        n_readers=count_readers(asked, world.local_world_size, max_readers),
+        readers_key="num_workers" if has_items else "num_readers",
+        passes=Passes(data.echo, cfg.train.epochs),
+        memory=_describe_memory(need, tier, free),
+    )
+
+
+def count_readers(asked: int | Auto, local_world_size: int, max_readers: int = sys.maxsize) -> int:
+    """Threads or processes of a rank. auto: as many as it has CPUs, and at most `max_readers`."""
+    return max(1, min(max_readers, available_cpus() // local_world_size)) if asked == "auto" else asked
 
 
 def choose_tier(data: Data, sources: tuple[Dataset, Dataset], need: int, free: Mapping[str, int]) -> Tier:
@@ -95,17 +104,17 @@ def choose_tier(data: Data, sources: tuple[Dataset, Dataset], need: int, free: M
     """
     tier = data.tier
     train, val = sources
-    problem = _why_not_kept(train, data) or _why_not_kept(val, data)
-    if tier == "auto":
-        may_stay = not problem and not isinstance(train, ItemDataset)  # whose items may be drawn anew in each epoch
-        near: tuple[Tier, ...] = ("device", "host")
-        return next((each for each in near if may_stay and need <= RESIDENT_SHARE * free[each]), "disk")
     if tier == "disk":
         return tier
+    reason = _why_not_kept(train, data) or _why_not_kept(val, data)
+    if tier == "auto":
+        may_stay = not reason and not isinstance(train, ItemDataset)  # whose items may be drawn anew in each epoch
+        near: tuple[Tier, ...] = ("device", "host")
+        return next((each for each in near if may_stay and need <= RESIDENT_SHARE * free[each]), "disk")
     if need > free[tier]:
-        problem = f"{train.name} needs {format_bytes(need)} a rank and {format_bytes(free[tier])} are free"
-    if problem:
-        raise UserError(f"data.tier is {tier}, but {problem}; use data.tier=disk")
+        reason = f"{train.name} needs {format_bytes(need)} a rank and {format_bytes(free[tier])} are free"
+    if reason:
+        raise UserError(f"data.tier is {tier}, but {reason}; use data.tier=disk")
     if isinstance(train, ItemDataset) and train.draws_at_random():
         warn(
             f"data.tier is {tier}: the items of {train.name} are read once, so what they draw at random is the same "
@@ -126,17 +135,30 @@ def _why_not_kept(source: Dataset, data: Data) -> str:
     return ""
 
 
-def class_order_warning(source: Dataset) -> str:
-    """A warning if neighbouring rows share their label far more often than by chance; otherwise empty."""
-    labels = source.column("labels") if source.block_rows.max() > 1 else None
-    if labels is None or labels.ndim != 1 or labels.dtype.kind not in "bui":
-        return ""
+def _describe_memory(need: int, tier: Tier, free: Mapping[str, int]) -> str:
+    kept = {"device": "kept on the device", "host": "kept in RAM", "disk": "read from disk"}[tier]
+    text = f"{format_bytes(free['host'])} in RAM"
+    if free["device"] != free["host"]:  # the device is not the CPU
+        text = f"{format_bytes(free['device'])} on its device, {text}"
+    return f"{format_bytes(need)} for all rows, {kept}; free for each rank: {text}"
+
+
+def class_labels(source: Dataset) -> np.ndarray | None:
+    """(rows,) whole numbers: the field `labels` of all rows. None: there is no such field in memory."""
+    labels = source.column("labels")
+    return labels if labels is not None and labels.ndim == 1 and labels.dtype.kind in "bui" else None
+
+
+def _warn_of_class_order(source: Dataset) -> None:
+    """Warn if neighbouring rows share their label far more often than by chance."""
+    labels = class_labels(source) if source.block_rows.max() > 1 else None
+    if labels is None:
+        return
     sample = np.random.default_rng(0).integers(0, len(labels) - 1, 100_000)
     shared = float((labels[sample] == labels[sample + 1]).mean())
     by_chance = float((labels[sample] == np.roll(labels[sample], 1)).mean())
-    if shared <= (1 + by_chance) / 2:
-        return ""
-    return (
-        f"{source.name} is sorted by class: {shared:.0%} of neighbouring rows share a label. Pools cannot mix that: "
-        "`python convert.py repack` writes the rows in random order"
-    )
+    if shared > (1 + by_chance) / 2:
+        warn(
+            f"{source.name} is sorted by class: {shared:.0%} of neighbouring rows share a label. Pools cannot mix "
+            "that: `python convert.py repack` writes the rows in random order"
+        )

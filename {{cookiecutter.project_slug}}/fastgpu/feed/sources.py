@@ -1,7 +1,7 @@
 """The source that the config names: HDF5 files, or a Dataset of your own. To read another file format, add it here."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from copy import copy
 from importlib import import_module
 from importlib.util import find_spec
@@ -10,8 +10,9 @@ from typing import Literal
 import numpy as np
 
 from fastgpu.dataset.source import open_dataset
-from fastgpu.process.config import Data
-from fastgpu.process.launch import UserError, warn
+from fastgpu.feed.sizes import class_labels, count_readers
+from fastgpu.process.config import Data, Loader
+from fastgpu.process.launch import UserError, read_launch, warn
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.selection import Groups, Mixture, Share, hold_out
 from fastgpu.storage.columns import Codec
@@ -19,19 +20,21 @@ from fastgpu.storage.meaning import check_meaning
 from fastgpu.storage.store import HDF5Dataset, expand, open_store
 
 
-def open_splits(data: Data, seed: int) -> tuple[Dataset, Dataset]:
+def open_splits(data: Data, loader: Loader, seed: int) -> tuple[Dataset, Dataset]:
     """The training rows and the validation rows. Raises UserError if one cannot open them, or if they do not fit.
 
-    A share of data.train is the same rows, of which each part has a selection. seed: of the order of rows in a mixture.
+    The worker processes of a torch Dataset are started here: call this before the process uses CUDA or NCCL. `close` of
+    the rows ends them, and so does the end of this process. If data.val is a share of data.train, both read the same
+    rows with the same workers. seed: of the order of rows in a mixture.
     """
-    train = _open(data, "train")
-    train, val = (train, _open(data, "val")) if data.val_share is None else _hold_out(data, train)
+    train = _open(data, loader, "train")
+    train, val = (train, _open(data, loader, "val")) if data.val_share is None else _hold_out(data, train)
     _warn_of_shared_rows(data)
     check_meaning("data.val", train, val)
     return _mixed(data, train, seed), val
 
 
-def _open(data: Data, split: Literal["train", "val"]) -> Dataset:
+def _open(data: Data, loader: Loader, split: Literal["train", "val"]) -> Dataset:
     """All rows that data.train or data.val names, with pixels in place of encoded images."""
     key = f"data.{split}"
     named = data.train if split == "train" else data.val
@@ -43,7 +46,10 @@ def _open(data: Data, split: Literal["train", "val"]) -> Dataset:
         return _checked(data, open_store(key, list(named) if isinstance(named, dict) else named, fields, codecs))
     if isinstance(named, dict):
         raise UserError("data.train has weights, which work for HDF5 files only; use data.dataset=none")
-    return _checked(data, open_dataset(key, named, fields, factory=data.dataset))
+    source = open_dataset(key, named, fields, factory=data.dataset)
+    if n_workers := count_readers(loader.num_workers, read_launch().local_world_size):
+        source = source.with_workers(n_workers, loader.timeout_s)
+    return _checked(data, source)
 
 
 def image_codecs(sizes: Mapping[str, tuple[int, int]], **options: float | None) -> dict[str, Codec]:
@@ -77,11 +83,11 @@ def _checked(data: Data, source: Dataset) -> Dataset:
 
 
 def _warn_of_shared_rows(data: Data) -> None:
-    """Say that validation rows are trained on, as by the pattern `photos-*.h5`, which also matches photos-val.h5."""
-    train = _list_files(data, "train")
+    """Say that validation rows are trained on, as with the pattern `photos-*.h5`, which also matches photos-val.h5."""
+    train = _list_files(data, data.train)
     if data.val_share is None:
-        shared = {*train} & {*_list_files(data, "val")}
-    else:  # what is held out of one copy is trained on in the other
+        shared = {*train} & {*_list_files(data, data.val)}
+    else:  # a row that is held out of one copy is trained on in the other
         shared = {name for name in train if train.count(name) > 1}
     if shared and data.val_fields in ({}, data.fields):
         warn(
@@ -90,13 +96,12 @@ def _warn_of_shared_rows(data: Data) -> None:
         )
 
 
-def _list_files(data: Data, split: Literal["train", "val"]) -> list[str]:
-    """The files, and the groups in them, that data.train or data.val names; or what a Dataset is called with."""
-    named = data.train if split == "train" else data.val
+def _list_files(data: Data, named: str | Iterable[str]) -> list[str]:
+    """The files that data.train or data.val names, and the groups in them; or the argument of a Dataset."""
     if data.dataset != "none":
         return [str(named)]
     paths = [named] if isinstance(named, str) else named
-    return [os.path.relpath(f"{file}/{group}") for path in paths for file, group in expand(f"data.{split}", path)]
+    return [os.path.relpath(f"{file}/{group}") for path in paths for file, group in expand("data", path)]
 
 
 def _hold_out(data: Data, rows: Dataset) -> tuple[Dataset, Dataset]:
@@ -109,11 +114,17 @@ def _hold_out(data: Data, rows: Dataset) -> tuple[Dataset, Dataset]:
         raise UserError(
             f"data.val is {data.val}, which is {n_val} of the {n_rows} rows of {rows.name}; use another share"
         )
-    train, val = copy(rows), copy(rows)
-    for part, share in zip((train, val), hold_out(rows.block_rows, n_val), strict=True):
-        part.selection = share
-        part.name += f" ({len(share):,} of its rows)"
+    train, val = (_select(rows, share) for share in hold_out(rows.block_rows, n_val))
+    for part in (train, val):
+        part.name += f" ({len(part):,} of its rows)"
     return train, val
+
+
+def _select(source: Dataset, selection: Share | Mixture) -> Dataset:
+    part = copy(source)
+    part.whole = source.whole or source
+    part.selection = selection
+    return part
 
 
 def _mixed(data: Data, source: Dataset, seed: int) -> Dataset:
@@ -121,32 +132,28 @@ def _mixed(data: Data, source: Dataset, seed: int) -> Dataset:
     if isinstance(data.train, dict):
         if data.balance == "classes":
             raise UserError("data.balance is classes and data.train has weights; use one of the two")
-        assert isinstance(source, HDF5Dataset)
-        n_files = [len(expand("data.train", path)) for path in data.train]
-        source_of_file = np.repeat(np.arange(len(n_files), dtype=np.int16), n_files)
-        source_of_row = np.repeat(source_of_file, source.part_rows)
-        groups = Groups(tuple(data.train), tuple(data.train.values()), source_of_row)
+        groups = _group_by_file(data.train, source)
     elif data.balance == "classes":
-        groups = _balance_classes(source)
+        groups = _group_by_class(source)
     else:
         return source
     if isinstance(source.selection, Share):
-        is_member = np.zeros(len(groups.groups), bool)
-        is_member[source.selection.rows()] = True
-        groups = groups._replace(groups=np.where(is_member, groups.groups, -1))
-        lost = np.setdiff1d(np.arange(len(groups.names)), groups.groups)
-        if len(lost):
-            name = groups.names[lost[0]]
-            raise UserError(f"data.val is {data.val}, which leaves no row of {name} to train on; use a smaller share")
-    mixed = copy(source)
-    mixed.selection = Mixture(groups, source.block_rows, data.batch_size, seed)
-    return mixed
+        groups = _without_held_out(data, groups, source.selection)
+    return _select(source, Mixture(groups, source.block_rows, data.batch_size, seed))
 
 
-def _balance_classes(source: Dataset) -> Groups:
+def _group_by_file(weights: Mapping[str, float], source: Dataset) -> Groups:
+    """A group for each path that has a weight, of the rows of all files that it matches."""
+    assert isinstance(source, HDF5Dataset)
+    n_files = [len(expand("data.train", path)) for path in weights]
+    group_of_file = np.repeat(np.arange(len(n_files), dtype=np.int16), n_files)
+    return Groups(tuple(weights), tuple(weights.values()), group_of_file.repeat(source.part_rows))
+
+
+def _group_by_class(source: Dataset) -> Groups:
     """A group for each class, of equal weight. Raises UserError if the rows have no field `labels` of whole numbers."""
-    labels = source.column("labels")
-    if labels is None or labels.ndim != 1 or labels.dtype.kind not in "bui":
+    labels = class_labels(source)
+    if labels is None:
         raise UserError(
             f"data.balance is classes, which needs a field `labels` with a whole number for each row of {source.name}; "
             "a Dataset also needs them as an attribute `labels` or `targets`"
@@ -154,3 +161,14 @@ def _balance_classes(source: Dataset) -> Groups:
     classes, groups = np.unique(labels, return_inverse=True)
     names = tuple(f"class {label}" for label in classes.tolist())
     return Groups(names, (1,) * len(classes), groups.astype(np.int32))
+
+
+def _without_held_out(data: Data, groups: Groups, train: Share) -> Groups:
+    """The same groups with the rows to train on only. Raises UserError if a group has none of them."""
+    of_row = np.full_like(groups.groups, -1)
+    of_row[train.rows()] = groups.groups[train.rows()]
+    lost = np.setdiff1d(np.arange(len(groups.names)), of_row)
+    if len(lost):
+        name = groups.names[lost[0]]
+        raise UserError(f"data.val is {data.val}, which leaves no row of {name} to train on; use a smaller share")
+    return groups._replace(groups=of_row)

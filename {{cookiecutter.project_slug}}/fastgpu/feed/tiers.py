@@ -1,4 +1,7 @@
-"""Pools of an epoch from the device, the host or the disk: all three tiers give the same batches, bit for bit."""
+"""Loaders for the three tiers: rows that stay on the device, stay in host memory, or are read from disk in each epoch.
+
+All three give the same batches, bit for bit.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -16,13 +19,13 @@ from fastgpu.rows.rows import Rows
 from fastgpu.storage.arrays import ArrayDataset
 
 LOAD_BYTES = 64 << 20
-"""Bytes of one step of filling the device or host tier."""
+"""Rows that are to stay on the device or in host memory are read in pools of this size, ..."""
 LOAD_BATCHES = 16
-"""A step is so many batches: a worker process of a Dataset is asked for one at a time."""
+"""... of so many batches each: a worker process of a Dataset is asked for one batch at a time."""
 
 
 class ResidentLoader(PoolLoader):
-    """All rows are on the device and a pool is one gather there. An epoch touches neither disk nor host memory."""
+    """All rows stay on the device, where one gather makes a pool. An epoch reads neither disk nor host memory."""
 
     def __init__(self, rows: Rows, source: Dataset, order: BlockSampler, *, passes: Passes = ONE_PASS):
         """rows: those of `source`, on the device."""
@@ -51,34 +54,38 @@ def open_loaders(
     *,
     loader: Loader,
 ) -> list[PoolLoader]:
-    """The loaders of a training run: rows in the given orders, kept on the tier of `sizes`, as batches on the device.
+    """A loader for each source, whose rows come in the given order and are kept on the tier that `sizes` names.
 
     loader: prefetch_pools and timeout_s are used. Raises UserError if the rows cannot be read.
     """
-    feeds: list[PoolLoader] = []
-    kept: dict[int, Rows] = {}
+    loaders: list[PoolLoader] = []
+    kept: dict[Dataset, Rows] = {}
+    home = device if sizes.tier == "device" else torch.device("cpu")
+    one_ahead = loader.model_copy(update={"prefetch_pools": 1})
     for source, order in zip(sources, orders, strict=True):
+        # Validation, which is not shuffled, takes each row once. One pool ahead is enough for it, and saves memory.
         passes = sizes.passes if order.shuffle else sizes.passes._replace(echo=1.0)
+        ahead = loader if order.shuffle else one_ahead
         if sizes.tier == "disk":
-            feeds.append(PrefetchLoader(source, order, device, sizes.n_readers, passes=passes, loader=loader))
+            loaders.append(PrefetchLoader(source, order, device, sizes.n_readers, passes=passes, loader=ahead))
             continue
-        key = id(source.block_rows)  # the parts of a split share it, and are read once
-        if key not in kept:
-            home = device if sizes.tier == "device" else torch.device("cpu")
-            kept[key] = _read_all(source, home, sizes.n_readers, loader)
+        whole = source.whole or source
+        if whole not in kept:
+            kept[whole] = _read_all(whole, home, sizes.n_readers, one_ahead)
+        rows = kept[whole]
         if sizes.tier == "device":
-            feeds.append(ResidentLoader(kept[key], source, order, passes=passes))
+            loaders.append(ResidentLoader(rows, source, order, passes=passes))
             continue
-        arrays, blocks = kept[key].numpy(), source.block_rows
-        rows = ArrayDataset(source.name, arrays, source.attributes, block_rows=blocks, fields=source.fields)
-        feed = PrefetchLoader(rows, order, device, max(1, sizes.n_readers), passes=passes, loader=loader)
-        feed.rows = source  # what is in memory has no digest
-        feeds.append(feed)
-    return feeds
+        blocks = source.block_rows
+        arrays = ArrayDataset(source.name, rows.numpy(), source.attributes, block_rows=blocks, fields=source.fields)
+        feed = PrefetchLoader(arrays, order, device, sizes.n_readers, passes=passes, loader=ahead)
+        feed.rows = source  # its fingerprint has a digest of the rows, which arrays do not have
+        loaders.append(feed)
+    return loaders
 
 
 def _read_all(source: Dataset, device: torch.device, n_readers: int, loader: Loader) -> Rows:
-    """Every row, selected or not, in the order of the file, by way of 128 MiB of host memory."""
+    """All rows of the files, also those that are not selected, in their order. Two pools of host memory are enough."""
     n_rows = int(source.block_rows.sum())
     n_values = {name: int(lengths.sum(dtype=np.int64)) for name, lengths in source.lengths.items()}
     rows = Rows.empty(source.fields, n_rows, device, n_values=n_values)
@@ -87,9 +94,9 @@ def _read_all(source: Dataset, device: torch.device, n_readers: int, loader: Loa
         rows[name].offsets.copy_(torch.from_numpy(rows[name].host_offsets))
     batch_size = min(n_rows, max(1, LOAD_BYTES // LOAD_BATCHES // source.row_bytes))
     order = BlockSampler(source.block_rows, batch_size, pool_batches=LOAD_BATCHES, seed=None)
-    loader = loader.model_copy(update={"prefetch_pools": 1})
+    feed = PrefetchLoader(source, order, device, n_readers, passes=Passes(n_epochs=1), loader=loader)
     start = 0
-    with closing(PrefetchLoader(source, order, device, n_readers, passes=Passes(n_epochs=1), loader=loader)) as feed:
+    with closing(feed):
         for plan, part in feed.pools(0):
             rows.slice(start, start + plan.n_real_rows).copy_(part.slice(0, plan.n_real_rows))
             start += plan.n_real_rows

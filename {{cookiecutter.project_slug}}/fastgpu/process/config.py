@@ -98,7 +98,8 @@ class Loader(Section):
     num_readers: Count | Auto = "auto"
     """Threads of each rank that read HDF5 files. auto: the CPUs of this rank, at most 8 unless they decode images."""
     prefetch_pools: Count = 2
-    """Pools prepared ahead of the one in use. Each has its own staging memory. No effect on the device tier."""
+    """Pools prepared ahead of the one in use; for validation it is always 1. Each has its own staging memory. No effect
+    on the device tier."""
     num_workers: CountOrZero | Auto = "auto"
     """Worker processes of each rank for data.dataset. auto: the CPUs of this rank. 0: read in the main process, to
     debug; random numbers that steps draw on a CPU then differ from run to run."""

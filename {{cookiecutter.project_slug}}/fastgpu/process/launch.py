@@ -11,9 +11,12 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 EXIT_DELAY_S = 3.0
 """The other ranks of a machine exit this much later, so that the first one can print the message of
@@ -59,6 +62,23 @@ def warn(text: str) -> None:
     """Print a warning once for the whole job. Every warning of the project goes through here."""
     if read_launch().rank == 0:
         print(f"warning: {text}", flush=True)
+
+
+def attempt(function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> Callable[[], T]:
+    """Call a function now. The result returns its value, or raises its UserError, when it is called.
+
+    So what has to be done before the ranks know each other can fail where they end together.
+    """
+    try:
+        value = function(*arguments, **options)
+    except UserError as error:
+        problem = error
+
+        def fail() -> T:
+            raise problem
+
+        return fail
+    return lambda: value
 
 
 @contextmanager
