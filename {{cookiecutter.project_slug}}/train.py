@@ -2,7 +2,7 @@
 
 python train.py                                          one process: a CPU or one GPU
 torchrun --standalone --nproc-per-node=gpu train.py      every GPU of this machine
-python train.py data.batch_size=512 train.epochs=3       any key of config.yaml; docs/config.md explains them
+python train.py data.batch_size=512 train.epochs=3       any key of docs/config.md
 """
 
 import sys
@@ -49,98 +49,90 @@ class Training(NamedTuple):
     ema: training.AveragedModel  # ema.module is validated, and saved for use
 
 
-# ------------------------------------------------------------------------------ data, model, optimizer
-
-
+# -------------------------------------------------------------------------- data, model, optimizer
 def build(cfg: Config, opened: Callable[[], tuple[Dataset, Dataset]], world: World) -> Training:
     # On a GPU: cudnn.benchmark and TF32, or with run.deterministic the same bits in every run.
     choose_kernels(world.device, deterministic=cfg.run.deterministic)
 
-    # A UserError of one rank in this block, such as a missing file, ends every rank with its message.
+    # If a rank raises a UserError in this block, such as a missing file, all ranks end with it.
     with world.raise_on_all_ranks():
         train_rows, val_rows = opened()
-        data = feed.Data(train_rows, val_rows, feed.choose_sizes(cfg, train_rows, val_rows, world))
+        sizes = feed.choose_sizes(cfg, train_rows, val_rows, world)
+        data = feed.Data(train_rows, val_rows, sizes)
         loader, val_loader = build_loaders(cfg, data, world)
 
         # Tensor cores prefer the NHWC memory format, so the weights of convolutions have it, too.
-        workload = workloads.make(cfg, data.train, data.val)
+        workload = workloads.make(cfg, train_rows, val_rows)
         torch.manual_seed(cfg.run.seed)
-        model = workload.model().to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        model = workload.model()
+        model.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         optimizer = make_optimizer(model, cfg.optim)
         precision = training.mixed_precision(cfg.train.precision, world.device, optimizer)
 
-    chosen = {**data.sizes.chosen, "model": workload.options.model_dump(), "train": {"precision": precision.name}}
-    cfg = cfg.resolved(**chosen)
-    world.check_same(identify_job(cfg.flat(), (data.train, data.val), loader.fingerprint))
+    # From here on, the config has the value that was chosen in place of each `auto`.
+    options = workload.options.model_dump()
+    cfg = cfg.resolved(**sizes.chosen, model=options, train={"precision": precision.name})
+    world.check_same(identify_job(cfg.flat(), (train_rows, val_rows), loader.fingerprint))
 
-    # The average copies the model, so it comes before DDP; what is compiled is the model with DDP around it.
+    # The average copies the model, so it comes before DDP. DDP is compiled with the model in it.
     ema = training.AveragedModel(model, cfg.train.ema)  # with a decay of 0, it is the model itself
-    ddp = training.share_gradients(model, cfg.dist, world, data.train)
+    ddp = training.share_gradients(model, cfg.dist, world, train_rows)
     if cfg.train.compile:
         ddp.compile()
-    return Training(
-        config=cfg,
-        data=data,
-        loader=loader,
-        val_loader=val_loader,
-        workload=workload,
-        model=model,
-        ddp=ddp,
-        optimizer=optimizer,
-        precision=precision,
-        ema=ema,
-    )
+    return Training(cfg, data, loader, val_loader, workload, model, ddp, optimizer, precision, ema)
 
 
 def build_loaders(cfg: Config, data: feed.Data, world: World) -> tuple[feed.Loader, feed.Loader]:
-    """The batches of this rank, on its device: shuffled for training, in the order of the file for validation."""
-    # BlockSampler is a DistributedSampler that shuffles blocks of a file, and then the samples of many batches.
-    # Any number of ranks that divides `canonical_ranks` sees the same global batches.
-    batch_size, pool_batches = data.sizes.batch_size, data.sizes.pool_batches
-    shard = Shard(world.rank, world.world_size, data.sizes.canonical_ranks)
-    val_shard = Shard(world.rank, world.world_size)
-    sampler = BlockSampler(data.train, batch_size, shard, pool_batches, seed=cfg.run.seed)
-    val_sampler = BlockSampler(data.val, batch_size, val_shard, pool_batches, seed=None)
+    """The batches of this rank, on its device: shuffled to train, in file order to validate."""
+    # BlockSampler is a DistributedSampler that shuffles blocks of a file, then the samples of many
+    # batches. Any number of ranks that divides `canonical_ranks` sees the same global batches.
+    sizes = data.sizes
+    shard = Shard(world.rank, world.world_size, sizes.canonical_ranks)
+    val_shard, pool = Shard(world.rank, world.world_size), sizes.pool_batches
+    sampler = BlockSampler(data.train, sizes.batch_size, shard, pool, seed=cfg.run.seed)
+    val_sampler = BlockSampler(data.val, sizes.batch_size, val_shard, pool, seed=None)
     world.print_once(data.describe(sampler))
 
-    # A PrefetchLoader reads ahead in threads or worker processes; a ResidentLoader has all data on the device. Both
-    # echo: with data.echo=2, each batch is trained on twice. To use a loader of your own, return two objects with the
-    # four members of feed.Loader here: docs/code.md shows one around a torch DataLoader.
+    # A PrefetchLoader reads ahead in threads or worker processes; a ResidentLoader has all data on
+    # the device. Both echo: with data.echo=2, each batch is trained on twice. To use a loader of
+    # your own, return two objects with the four members of feed.Loader: docs/code.md shows how.
     splits, samplers = (data.train, data.val), (sampler, val_sampler)
-    loader, val_loader = feed.open_loaders(splits, samplers, data.sizes, world.device, loader=cfg.loader)
-    return loader, val_loader
+    loaders = feed.open_loaders(splits, samplers, sizes, world.device, loader=cfg.loader)
+    return loaders[0], loaders[1]
 
 
 def make_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
     """Each has fused kernels. Another optimizer: a branch here, and its name in `Optim.name`."""
-    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
-    others = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]  # biases and norms
-    groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    weights = [p for p in model.parameters() if p.requires_grad]
+    matrices = {"params": [p for p in weights if p.ndim >= 2], "weight_decay": optim.weight_decay}
+    biases_and_norms = {"params": [p for p in weights if p.ndim < 2], "weight_decay": 0.0}
+    groups = [matrices, biases_and_norms]
+    lr, momentum = optim.lr, optim.momentum
     if optim.name == "adamw":
-        return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.momentum, 0.999), fused=True)
+        return torch.optim.AdamW(groups, lr, betas=(momentum, 0.999), fused=True)
     if optim.name == "sgd":
-        return torch.optim.SGD(groups, lr=optim.lr, momentum=optim.momentum, nesterov=optim.momentum > 0, fused=True)
+        return torch.optim.SGD(groups, lr, momentum, nesterov=momentum > 0, fused=True)
     return training.apex_optimizer(groups, optim)  # fused_adam or fused_lamb of NVIDIA Apex
 
 
-# ------------------------------------------------------------------------------ one step
-
-
+# ---------------------------------------------------------------------------------------- one step
 def learning_rate(share: float, optim: Optim) -> float:
-    """Linear warm-up, then a cosine or a line to 0, or a constant. share: part of the run that is done, 0 to 1."""
-    rise = min(1.0, share / optim.warmup_share) if optim.warmup_share else 1.0
-    fall = min(1.0, max(0.0, share - optim.warmup_share) / max(1e-9, 1 - optim.warmup_share))
-    return optim.lr * rise * {"cosine": 0.5 * (1 + cos(pi * fall)), "linear": 1 - fall, "constant": 1.0}[optim.schedule]
+    """Linear warm-up, then a cosine or a line to 0, or a constant. share: of the run, 0 to 1."""
+    warmup = optim.warmup_share
+    rise = min(1.0, share / warmup) if warmup else 1.0
+    fall = min(1.0, max(0.0, share - warmup) / max(1e-9, 1 - warmup))
+    shapes = {"cosine": 0.5 * (1 + cos(pi * fall)), "linear": 1 - fall, "constant": 1.0}
+    return optim.lr * rise * shapes[optim.schedule]
 
 
 def train_step(t: Training, batch: Rows, lr: float) -> dict[str, Tensor]:
-    """Forward, backward, update. Nothing here waits. Returns what each step logs: {tag: scalar on the device}."""
+    """Forward, backward, update. Nothing here waits. Returns what is logged: {tag: scalar}."""
     optim, optimizer, scaler = t.config.optim, t.optimizer, t.precision.scaler
     for group in optimizer.param_groups:
         group["lr"] = lr  # diagnose.py passes 0 to time steps without changing the weights
 
-    # Accumulation: each micro-batch adds its share of the gradients. DDP averages them over the ranks in the backward
-    # pass of the last one only; its no_sync() sets the same attribute.
+    # Accumulation: each micro-batch adds its share of the gradients. DDP averages them over the
+    # ranks in the backward pass of the last one only; its no_sync() sets the same attribute.
     loss_sum = torch.zeros((), device=batch.device)
     for n, micro_batch in enumerate(batch.batches(len(batch) // optim.accumulation_steps), 1):
         t.ddp.require_backward_grad_sync = n == optim.accumulation_steps  # type: ignore[assignment]
@@ -150,11 +142,12 @@ def train_step(t: Training, batch: Rows, lr: float) -> dict[str, Tensor]:
         loss_sum += loss.detach()
     metrics = {"train/loss": loss_sum}
 
-    # In fp16 the gradients are scaled, and clipping needs their true values. The scaler skips a step whose gradients
-    # are not finite. In bf16 and fp32 it does nothing.
+    # In fp16 the gradients are scaled, and clipping needs their true values. The scaler skips a
+    # step whose gradients are not finite. In bf16 and fp32 it does nothing.
     scaler.unscale_(optimizer)
     if optim.clip_grad_norm:
-        metrics["train/grad_norm"] = nn.utils.clip_grad_norm_(t.model.parameters(), optim.clip_grad_norm)
+        weights = t.model.parameters()
+        metrics["train/grad_norm"] = nn.utils.clip_grad_norm_(weights, optim.clip_grad_norm)
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad()
@@ -162,41 +155,42 @@ def train_step(t: Training, batch: Rows, lr: float) -> dict[str, Tensor]:
     return metrics
 
 
-# ------------------------------------------------------------------------------ the loop
-
-
+# ---------------------------------------------------------------------------------------- the loop
 def train(t: Training, world: World) -> int:
     """Train to the end, or until a signal asks for a stop. Returns the exit code."""
     cfg, loader, val_loader, workload = t.config, t.loader, t.val_loader, t.workload
 
     # What a checkpoint keeps, by name: anything with a state_dict, such as a second optimizer.
-    state: dict[str, Stateful] = {"model": t.model, "optimizer": t.optimizer, "scaler": t.precision.scaler}
+    state: dict[str, Stateful] = {"model": t.model, "optimizer": t.optimizer}
+    state["scaler"] = t.precision.scaler
     if cfg.train.ema:
         state["ema"] = t.ema
     card = describe_model(cfg.flat(), t.data, workload.card(), loader.fingerprint)
 
     run = Run(cfg.run, world, state, card, values=cfg.model_dump(), best=workload.best)
     at = run.progress  # epoch, epoch_step and step: zeros, or where the checkpoint was saved
-    n_left = sum(map(loader.steps_per_epoch, range(at.epoch, cfg.train.epochs))) - at.epoch_step
+    n_epochs, save_every = cfg.train.epochs, cfg.run.checkpoint_every_steps
+    n_left = sum(map(loader.steps_per_epoch, range(at.epoch, n_epochs))) - at.epoch_step
     clock = Clock(world, cfg.data.batch_size, cfg.data.echo)
     metrics: list[dict[str, Tensor]] = []  # of the steps since the last point of the log
     with (
         closing(loader),
         closing(val_loader),
         run,
-        TensorBoard(run.folder, cfg.flat(), world, step=at.step, n_steps=at.step + n_left) as board,
+        TensorBoard(run.folder, cfg.flat(), world, step=at.step, n_left=n_left) as board,
         Monitor(world) as monitor,
     ):
-        # What is built by now lives to the end: no full pass of the garbage collector visits it again.
+        # What is built by now lives to the end: the garbage collector need not visit it again.
         gc.collect()
         gc.freeze()
-        while at.epoch < cfg.train.epochs:
+        while at.epoch < n_epochs:
             n_steps = loader.steps_per_epoch(at.epoch)
             for batch in clock.timed(loader.batches(at.epoch, start=at.epoch_step)):
-                # The learning rate follows the part of the run that is done by the middle of this step.
-                lr = learning_rate((at.epoch * n_steps + at.epoch_step + 0.5) / (cfg.train.epochs * n_steps), cfg.optim)
+                # The rate follows the part of the run that is done by the middle of this step.
+                done = at.epoch * n_steps + at.epoch_step + 0.5
+                lr = learning_rate(done / (n_epochs * n_steps), cfg.optim)
 
-                # Each step has its own seed, so a resumed run draws the same augmentation and dropout.
+                # Each step has its own seed: a resumed run draws the same augmentation and dropout.
                 rng = reseed(world.device, cfg.run.seed, at.epoch, at.epoch_step, world.rank)
                 metrics.append(train_step(t, workload.transform(batch, rng), lr))
                 at.step += 1
@@ -204,45 +198,40 @@ def train(t: Training, world: World) -> int:
                 board.count()
                 stop = run.should_stop()  # now and then asks all ranks whether a signal came
 
-                # The host runs ahead of the device, and waits for it only here, to read the metrics.
+                # The host runs ahead of the device, and waits for it only here, for the metrics.
                 if len(metrics) == cfg.log.every_steps or at.epoch_step == n_steps or stop:
                     means = training.mean_over_ranks(metrics, world)
                     metrics.clear()
                     if not isfinite(loss := means["train/loss"]):
-                        raise SharedError(f"the loss is {loss} at step {at.step}; lower optim.lr ({cfg.optim.lr})")
-                    board.write(at.step, {**means, "train/lr": lr, **monitor.take()}, clock.take())
+                        cure = f"lower optim.lr ({cfg.optim.lr})"
+                        raise SharedError(f"the loss is {loss} at step {at.step}; {cure}")
+                    board.write(at.step, means | {"train/lr": lr} | monitor.take(), clock.take())
                 if stop:
                     return run.finish()  # saves this step
-                if cfg.run.checkpoint_every_steps and at.step % cfg.run.checkpoint_every_steps == 0:
+                if save_every and at.step % save_every == 0:
                     run.save()
 
-            # Validation, at the end of each epoch. If a signal ends it, the resumed run begins with it.
+            # Validate the average of the weights. A run that a signal ends here is resumed here.
+            model, batches = t.ema.module, val_loader.batches(at.epoch)
             val_metrics = training.evaluate(
-                t.ema.module,
-                workload,
-                val_loader.batches(at.epoch),
-                world,
-                precision=t.precision,
-                should_stop=run.should_stop,
+                model, workload, batches, world, precision=t.precision, should_stop=run.should_stop
             )
             if val_metrics is None:
                 return run.finish()
             at.epoch += 1
             at.epoch_step = 0
             run.save(val_metrics)  # the last checkpoint, and the best one
-            board.end_epoch(f"{at.epoch}/{cfg.train.epochs}", at.step, val_metrics)
+            board.end_epoch(f"{at.epoch}/{n_epochs}", at.step, val_metrics)
         return run.finish()
 
 
-# ------------------------------------------------------------------------------ main
-
-
+# -------------------------------------------------------------------------------------------- main
 if __name__ == "__main__":
     with exit_with_message():
-        # HDF5 files (HDF5Dataset), or any torch Dataset (data.dataset). They are opened first, because the worker
-        # processes of a Dataset are forks of this process, and neither CUDA nor NCCL survives a fork.
+        # HDF5 files (HDF5Dataset), or any torch Dataset (data.dataset). They are opened first: the
+        # workers of a Dataset are forks of this process, and neither CUDA nor NCCL survives a fork.
         opened = attempt(feed.open_splits, config.data, config.loader, config.run.seed)
-        with init_distributed(config.dist) as world:  # nccl between GPUs, gloo between CPUs
+        with init_distributed(config.dist) as world:  # nccl, or gloo on CPUs
             t = build(config, opened, world)
             exit_code = 0 if config.run.check else train(t, world)
     sys.exit(exit_code)

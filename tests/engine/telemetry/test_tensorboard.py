@@ -39,7 +39,7 @@ def board(tmp_path) -> Iterator[Callable[..., TensorBoard]]:
 
         def make(n_steps: int = 100, step: int = 0, world: World = ALONE, **config: Any):
             settings = {"log.wandb": "", "train.epochs": 1, **config}
-            return stack.enter_context(TensorBoard(tmp_path, settings, world, step=step, n_steps=n_steps))
+            return stack.enter_context(TensorBoard(tmp_path, settings, world, step=step, n_left=n_steps - step))
 
         yield make
 

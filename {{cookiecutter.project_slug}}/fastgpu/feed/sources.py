@@ -72,7 +72,7 @@ def _checked(data: Data, source: Dataset) -> Dataset:
             warn(f"data.image_size and data.min_crop_scale have no effect: {source.name} has no encoded images")
         return source
     if not find_spec("simplejpeg"):
-        warn("simplejpeg is not installed: Pillow decodes JPEG files, which takes longer (pip install simplejpeg)")
+        warn("simplejpeg is not installed, without which JPEG files take longer to decode (pip install simplejpeg)")
     masks = [f"{name}, {field}" for name, field in source.fields.items() if len(field.shape) == 2]
     if masks and data.min_crop_scale < 1:
         raise UserError(

@@ -35,15 +35,15 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
         world: World,
         *,
         step: int,
-        n_steps: int,
+        n_left: int,
     ):
-        """folder: of the run. config: {dotted key: value}. step: the steps that are done. n_steps: of the whole run.
+        """folder: of the run. config: {dotted key: value}. step: the steps that are done. n_left: those that are left.
 
         Raises UserError on every rank if wandb refuses.
         """
         self._folder = folder if world.is_main else None
         self._n_done = step
-        self._n_steps = n_steps
+        self._n_steps = step + n_left
         self._epoch: list[tuple[float, Throughput]] = []  # loss and interval of each point
         self._has_warned = False
         self._printed = time.monotonic()
