@@ -77,15 +77,12 @@ def stop_after(step: int) -> None:
     """Make train.py meet SIGTERM at a step, on all ranks."""
     from fastgpu.run import Run
 
-    should_stop = Run.should_stop
+    def should_stop(run: Run) -> bool:
+        run._is_asked_to_stop = run.progress.step >= step
+        run._stop_signal.number = int(signal.SIGTERM) if run._is_asked_to_stop else 0
+        return run._is_asked_to_stop
 
-    def stop(run: Run) -> bool:
-        if run.progress.step >= step:
-            run._signals._own_signal = signal.SIGTERM
-            run._signals._next_call = 0
-        return should_stop(run)
-
-    Run.should_stop = stop
+    Run.should_stop = should_stop
 
 
 if __name__ == "__main__":
