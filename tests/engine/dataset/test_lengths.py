@@ -114,6 +114,7 @@ def train_lengths(world: World, stop_at: int, *words: str) -> int | str:
     """A rank of train.py that is told to stop before the call of `train_step` with this number."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(workloads, "load", lambda _: Workload)
+        patch.setattr("fastgpu.process.signals.MAX_CALLS", 1)  # a signal is noticed at once in so short a run
         patch.setattr(script, "train_step", at_call(stop_at, script.train_step, signalled(signal.SIGTERM)))
         return train_rank(world, *words)
 
