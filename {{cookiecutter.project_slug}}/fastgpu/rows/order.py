@@ -69,8 +69,8 @@ class BlockSampler(DistributedSampler):
         seed: int | None = 0,
         drop_last: bool | None = None,
     ):
-        """rows: a Dataset; or (blocks,) rows of each block; or a selection of them. batch_size: rows of one batch on this
-        rank. pool_batches: batches that are shuffled together. seed: None keeps the order of the file.
+        """rows: a Dataset; or (blocks,) rows of each block; or a selection of them. batch_size: rows of one batch on
+        this rank. pool_batches: batches that are shuffled together. seed: None keeps the order of the file.
 
         drop_last: leave out the rows at the end of each canonical rank that do not fill a batch, other rows in each
         epoch. False: pad canonical ranks to equal length with copies of their last row. None: leave out if shuffled.

@@ -31,8 +31,6 @@ IOV_MAX = 1024
 """Maximum number of targets of one preadv on Linux."""
 DIGESTS = "fastgpu_sha256"
 """Group beside the datasets. It has (blocks, 32) uint8 for each of them: the SHA-256 of the rows of each block."""
-SAMPLED_ROWS = 16
-"""Number of rows that stand for the content of a file without checksums."""
 
 Range = tuple[int, np.ndarray | range]
 """Neighbouring rows: the number of the first one, and the place where each of them is copied to. A range instead of an
@@ -71,7 +69,6 @@ class Layout:
         return self._n_rows
 
     def _find_chunks(self, data: h5py.Dataset) -> np.ndarray:
-        """See `_chunks`."""
         first_rows = np.arange(0, self._n_rows, self.chunk_rows)
         chunks = np.zeros((len(first_rows), 3), np.int64)
 
@@ -91,10 +88,10 @@ class Layout:
         return chunks
 
     def fingerprint(self) -> bytes:
-        """The SHA-256 of the size of the file and the checksums of all rows; or, without checksums, of a few rows."""
+        """The SHA-256 of the size of the file and the checksums of all rows; or, without checksums, of 16 rows."""
         content = self.digests
         if content is None:
-            rows = np.linspace(0, self._n_rows - 1, min(SAMPLED_ROWS, self._n_rows)).astype(np.int64)
+            rows = np.linspace(0, self._n_rows - 1, min(16, self._n_rows)).astype(np.int64)
             content = np.empty((len(rows), *self.field.shape), self.field.dtype)
             self.read([(row, range(place, place + 1)) for place, row in enumerate(rows.tolist())], content)
         return hashlib.sha256(b"%d" % self._file.size + content.tobytes()).digest()

@@ -10,8 +10,6 @@ from fastgpu.process.launch import UserError, warn
 
 NUMBERED = {"item_ids": "items", "class_names": "labels", "target_names": "columns of labels"}
 """{attribute that says what numbers stand for: the numbers}"""
-MAX_NAMES = 20
-"""Names that a warning lists."""
 
 
 class Described(Protocol):
@@ -42,7 +40,7 @@ def check_meaning(key: str, first: Described, other: Described, *, labels: bool 
             known, unknown = (first, other) if names else (other, first)
             warn(
                 f"{key}: {unknown.name} has no {attribute}; its {numbers} 0, 1, 2... are taken for "
-                f"{', '.join((names or others)[:MAX_NAMES])} as in {known.name}, in this order"
+                f"{', '.join((names or others)[:20])} as in {known.name}, in this order"
             )
     prepared, otherwise = (source.attributes.get("preprocessing") for source in (first, other))
     if prepared and otherwise and prepared != otherwise:

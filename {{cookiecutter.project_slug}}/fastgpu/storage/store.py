@@ -68,15 +68,10 @@ class HDF5Dataset(Dataset):
         return hashlib.sha256(b"".join(fingerprints)).hexdigest()[:12]
 
     def column(self, name: str) -> np.ndarray | None:
-        """One field of all rows, (rows, *shape). None if it is not in memory."""
         arrays = [column.rows for part in self.parts if isinstance(column := part.get(name), InMemory)]
         return np.concatenate(arrays) if len(arrays) == len(self.parts) else None
 
     def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Out]) -> None:
-        """Copy the rows of each read to their places (see `Dataset.read`). Thread-safe.
-
-        Raises OSError or UserError if a file cannot give the bytes.
-        """
         ranges: dict[int, list[Range]] = {}
         for start, places in reads.ranges():
             number = bisect_right(self.first_rows, start) - 1
@@ -181,8 +176,12 @@ def _open(key: str, path: str, group: str, fields: Mapping[str, str], *, around_
         attributes = attributes_of(root)
         opened = {field: _open_column(root, dataset, where, file) for field, dataset in fields.items()}
         for matrix in fields.values():
-            if f"{matrix}/data" not in fields.values():
-                _warn_of_values(root, matrix, where)
+            data = root.get(f"{matrix}/data")
+            if f"{matrix}/data" not in fields.values() and data is not None and (data[: 1 << 16] != 1).any():
+                warn(
+                    f"{where}: {matrix}/data has values other than 1, which are not read: each stored item counts as "
+                    "one, a 0, too; store only the items that count"
+                )
     lengths = {field: len(column) for field, column in opened.items()}
     n_rows = min(lengths.values())
     if n_rows < max(1, *lengths.values()):
@@ -242,21 +241,11 @@ def _read_n_items(group: h5py.Group, indices: h5py.Dataset, where: str) -> int:
     attributes = attributes_of(group)
     kind = attributes.get("encoding-type", "csr_matrix")
     shape = attributes.get("shape")
-    if kind == "csr_matrix" and isinstance(shape, list) and indices.dtype.kind in "ui" and indices.ndim == 1:
-        n_items = shape[1] if len(shape) == 2 else 0
-        if isinstance(n_items, int) and 1 <= n_items <= MAX_VALUES:
-            return n_items
+    n_items = shape[1] if isinstance(shape, list) and len(shape) == 2 else None
+    is_csr = kind == "csr_matrix" and indices.dtype.kind in "ui" and indices.ndim == 1
+    if is_csr and isinstance(n_items, int) and 1 <= n_items <= MAX_VALUES:
+        return n_items
     raise UserError(
         f"{where} should be a CSR matrix with the attribute shape, (rows, items), and whole numbers as indices; it is "
         f"a {kind} with {shape}, {indices.dtype}: `python convert.py arrays` writes one"
     )
-
-
-def _warn_of_values(root: h5py.Group, matrix: str, where: str) -> None:
-    """Say that the values of a CSR matrix are not read if the first ones are not all 1."""
-    data = root.get(f"{matrix}/data")
-    if data is not None and (data[: 1 << 16] != 1).any():
-        warn(
-            f"{where}: {matrix}/data has values other than 1, which are not read: each stored item counts as one, a "
-            "0, too; store only the items that count"
-        )
