@@ -150,7 +150,6 @@ class Rows:
     """Columns of equal length, one for each field: `rows["images"]`."""
 
     columns: dict[str, Tensor | Ragged]
-    """{field: (rows, ...), or Ragged}"""
 
     @classmethod
     def empty(

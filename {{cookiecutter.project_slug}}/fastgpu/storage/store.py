@@ -87,22 +87,22 @@ class HDF5Dataset(Dataset):
         times the CPU time for rows of 116 kB, 1.02 and 1.05 times for 12 kB, but only 0.87 times for 3 kB (two readers
         of bench/run.py on a 2-core VM with other work, 2026-11-27; medians of 9 and of 15 rounds).
         """
-        copies: list[tuple[np.ndarray, np.ndarray]] = []
+        copies: list[tuple[np.ndarray, np.ndarray]] = []  # all rows and the pool, (rows, bytes) both, of each field
         for name, column in self.parts[0].items() if len(self.parts) == 1 else ():
             rows = column.cached_rows(plan.reads.ranges()) if isinstance(column, InMemory | PlainRows) else None
             if rows is None:
                 return []
             copies.append((rows, np.asarray(out[name])[: plan.n_rows].reshape(plan.n_rows, -1).view(np.uint8)))
         row_ids = plan.row_ids
-        starts = range(0, plan.n_rows if copies else 0, n_rows)
-        return [partial(self._gather, copies, row_ids, slice(start, start + n_rows)) for start in starts]
 
-    def _gather(self, copies: Sequence[tuple[np.ndarray, np.ndarray]], row_ids: np.ndarray, part: slice) -> None:
-        """Copy rows to a part of the pool. copies: (all rows, pool) of each field, (rows, bytes) both."""
-        self.file.check_unchanged()
-        for rows, pool in copies:
-            np.take(rows, row_ids[part], axis=0, out=pool[part], mode="clip")  # mode="raise" would copy the pool
-        self.file.check_unchanged()
+        def gather(part: slice) -> None:
+            self.file.check_unchanged()
+            for rows, pool in copies:
+                np.take(rows, row_ids[part], axis=0, out=pool[part], mode="clip")  # mode="raise" would copy the pool
+            self.file.check_unchanged()
+
+        starts = range(0, plan.n_rows if copies else 0, n_rows)
+        return [partial(gather, slice(start, start + n_rows)) for start in starts]
 
 
 def open_store(
