@@ -63,7 +63,7 @@ class HDF5Dataset(Dataset):
 
     @cached_property
     def digest(self) -> str:
-        """Of all rows if the files have checksums, else of some. Raises UserError."""
+        """A hash of all rows if the files have checksums, else of some. Raises UserError."""
         fingerprints = [column.fingerprint() for part in self.parts for column in part.values()]
         return hashlib.sha256(b"".join(fingerprints)).hexdigest()[:12]
 
