@@ -46,7 +46,7 @@ from fastgpu.rows.runs import Runs
 from fastgpu.run.checkpoint import digest_of
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.storage.columns import RaggedColumn
-from fastgpu.storage.layout import LibraryRows
+from fastgpu.storage.layout import Layout
 from fastgpu.storage.store import HDF5Dataset
 
 ROOT = Path(__file__).parents[2] / "{{cookiecutter.project_slug}}"
@@ -173,7 +173,7 @@ def no_host_sync() -> Iterator[None]:
 def by_h5py(store: HDF5Dataset) -> bool:
     """Whether only the HDF5 library can read the rows, one thread at a time."""
     largest = max(store.parts[0].values(), key=lambda column: column.field.row_bytes)
-    return isinstance(largest, LibraryRows)
+    return type(largest) is Layout
 
 
 def write_rows(

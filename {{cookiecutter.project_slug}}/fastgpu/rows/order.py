@@ -4,9 +4,8 @@
     canonical ranks     |   rank 0    |   rank 1    |  rank 2   |    equal parts, these into pools,
     pools               | p0 | p1 |p2 | p0 | p1 |p2 | ...            and each pool is shuffled
 
-A global batch takes equally many rows from every canonical rank, and each real rank owns
-neighbouring ones. So the global batches are the same, rows in the same order, for every world size
-that divides the number of canonical ranks.
+A global batch takes equally many rows from every canonical rank, and each real rank owns neighbouring ones. So the
+global batches are the same, rows in the same order, for every world size that divides the number of canonical ranks.
 """
 
 from collections.abc import Iterator
@@ -38,15 +37,19 @@ class EpochOrder(NamedTuple):
     ends: np.ndarray
     """(runs,) where each of these runs ends: the number of rows up to there."""
 
-    def cut(self, start: int, stop: int) -> tuple[np.ndarray, Runs]:
-        """Rows `start` to `stop` - 1 of this order: the numbers of their runs, and these runs."""
-        first, last = np.searchsorted(self.ends, [start, stop - 1], "right")
-        numbers, ends = self.order[first : last + 1], self.ends[first : last + 1]
+    def cut(self, starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, Runs]:
+        """Rows `starts[i]` to `stops[i]` - 1 of this order for each i: the numbers of their runs, and these runs."""
+        starts, stops = starts[starts < stops], stops[starts < stops]
+        first = np.searchsorted(self.ends, starts, "right")
+        n_runs = np.searchsorted(self.ends, stops - 1, "right") + 1 - first
+        places = Runs(first, n_runs).numbers()
+        numbers, ends = self.order[places], self.ends[places]
         runs = self.rows.runs.take(numbers)
 
         # Of the first and of the last run, only a part may be asked for.
         begins = ends - runs.counts
-        cut_begins, cut_ends = np.maximum(begins, start), np.minimum(ends, stop)
+        cut_begins = np.maximum(begins, np.repeat(starts, n_runs))
+        cut_ends = np.minimum(ends, np.repeat(stops, n_runs))
         return numbers, Runs(runs.starts + cut_begins - begins, cut_ends - cut_begins)
 
 
@@ -66,13 +69,12 @@ class BlockSampler(DistributedSampler):
         seed: int | None = 0,
         drop_last: bool | None = None,
     ):
-        """rows: a Dataset; or (blocks,) rows of each block; or a selection of them. batch_size:
-        rows of one batch on this rank. pool_batches: batches that are shuffled together. seed: None
-        keeps the order of the file.
+        """rows: a Dataset; or (blocks,) rows of each block; or a selection of them. batch_size: rows of one batch on
+        this rank. pool_batches: batches that are shuffled together. seed: None keeps the order of the file.
 
-        drop_last: leave out the rows at the end of each canonical rank that do not fill a batch,
-        other rows in each epoch. False: pad canonical ranks to equal length with copies of their
-        last row. None: leave out if shuffled. Raises ValueError if the numbers do not fit together.
+        drop_last: leave out the rows at the end of each canonical rank that do not fill a batch, other rows in each
+        epoch. False: pad canonical ranks to equal length with copies of their last row. None: leave out if shuffled.
+        Raises ValueError if the numbers do not fit together.
         """
         if drop_last is None:
             drop_last = seed is not None
@@ -96,9 +98,8 @@ class BlockSampler(DistributedSampler):
         self.global_batch_size = batch_size * shard.world_size
         if self.canonical_ranks % shard.world_size or self.global_batch_size % self.canonical_ranks:
             raise ValueError(
-                "a global batch should divide among canonical ranks, and these among ranks: "
-                f"{self.global_batch_size} rows, {self.canonical_ranks} canonical ranks, "
-                f"{shard.world_size} ranks"
+                f"a global batch should divide among canonical ranks, and these among ranks: {self.global_batch_size} "
+                f"rows, {self.canonical_ranks} canonical ranks, {shard.world_size} ranks"
             )
         # Rows of a batch from each canonical rank.
         self._rows_each = self.global_batch_size // self.canonical_ranks
@@ -146,7 +147,6 @@ class BlockSampler(DistributedSampler):
             yield self._plan(epoch, number, EpochOrder(rows, order, ends))
 
     def _plan(self, epoch: int, number: int, in_order: EpochOrder) -> PoolPlan:
-        """Plan one pool of this rank."""
         n_ranks = self.canonical_ranks // self.num_replicas
         ranks = self.rank * n_ranks + np.arange(n_ranks)
 
@@ -165,20 +165,15 @@ class BlockSampler(DistributedSampler):
 
         # Padding at the end of the pool: canonical ranks that are a row short repeat their last.
         last_rows = np.maximum(stops[stops - starts < n_padded] - 1, 0)
-        starts, stops = np.append(starts, last_rows), np.append(stops, last_rows + 1)
         places.append(np.arange(n_real_rows, n_rows))
-
-        bounds = zip(starts.tolist(), stops.tolist(), strict=True)
-        cuts = [in_order.cut(start, stop) for start, stop in bounds if start < stop]
-        numbers, runs = zip(*cuts, strict=True)
-        reads = Reads(Runs.join(runs), np.concatenate(places))
+        numbers, runs = in_order.cut(np.append(starts, last_rows), np.append(stops, last_rows + 1))
+        reads = Reads(runs, np.concatenate(places))
 
         # Only mixtures have rows that come again. The zeros of others take no memory.
         repeats = np.broadcast_to(np.int64(0), n_rows)
         if in_order.rows.repeats is not None:
             repeats = np.empty(n_rows, np.int64)
-            repeats_of_runs = in_order.rows.repeats[np.concatenate(numbers)]
-            repeats[reads.places] = np.repeat(repeats_of_runs, reads.runs.counts)
+            repeats[reads.places] = np.repeat(in_order.rows.repeats[numbers], runs.counts)
         return PoolPlan(
             seed=self.seed,
             epoch=epoch,
@@ -199,8 +194,8 @@ class BlockSampler(DistributedSampler):
 def _interleave(n_rows: np.ndarray, rows_each: int) -> list[np.ndarray]:
     """The places of the rows of each canonical rank in a pool: `rows_each` of each in every batch.
 
-    n_rows: (canonical ranks,) rows of each; they differ by at most one. Example: the places of a
-    pool with 5 rows of a and 5 of b, 2 of each in a batch, hold
+    n_rows: (canonical ranks,) rows of each; they differ by at most one. Example: a pool with 5 rows of a and 5 of b, 2
+    of each in a batch, is
 
         batch 0         batch 1         batch 2, which is short
         a0 a1 b0 b1  |  a2 a3 b2 b3  |  a4 b4

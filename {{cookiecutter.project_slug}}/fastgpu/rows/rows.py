@@ -1,9 +1,7 @@
 """Rows in memory, such as a batch: columns that are moved, sliced and gathered together.
 
-Each field is a column: a tensor (rows, ...), or `Ragged`, whose rows have any number of values,
-such as the items of a user.
-
-Shapes: B rows, N values of all rows together.
+Each field is a column: a tensor (rows, ...), or `Ragged`, whose rows have any number of values, such as the items of a
+user. Shapes: B rows, N values of all rows together.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,10 +27,7 @@ MAX_VALUES = np.iinfo(OFFSET_DTYPE).max
 
 
 class Field(NamedTuple):
-    """The type of a field: `dtype` and `shape` of a row, or of a value if the field is ragged.
-
-    The rows of a ragged field have any number of values.
-    """
+    """The type of a field: `dtype` and `shape` of a row, or of a value if rows have any number of values (ragged)."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -70,10 +65,7 @@ class Field(NamedTuple):
 
 
 class RaggedArray(NamedTuple):
-    """Ragged rows as NumPy arrays, such as files are read into.
-
-    Row b is values[offsets[b] : offsets[b + 1]].
-    """
+    """Ragged rows as NumPy arrays: row b is values[offsets[b] : offsets[b + 1]]."""
 
     values: np.ndarray
     """(N or more, *shape)"""
@@ -91,7 +83,7 @@ class RaggedArray(NamedTuple):
 
 @dataclass(frozen=True)
 class Ragged:
-    """Ragged rows as tensors, such as models take: row b is values[offsets[b] : offsets[b + 1]].
+    """Ragged rows as tensors: row b is values[offsets[b] : offsets[b + 1]].
 
     A copy of the offsets stays in host memory: the host never has to ask the device for a size.
     """
@@ -113,8 +105,7 @@ class Ragged:
     def __getitem__(self, rows: slice) -> "Ragged":
         """Neighbouring rows. The values are a view, and the offsets begin with 0 again."""
         start, stop, _ = rows.indices(len(self))
-        lo = int(self.host_offsets[start])
-        hi = int(self.host_offsets[stop])
+        lo, hi = int(self.host_offsets[start]), int(self.host_offsets[stop])
         offsets = self.offsets[start : stop + 1]
         host_offsets = self.host_offsets[start : stop + 1]
         if lo:
@@ -159,7 +150,6 @@ class Rows:
     """Columns of equal length, one for each field: `rows["images"]`."""
 
     columns: dict[str, Tensor | Ragged]
-    """{field: (rows, ...), or Ragged}"""
 
     @classmethod
     def empty(

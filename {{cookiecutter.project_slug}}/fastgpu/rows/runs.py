@@ -1,6 +1,5 @@
 """Neighbouring rows as first row and number of rows: how the engine says "rows a to b"."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,9 +23,3 @@ class Runs(NamedTuple):
     def take(self, index: np.ndarray) -> "Runs":
         """The runs at `index`."""
         return Runs(self.starts[index], self.counts[index])
-
-    @classmethod
-    def join(cls, parts: Sequence["Runs"]) -> "Runs":
-        """All of these, one after the other."""
-        starts, counts = zip(*parts, strict=True)
-        return cls(np.concatenate(starts), np.concatenate(counts))

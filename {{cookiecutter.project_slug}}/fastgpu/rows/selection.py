@@ -1,13 +1,11 @@
 """Which rows an epoch has, if not each row once: a part of them, or groups at given weights.
 
-A `Share` has each of some rows once: those that are held out for validation, or the others. A
-`Mixture` has sources at given weights, or classes in equal numbers. Both list the rows of an epoch
-in the order of the file, as runs of neighbouring rows, which order.py shuffles. Row numbers are
-those of the file, as if nothing were selected.
+A `Share` has each of some rows once: those that are held out for validation, or the others. A `Mixture` has sources at
+given weights, or classes in equal numbers. Both list the rows of an epoch in the order of the file, as runs of
+neighbouring rows, which order.py shuffles. Row numbers are those of the file, as if nothing were selected.
 
-In a mixture each group of rows (a source or a class) has a quota: its number of rows in an epoch.
-If the group is smaller than that, its rows come several times; if it is larger, each epoch takes
-the next ones:
+In a mixture each group of rows (a source or a class) has a quota: its number of rows in an epoch. If the group is
+smaller than that, its rows come several times; if it is larger, each epoch takes the next ones:
 
     rows of a group, in a random order     | 4 | 0 | 5 | 2 | 1 | 3 |      6 rows, a quota of 8
     epoch 0, each row once, then 2 more      x   x
@@ -86,9 +84,9 @@ class Groups(NamedTuple):
 class Mixture:
     """Groups of rows at given weights.
 
-    An epoch has as many rows as all groups together, rounded down to whole global batches, so that
-    every quota is met exactly. Like the plain order, it is a function of (seed, epoch). It needs
-    memory for each row: 12 bytes always, and about 60 while an epoch is planned.
+    An epoch has as many rows as all groups together, rounded down to whole global batches, so that every quota is met
+    exactly. It is a function of (seed, epoch), and needs memory for each row: 12 bytes always, and about 60 while an
+    epoch is planned.
     """
 
     def __init__(self, groups: Groups, block_rows: np.ndarray, batch_size: int, seed: int):
@@ -153,10 +151,9 @@ class Mixture:
 def hold_out(block_rows: np.ndarray, n_val: int) -> tuple[Share, Share]:
     """(rows to train on, `n_val` rows to validate on): each row is in one of them.
 
-    Which rows they are depends on the arguments only: runs with other seeds are validated on the
-    same rows, and none of them is ever trained on. Each of at least 1,024 sections of the file
-    gives neighbouring rows, so that the share is fair whatever the order of the rows, and reads
-    stay long.
+    Which rows they are depends on the arguments only: runs with other seeds are validated on the same rows, and none of
+    them is ever trained on. Each of at least 1,024 sections of the file gives neighbouring rows, so that the share is
+    fair whatever the order of the rows, and reads stay long.
     """
     n_rows = int(np.sum(block_rows))
     rng = np.random.default_rng(0)

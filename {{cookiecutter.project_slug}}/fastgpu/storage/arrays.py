@@ -23,10 +23,9 @@ class ArrayDataset(Dataset):
         block_rows: np.ndarray | None = None,
         fields: Mapping[str, Field] | None = None,
     ):
-        """arrays: {field: array (rows, *shape), or RaggedArray of as many rows}.
-
-        block_rows: (blocks,) number of rows in each block. None: blocks of about 2 MiB, because mapped files are not to
-        be read row by row. fields: types of ragged fields, if these are more than a dtype and a shape.
+        """arrays: {field: array (rows, *shape), or RaggedArray}. block_rows: (blocks,) number of rows in each block.
+        None: blocks of about 2 MiB, because mapped files are not to be read row by row. fields: types of ragged fields,
+        if these are more than a dtype and a shape.
         """
         self.name = name
         self.attributes = dict(attributes or {})
@@ -47,11 +46,9 @@ class ArrayDataset(Dataset):
         self.block_rows = block_rows
 
     def column(self, name: str) -> np.ndarray | None:
-        """One field of all rows, (rows, *shape). None if it is ragged, or not there."""
         column = self.columns.get(name)
         return column.rows if isinstance(column, InMemory) else None
 
     def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Out]) -> None:
-        """Copy the rows of each read to their places (see `Dataset.read`). Thread-safe."""
         for name, column in self.columns.items():
             column.read(reads.ranges(), out[name])

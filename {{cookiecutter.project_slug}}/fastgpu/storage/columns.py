@@ -6,7 +6,7 @@ RaggedColumn     rows with any number of values each
 DecodedColumn    rows of one shape that are decoded from a ragged column, such as pixels of JPEG files
 
 `read(ranges, out, plan)` copies the rows of each range to their places in `out`: (rows, *shape), or a RaggedArray. It
-is thread-safe. The plan is that of the pool (see `Dataset.read`).
+is thread-safe. The plan is that of the pool (see `Dataset.read`). `fingerprint()` is a hash of the stored rows.
 """
 
 import hashlib
@@ -33,7 +33,6 @@ class InMemory:
         self.rows = rows
 
     def read(self, ranges: Iterable[Range], out: np.ndarray, plan: PoolPlan | None = None) -> None:
-        """Copy rows to their places."""
         rows = self.rows
         if self.field.is_channels_last:  # in the order of memory, which is faster
             rows = rows.transpose(0, 2, 3, 1)
@@ -42,11 +41,10 @@ class InMemory:
             out[index_of(places)] = rows[start : start + len(places)]
 
     def cached_rows(self, ranges: Iterable[Range]) -> np.ndarray:
-        """All rows, (rows, bytes) uint8. See `PlainRows.cached_rows`."""
+        """All rows, (rows, bytes) uint8."""
         return self.rows.reshape(len(self.rows), -1).view(np.uint8)
 
     def fingerprint(self) -> bytes:
-        """The SHA-256 of all rows."""
         return hashlib.sha256(self.rows.data).digest()
 
 
@@ -69,11 +67,9 @@ class RaggedColumn:
         return np.diff(self.indptr).astype(np.int32)
 
     def fingerprint(self) -> bytes:
-        """The SHA-256 of `indptr`, and the fingerprint of the values."""
         return hashlib.sha256(self.indptr.data).digest() + self.values.fingerprint()
 
     def read(self, ranges: Iterable[Range], out: RaggedArray, plan: PoolPlan | None = None) -> None:
-        """Copy the values of rows to their places."""
         self.values.read(self._ranges_of_values(ranges, out), out.values)
 
     def _ranges_of_values(self, ranges: Iterable[Range], out: RaggedArray) -> Iterator[Range]:
@@ -96,21 +92,15 @@ class RaggedColumn:
 
 
 class Codec(Protocol):
-    """Makes rows of one shape of encoded ones. images/column.py has one for image files."""
+    """Makes rows of one shape of encoded ones, as ImageCodec in images/column.py does. `str` says how, in words."""
 
     field: Field
     """The type of the decoded rows."""
     attributes: dict[str, Any]
     """Attributes of a dataset whose rows are decoded."""
 
-    def __str__(self) -> str:
-        """How rows are decoded, in words."""
-
     def draw(self, plan: PoolPlan | None, row_ids: np.ndarray, places: np.ndarray) -> Sequence[Sequence[float]]:
-        """Random numbers for some rows of a pool, none if nothing is drawn.
-
-        row_ids: their numbers in the dataset. places: in the pool.
-        """
+        """Random numbers for some rows of a dataset, and their places in a pool. None if nothing is drawn."""
 
     def decode(self, data: np.ndarray, out: np.ndarray, draws: Sequence[float]) -> None:
         """Decode the bytes of a row, (bytes,) uint8, into `out`, (*shape). May raise anything if they are damaged."""
@@ -121,17 +111,16 @@ class DecodedColumn(NamedTuple):
 
     codec: Codec
     encoded: RaggedColumn
-    name: str
-    """Name of the dataset, for messages."""
+    dataset: str
+    """Its name, for messages."""
     first_row: int
-    """Number of rows of the dataset before those of the column."""
+    """The number that the dataset gives to the first row of the column."""
 
     @property
     def field(self) -> Field:
         return self.codec.field
 
     def fingerprint(self) -> bytes:
-        """The fingerprint of the encoded rows."""
         return self.encoded.fingerprint()
 
     def read(self, ranges: Iterable[Range], out: np.ndarray, plan: PoolPlan | None = None) -> None:
@@ -149,5 +138,5 @@ class DecodedColumn(NamedTuple):
                     cure = f"{RESTORE}, or convert the image files again with --on-error skip"
                     if isinstance(error, MemoryError) or "allocate memory" in reason:
                         cure = "free some memory, or use a smaller loader.num_readers"
-                    where = f"{self.name}: the image in row {row_ids[number]:,}"
+                    where = f"{self.dataset}: the image in row {row_ids[number]:,}"
                     raise UserError(f"{where} cannot be decoded: {reason}; {cure}") from None

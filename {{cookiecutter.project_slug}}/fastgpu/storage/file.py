@@ -47,7 +47,6 @@ class OpenFile:
                 os.preadv(direct.fileno(), [mmap.mmap(-1, PAGE_BYTES)], 0)
                 self._source = direct
         self.is_direct = self._source is not self._raw
-        """Whether bytes are read around the page cache."""
         status = os.fstat(self._raw.fileno())
         self.size = status.st_size
         self._changed_ns = status.st_mtime_ns

@@ -1,7 +1,7 @@
 """The rows of one HDF5 dataset: where each chunk is in the file, and how its rows are read.
 
 h5py is asked once where the chunks are. `open_layout` then chooses one of three ways to read them, whose costs are in
-docs/data-path.md: `PlainRows`, `CompressedRows`, or `LibraryRows`.
+docs/data-path.md: `PlainRows`, `CompressedRows`, or `Layout`, by the HDF5 library.
 """
 
 import hashlib
@@ -31,8 +31,6 @@ IOV_MAX = 1024
 """Maximum number of targets of one preadv on Linux."""
 DIGESTS = "fastgpu_sha256"
 """Group beside the datasets. It has (blocks, 32) uint8 for each of them: the SHA-256 of the rows of each block."""
-SAMPLED_ROWS = 16
-"""Number of rows that stand for the content of a file without checksums."""
 
 Range = tuple[int, np.ndarray | range]
 """Neighbouring rows: the number of the first one, and the place where each of them is copied to. A range instead of an
@@ -40,16 +38,15 @@ array says that the places are neighbours, too."""
 
 
 class Layout:
-    """The rows of one HDF5 dataset, in chunks. Each subclass is a way to read them.
+    """The rows of one HDF5 dataset, in chunks, read by the HDF5 library. Subclasses read without its one lock.
 
-    `open_layout` chooses the subclass. No h5py object is kept, so threads and forks can share a layout.
+    No h5py object is kept, so threads and forks can share a layout.
     """
 
     def __init__(self, name: str, data: h5py.Dataset, file: OpenFile, n_items: int | None = None):
-        """name: of the dataset, for messages. file: the one with `data`. n_items: if it is given, a number outside of
-        range(n_items) is damage.
+        """name: of the dataset, for messages. n_items: if it is given, a number outside of range(n_items) is damage.
 
-        Raises UserError if the dataset cannot be read to its end.
+        Raises UserError if the file is truncated.
         """
         self.name = name
         self.field = Field(data.dtype.newbyteorder("="), data.shape[1:])
@@ -71,7 +68,6 @@ class Layout:
         return self._n_rows
 
     def _find_chunks(self, data: h5py.Dataset) -> np.ndarray:
-        """See `_chunks`."""
         first_rows = np.arange(0, self._n_rows, self.chunk_rows)
         chunks = np.zeros((len(first_rows), 3), np.int64)
 
@@ -91,10 +87,10 @@ class Layout:
         return chunks
 
     def fingerprint(self) -> bytes:
-        """The SHA-256 of the size of the file and the checksums of all rows; or, without checksums, of a few rows."""
+        """The SHA-256 of the size of the file and the checksums of all rows; or, without checksums, of 16 rows."""
         content = self.digests
         if content is None:
-            rows = np.linspace(0, self._n_rows - 1, min(SAMPLED_ROWS, self._n_rows)).astype(np.int64)
+            rows = np.linspace(0, self._n_rows - 1, min(16, self._n_rows)).astype(np.int64)
             content = np.empty((len(rows), *self.field.shape), self.field.dtype)
             self.read([(row, range(place, place + 1)) for place, row in enumerate(rows.tolist())], content)
         return hashlib.sha256(b"%d" % self._file.size + content.tobytes()).digest()
@@ -136,7 +132,7 @@ class Layout:
 
     def _decode(self, chunk: int, content: np.ndarray | None) -> np.ndarray:
         """The rows of a chunk, (rows, *shape), which are valid until the next one. content: its bytes, if in memory."""
-        raise NotImplementedError
+        return self._file.read_h5(self._path, chunk * self.chunk_rows, self.chunk_rows)
 
     def _as_rows(self, content: Bytes | np.ndarray) -> np.ndarray:
         """(rows, *shape): the bytes as numbers."""
@@ -151,13 +147,6 @@ class Layout:
                 f"attribute shape has it; {RESTORE}"
             )
         out[index_of(places)] = rows
-
-
-class LibraryRows(Layout):
-    """Rows that only the HDF5 library can read, one thread at a time: split among chunks, or in an unknown filter."""
-
-    def _decode(self, chunk: int, content: np.ndarray | None) -> np.ndarray:
-        return self._file.read_h5(self._path, chunk * self.chunk_rows, self.chunk_rows)
 
 
 class CompressedRows(Layout):
@@ -239,7 +228,7 @@ def open_layout(name: str, data: h5py.Dataset, file: OpenFile, n_items: int | No
     for code, _, filter_name in filters:
         if not h5py.h5z.filter_avail(code):
             raise UserError(f"{name} is compressed by {filter_name}: pip install hdf5plugin, which can undo that")
-    return LibraryRows(name, data, file, n_items)
+    return Layout(name, data, file, n_items)
 
 
 def index_of(places: np.ndarray | range) -> np.ndarray | slice:

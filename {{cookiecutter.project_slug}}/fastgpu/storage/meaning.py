@@ -1,7 +1,4 @@
-"""What the numbers in rows mean, and whether sources that are used together agree about it.
-
-Converted files say it in attributes: `class_names`, `target_names`, `item_ids`, `preprocessing`.
-"""
+"""What the numbers in rows mean, and whether sources that are used together agree about it."""
 
 from itertools import zip_longest
 from typing import Any, Protocol
@@ -9,9 +6,7 @@ from typing import Any, Protocol
 from fastgpu.process.launch import UserError, warn
 
 NUMBERED = {"item_ids": "items", "class_names": "labels", "target_names": "columns of labels"}
-"""{attribute that says what numbers stand for: the numbers}"""
-MAX_NAMES = 20
-"""Names that a warning lists."""
+"""{attribute of a converted file that says what numbers stand for: the numbers}"""
 
 
 class Described(Protocol):
@@ -24,9 +19,8 @@ class Described(Protocol):
 def check_meaning(key: str, first: Described, other: Described, *, labels: bool = True) -> None:
     """Compare what numbers stand for in two sources, and how their images were prepared. key: names the sources.
 
-    Raises UserError if a number means one thing in one source and another thing in the other. Prints a warning if only
-    one of them says what its numbers mean, or if the images were prepared in other ways. labels: compare classes and
-    numbers to predict, too.
+    Raises UserError if a number means different things in them. Prints a warning if only one of them says what its
+    numbers mean, or if the images were prepared in other ways. labels: compare classes and targets, too.
     """
     for attribute, numbers in NUMBERED.items() if labels else [("item_ids", "items")]:
         names, others = (list(map(str, source.attributes.get(attribute, ()))) for source in (first, other))
@@ -42,7 +36,7 @@ def check_meaning(key: str, first: Described, other: Described, *, labels: bool 
             known, unknown = (first, other) if names else (other, first)
             warn(
                 f"{key}: {unknown.name} has no {attribute}; its {numbers} 0, 1, 2... are taken for "
-                f"{', '.join((names or others)[:MAX_NAMES])} as in {known.name}, in this order"
+                f"{', '.join((names or others)[:20])} as in {known.name}, in this order"
             )
     prepared, otherwise = (source.attributes.get("preprocessing") for source in (first, other))
     if prepared and otherwise and prepared != otherwise:

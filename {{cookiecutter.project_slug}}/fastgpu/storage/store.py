@@ -63,20 +63,15 @@ class HDF5Dataset(Dataset):
 
     @cached_property
     def digest(self) -> str:
-        """Of all rows if the files have checksums, else of some. Raises UserError."""
+        """A hash of all rows if the files have checksums, else of some. Raises UserError."""
         fingerprints = [column.fingerprint() for part in self.parts for column in part.values()]
         return hashlib.sha256(b"".join(fingerprints)).hexdigest()[:12]
 
     def column(self, name: str) -> np.ndarray | None:
-        """One field of all rows, (rows, *shape). None if it is not in memory."""
         arrays = [column.rows for part in self.parts if isinstance(column := part.get(name), InMemory)]
         return np.concatenate(arrays) if len(arrays) == len(self.parts) else None
 
     def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Out]) -> None:
-        """Copy the rows of each read to their places (see `Dataset.read`). Thread-safe.
-
-        Raises OSError or UserError if a file cannot give the bytes.
-        """
         ranges: dict[int, list[Range]] = {}
         for start, places in reads.ranges():
             number = bisect_right(self.first_rows, start) - 1
@@ -92,22 +87,22 @@ class HDF5Dataset(Dataset):
         times the CPU time for rows of 116 kB, 1.02 and 1.05 times for 12 kB, but only 0.87 times for 3 kB (two readers
         of bench/run.py on a 2-core VM with other work, 2026-11-27; medians of 9 and of 15 rounds).
         """
-        copies: list[tuple[np.ndarray, np.ndarray]] = []
+        copies: list[tuple[np.ndarray, np.ndarray]] = []  # all rows and the pool, (rows, bytes) both, of each field
         for name, column in self.parts[0].items() if len(self.parts) == 1 else ():
             rows = column.cached_rows(plan.reads.ranges()) if isinstance(column, InMemory | PlainRows) else None
             if rows is None:
                 return []
             copies.append((rows, np.asarray(out[name])[: plan.n_rows].reshape(plan.n_rows, -1).view(np.uint8)))
         row_ids = plan.row_ids
-        starts = range(0, plan.n_rows if copies else 0, n_rows)
-        return [partial(self._gather, copies, row_ids, slice(start, start + n_rows)) for start in starts]
 
-    def _gather(self, copies: Sequence[tuple[np.ndarray, np.ndarray]], row_ids: np.ndarray, part: slice) -> None:
-        """Copy rows to a part of the pool. copies: (all rows, pool) of each field, (rows, bytes) both."""
-        self.file.check_unchanged()
-        for rows, pool in copies:
-            np.take(rows, row_ids[part], axis=0, out=pool[part], mode="clip")  # mode="raise" would copy the pool
-        self.file.check_unchanged()
+        def gather(part: slice) -> None:
+            self.file.check_unchanged()
+            for rows, pool in copies:
+                np.take(rows, row_ids[part], axis=0, out=pool[part], mode="clip")  # mode="raise" would copy the pool
+            self.file.check_unchanged()
+
+        starts = range(0, plan.n_rows if copies else 0, n_rows)
+        return [partial(gather, slice(start, start + n_rows)) for start in starts]
 
 
 def open_store(
@@ -181,8 +176,12 @@ def _open(key: str, path: str, group: str, fields: Mapping[str, str], *, around_
         attributes = attributes_of(root)
         opened = {field: _open_column(root, dataset, where, file) for field, dataset in fields.items()}
         for matrix in fields.values():
-            if f"{matrix}/data" not in fields.values():
-                _warn_of_values(root, matrix, where)
+            data = root.get(f"{matrix}/data")
+            if f"{matrix}/data" not in fields.values() and data is not None and (data[: 1 << 16] != 1).any():
+                warn(
+                    f"{where}: {matrix}/data has values other than 1, which are not read: each stored item counts as "
+                    "one, a 0, too; store only the items that count"
+                )
     lengths = {field: len(column) for field, column in opened.items()}
     n_rows = min(lengths.values())
     if n_rows < max(1, *lengths.values()):
@@ -242,21 +241,11 @@ def _read_n_items(group: h5py.Group, indices: h5py.Dataset, where: str) -> int:
     attributes = attributes_of(group)
     kind = attributes.get("encoding-type", "csr_matrix")
     shape = attributes.get("shape")
-    if kind == "csr_matrix" and isinstance(shape, list) and indices.dtype.kind in "ui" and indices.ndim == 1:
-        n_items = shape[1] if len(shape) == 2 else 0
-        if isinstance(n_items, int) and 1 <= n_items <= MAX_VALUES:
-            return n_items
+    n_items = shape[1] if isinstance(shape, list) and len(shape) == 2 else None
+    is_csr = kind == "csr_matrix" and indices.dtype.kind in "ui" and indices.ndim == 1
+    if is_csr and isinstance(n_items, int) and 1 <= n_items <= MAX_VALUES:
+        return n_items
     raise UserError(
         f"{where} should be a CSR matrix with the attribute shape, (rows, items), and whole numbers as indices; it is "
         f"a {kind} with {shape}, {indices.dtype}: `python convert.py arrays` writes one"
     )
-
-
-def _warn_of_values(root: h5py.Group, matrix: str, where: str) -> None:
-    """Say that the values of a CSR matrix are not read if the first ones are not all 1."""
-    data = root.get(f"{matrix}/data")
-    if data is not None and (data[: 1 << 16] != 1).any():
-        warn(
-            f"{where}: {matrix}/data has values other than 1, which are not read: each stored item counts as one, a "
-            "0, too; store only the items that count"
-        )
