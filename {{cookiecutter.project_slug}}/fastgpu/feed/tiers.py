@@ -9,7 +9,7 @@ from contextlib import closing
 import numpy as np
 import torch
 
-from fastgpu.feed.loader import ONE_PASS, Passes, PoolLoader
+from fastgpu.feed.loader import Passes, PoolLoader
 from fastgpu.feed.prefetch import PrefetchLoader
 from fastgpu.feed.sizes import Sizes
 from fastgpu.process.config import Loader
@@ -27,7 +27,7 @@ LOAD_BATCHES = 16
 class ResidentLoader(PoolLoader):
     """All rows stay on the device, where one gather makes a pool. An epoch reads neither disk nor host memory."""
 
-    def __init__(self, rows: Rows, source: Dataset, order: BlockSampler, *, passes: Passes = ONE_PASS):
+    def __init__(self, rows: Rows, source: Dataset, order: BlockSampler, passes: Passes):
         """rows: those of `source`, on the device."""
         super().__init__(order, passes, source)
         self._rows = rows
@@ -66,19 +66,17 @@ def open_loaders(
         # Validation, which is not shuffled, takes each row once. One pool ahead is enough for it, and saves memory.
         passes = sizes.passes if order.shuffle else sizes.passes._replace(echo=1.0)
         ahead = loader if order.shuffle else one_ahead
-        if sizes.tier == "disk":
-            loaders.append(PrefetchLoader(source, order, device, sizes.n_readers, passes=passes, loader=ahead))
-            continue
         whole = source.whole or source
-        if whole not in kept:
+        if sizes.tier != "disk" and whole not in kept:
             kept[whole] = _read_all(whole, home, sizes.n_readers, one_ahead)
-        rows = kept[whole]
         if sizes.tier == "device":
-            loaders.append(ResidentLoader(rows, source, order, passes=passes))
+            loaders.append(ResidentLoader(kept[whole], source, order, passes))
             continue
-        blocks = source.block_rows
-        arrays = ArrayDataset(source.name, rows.numpy(), source.attributes, block_rows=blocks, fields=source.fields)
-        feed = PrefetchLoader(arrays, order, device, sizes.n_readers, passes=passes, loader=ahead)
+        read, blocks = source, source.block_rows
+        if sizes.tier == "host":
+            arrays = kept[whole].numpy()
+            read = ArrayDataset(source.name, arrays, source.attributes, block_rows=blocks, fields=source.fields)
+        feed = PrefetchLoader(read, order, device, sizes.n_readers, passes=passes, loader=ahead)
         feed.rows = source  # its fingerprint has a digest of the rows, which arrays do not have
         loaders.append(feed)
     return loaders
