@@ -93,10 +93,9 @@ class PoolLoader(Loader):
 
     def steps_per_epoch(self, epoch: int) -> int:
         n_pools = self.order.pools_per_epoch
-        n_passes = self._passes_before((epoch + 1) * n_pools) - self._passes_before(epoch * n_pools)
         # The last pool of an epoch may be smaller.
         n_missing = self.order.pool_batches - self.order.batches_in(n_pools - 1)
-        return n_passes * self.order.pool_batches - self._passes(epoch, n_pools - 1) * n_missing
+        return self._passes(epoch, 0, n_pools) * self.order.pool_batches - self._passes(epoch, n_pools - 1) * n_missing
 
     def steps_on_pool(self, epoch: int, number: int) -> int:
         """Number of batches that `echo` makes of that pool."""
@@ -118,10 +117,7 @@ class PoolLoader(Loader):
             order = torch.randperm(n_rows, generator=rng, device=device)
             yield from map(pool.rows.take, order.split(size))
 
-    def _passes(self, epoch: int, number: int) -> int:
-        number += epoch * self.order.pools_per_epoch
-        return self._passes_before(number + 1) - self._passes_before(number)
-
-    def _passes_before(self, number: int) -> int:
-        """Passes over all pools of a run before that one. It follows from the number alone, so no state is saved."""
-        return number * self._milli_echo // 1000
+    def _passes(self, epoch: int, number: int, n_pools: int = 1) -> int:
+        """Passes over pools, beginning with that one. They follow from its number in the run, so no state is saved."""
+        start = epoch * self.order.pools_per_epoch + number
+        return (start + n_pools) * self._milli_echo // 1000 - start * self._milli_echo // 1000

@@ -44,9 +44,7 @@ from fastgpu.rows.rows import RaggedArray, Rows
 from fastgpu.storage.store import HDF5Dataset
 
 JOB_BYTES = 1 << 20
-"""A job of a reader thread is at least so large, ..."""
-JOBS_PER_READER = 8
-"""... and a pool has at most so many jobs for each thread."""
+"""A job of a reader thread is at least so large, and a pool has at most 8 jobs for each thread."""
 DEFAULTS = config.Loader()
 
 
@@ -67,8 +65,7 @@ class _Slot:
 class PrefetchLoader(PoolLoader):
     """Reads the pools of one epoch after the other, up to `loader.prefetch_pools` before the one in use.
 
-    The first pools of the next epoch are read while this one ends. `close` ends all threads and worker processes. If
-    nothing is read for `loader.timeout_s`, the stacks of all threads are printed, and the loop gets a HangError.
+    If nothing is read for `loader.timeout_s`, the stacks of all threads are printed, and the loop gets a HangError.
     """
 
     def __init__(
@@ -97,7 +94,7 @@ class PrefetchLoader(PoolLoader):
             # Kernels of a previous owner of the slots' memory may still run on the loop's stream.
             self._stream.wait_stream(torch.cuda.current_stream(device))
         job_rows = JOB_BYTES // max(1, source.row_bytes)
-        self._rows_per_job = max(1, job_rows, order.max_pool_rows // (JOBS_PER_READER * self._n_threads))
+        self._rows_per_job = max(1, job_rows, order.max_pool_rows // (8 * self._n_threads))
         if isinstance(source, ItemDataset):
             self._rows_per_job = rows_per_ask(source, order)
             if n_readers and not source.n_workers:  # a training run has started them when it opened the Dataset
@@ -119,10 +116,7 @@ class PrefetchLoader(PoolLoader):
         return _Slot(host, host.to(self._device), copied, torch.cuda.Event())
 
     def pools(self, epoch: int, first_pool: int = 0) -> Iterator[Pool]:
-        """The pools of an epoch, beginning with that number. Rows are valid until the next pool is asked for.
-
-        Raises the error of a reader, with its traceback.
-        """
+        """See `PoolLoader`. Raises the error of a reader, with its traceback."""
         if first_pool == self.order.pools_per_epoch:
             return
         if self._next != (epoch, first_pool):
@@ -152,8 +146,8 @@ class PrefetchLoader(PoolLoader):
         if self._threads:  # they may yet write to the slots
             raise self._hang_error
         self._closing = threading.Event()
-        # What the feeder, the readers and the loop wait for: free slots, slots of which a job has ended, and errors of
-        # jobs; jobs; slots with a pool, or the error that ended the feeder. None ends the one that takes it.
+        # What the feeder, the readers and the loop wait for: slots that are free or of which a job has ended, or the
+        # error of a job; jobs; slots with a pool, or the error that ended the feeder. None ends the one that takes it.
         self._inbox: SimpleQueue[_Slot | BaseException | None] = SimpleQueue()
         self._jobs: SimpleQueue[tuple[Callable[[], None], _Slot] | None] = SimpleQueue()
         self._ready: SimpleQueue[_Slot | BaseException | None] = SimpleQueue()
@@ -194,7 +188,7 @@ class PrefetchLoader(PoolLoader):
         self._inbox.put(slot)
 
     def _feed(self, plans: Iterator[PoolPlan]) -> None:
-        """The feeder: keep every free slot filling, and hand over the filled ones in order."""
+        """Keep every free slot filling, and hand over the filled ones in order."""
         filling: list[_Slot] = []
         try:
             if self._stream:  # a thread begins with GPU 0, and would open a context there on every rank
@@ -225,7 +219,6 @@ class PrefetchLoader(PoolLoader):
             self._ready.put(None)
 
     def _fill(self, slot: _Slot, plan: PoolPlan) -> None:
-        """Let the readers read a pool."""
         if slot.copied:
             slot.copied.synchronize()  # afterwards the readers may overwrite the staging memory
         source, n_rows = self._source, self._rows_per_job
@@ -244,7 +237,6 @@ class PrefetchLoader(PoolLoader):
             self._jobs.put((job, slot))
 
     def _read_rows(self) -> None:
-        """A reader: do one job after the other."""
         os.nice(READERS_NICE)  # of this thread: the loop wakes up to queue a step that the device is waiting for
         while (item := self._jobs.get()) and not self._closing.is_set():
             job, slot = item
@@ -255,7 +247,6 @@ class PrefetchLoader(PoolLoader):
                 self._inbox.put(error)
 
     def _hand_over(self, slot: _Slot) -> None:
-        """Copy a pool that has been read to the device, and give it to the loop."""
         if slot.items:
             self._write_ragged(slot)
         if self._stream and slot.copied and slot.used:

@@ -18,11 +18,6 @@ from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.arrays import ArrayDataset
 
-LOAD_BYTES = 64 << 20
-"""Rows that are to stay on the device or in host memory are read in pools of this size, ..."""
-LOAD_BATCHES = 16
-"""... of so many batches each: a worker process of a Dataset is asked for one batch at a time."""
-
 
 class ResidentLoader(PoolLoader):
     """All rows stay on the device, where one gather makes a pool. An epoch reads neither disk nor host memory."""
@@ -47,12 +42,7 @@ class ResidentLoader(PoolLoader):
 
 
 def open_loaders(
-    sources: Sequence[Dataset],
-    orders: Sequence[BlockSampler],
-    sizes: Sizes,
-    device: torch.device,
-    *,
-    loader: Loader,
+    sources: Sequence[Dataset], orders: Sequence[BlockSampler], sizes: Sizes, device: torch.device, *, loader: Loader
 ) -> list[PoolLoader]:
     """A loader for each source, whose rows come in the given order and are kept on the tier that `sizes` names.
 
@@ -90,8 +80,9 @@ def _read_all(source: Dataset, device: torch.device, n_readers: int, loader: Loa
     for name, lengths in source.lengths.items():
         np.cumsum(lengths, out=rows[name].host_offsets[1:])
         rows[name].offsets.copy_(torch.from_numpy(rows[name].host_offsets))
-    batch_size = min(n_rows, max(1, LOAD_BYTES // LOAD_BATCHES // source.row_bytes))
-    order = BlockSampler(source.block_rows, batch_size, pool_batches=LOAD_BATCHES, seed=None)
+    # A worker process of a Dataset is asked for one batch at a time: 4 MiB.
+    batch_size = min(n_rows, max(1, (4 << 20) // source.row_bytes))
+    order = BlockSampler(source.block_rows, batch_size, pool_batches=16, seed=None)
     feed = PrefetchLoader(source, order, device, n_readers, passes=Passes(n_epochs=1), loader=loader)
     start = 0
     with closing(feed):
