@@ -24,8 +24,7 @@ def open_splits(data: Data, loader: Loader, seed: int) -> tuple[Dataset, Dataset
     """The training rows and the validation rows. Raises UserError if one cannot open them, or if they do not fit.
 
     The worker processes of a torch Dataset are started here: call this before the process uses CUDA or NCCL. `close` of
-    the rows ends them, and so does the end of this process. If data.val is a share of data.train, both read the same
-    rows with the same workers. seed: of the order of rows in a mixture.
+    the rows ends them. A share of data.train is read by the same workers. seed: of the order of rows in a mixture.
     """
     train = _open(data, loader, "train")
     train, val = (train, _open(data, loader, "val")) if data.val_share is None else _hold_out(data, train)
@@ -105,7 +104,6 @@ def _list_files(data: Data, named: str | Iterable[str]) -> list[str]:
 
 
 def _hold_out(data: Data, rows: Dataset) -> tuple[Dataset, Dataset]:
-    """The rows to train on, and the share that is for validation."""
     if data.val_fields:
         raise UserError(f"data.val is {data.val}, a share of data.train, so data.val_fields should be {{}}")
     n_rows = len(rows)
@@ -149,7 +147,7 @@ def _mixed(data: Data, source: Dataset, seed: int) -> Dataset:
 
 
 def _group_by_file(weights: Mapping[str, float], source: Dataset) -> Groups:
-    """A group for each path that has a weight, of the rows of all files that it matches."""
+    """A group for each path, of the rows of all files that it matches."""
     assert isinstance(source, HDF5Dataset)
     n_files = [len(expand("data.train", path)) for path in weights]
     group_of_file = np.repeat(np.arange(len(n_files), dtype=np.int16), n_files)
@@ -157,7 +155,6 @@ def _group_by_file(weights: Mapping[str, float], source: Dataset) -> Groups:
 
 
 def _group_by_class(source: Dataset) -> Groups:
-    """A group for each class, of equal weight. Raises UserError if the rows have no field `labels` of whole numbers."""
     labels = class_labels(source)
     if labels is None:
         raise UserError(
