@@ -141,7 +141,7 @@ def _active_pct(gpu: Any, metric: int) -> Iterator[float | None]:
     while True:
         sample = pynvml.nvmlGpmSampleGet(gpu, pynvml.nvmlGpmSampleAlloc())
         value = None
-        if before:
+        if before is not None:
             request = pynvml.c_nvmlGpmMetricsGet_t()
             request.version = pynvml.NVML_GPM_METRICS_GET_VERSION
             request.numMetrics = 1
