@@ -33,7 +33,6 @@ import train as script
 from PIL import Image
 
 from fastgpu.feed import Passes, PoolLoader, Sizes, open_loaders, open_splits
-from fastgpu.feed.loader import ONE_PASS
 from fastgpu.process.config import Dist, Loader, Tier
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import Launch, UserError, attempt
@@ -66,6 +65,7 @@ def reads_of(*ranges: tuple[int, np.ndarray]) -> Reads:
 
 
 ORDER = BlockSampler(np.ones(1, np.int32), 1, seed=None)
+ONE_PASS = Passes()
 PLAN = next(ORDER.pools(0))
 """A plan that draws nothing at random, for rows that are read without a pool."""
 

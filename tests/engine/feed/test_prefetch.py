@@ -27,7 +27,6 @@ from harness import (
 
 from fastgpu.dataset.workers import READERS_NICE
 from fastgpu.feed import Passes, prefetch
-from fastgpu.feed.loader import ONE_PASS
 from fastgpu.feed.prefetch import PrefetchLoader
 from fastgpu.process.config import Loader
 from fastgpu.process.launch import HangError, UserError
@@ -66,7 +65,7 @@ def make_prefetcher(
     if read:
         source.read = read
         source.gathers = lambda *_: []
-    passes = ONE_PASS if order else Passes(n_epochs=1)
+    passes = Passes() if order else Passes(n_epochs=1)
     loader = Loader.model_construct(prefetch_pools=n_slots - 1, timeout_s=timeout_s)
     return PrefetchLoader(source, order or order_of(store), CPU, n_readers, passes=passes, loader=loader)
 

@@ -1,15 +1,15 @@
 """What the training loop knows about data: a loader gives the batches of an epoch, on the device and in training order.
 
-train.py uses four members, which `Loader` lists. Whatever has them can take the place of the loaders of this project: a
-class around a torch DataLoader, FFCV or DALI.
+train.py uses the four members of `Loader`. Whatever has them can take the place of the loaders of this project: a class
+around a torch DataLoader, FFCV or DALI.
 
-The loaders of this project read pools. A pool is many batches, which are read, shuffled and copied to the device as a
-whole. It is then cut into batches, as views of its memory. `PoolLoader` does the cutting; its two subclasses read pools
-from files (prefetch.py), or gather them from rows that stay on the device (tiers.py).
+The loaders of this project read pools: many batches, which are read, shuffled and copied to the device as a whole, and
+then cut into views. `PoolLoader` cuts them; its two subclasses read pools from files (prefetch.py), or gather them from
+rows that stay on the device (tiers.py).
 """
 
 import sys
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import NamedTuple, Protocol
@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from fastgpu.process.seeds import make_seed
-from fastgpu.rows.contract import Dataset, Pool, PoolPlan
+from fastgpu.rows.contract import Dataset, Pool
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Ragged, Rows
 
@@ -25,16 +25,15 @@ from fastgpu.rows.rows import Ragged, Rows
 class Loader(Protocol):
     """The batches of one rank. As with a DistributedSampler, every rank has a loader and takes a part of each batch.
 
-    Steps are counted from 0 in each epoch: one step trains on one batch. With gradient accumulation, a batch holds the
-    rows of all micro-batches.
+    A step, counted from 0 in each epoch, trains on one batch: the rows of all micro-batches of gradient accumulation.
     """
 
     @property
     def fingerprint(self) -> Mapping[str, object]:
         """What decides which rows are in the batch of a step: the seed, the batch size, a digest of the rows, ...
 
-        These are JSON values, the same on every rank. A run that was saved inside an epoch is resumed only if they have
-        not changed. World sizes that see the same global batches should have the same values.
+        JSON values, the same on every rank, and for world sizes that see the same global batches. A run that was saved
+        inside an epoch is resumed only if they have not changed.
         """
 
     def steps_per_epoch(self, epoch: int) -> int:
@@ -44,7 +43,7 @@ class Loader(Protocol):
         """The batches of that epoch on the device, from step `start` on, where a run is resumed.
 
         A batch is valid until the next one is asked for: clone what you keep. Batches to train on have equally many
-        rows. In validation the last ones may have fewer, or none.
+        rows; the last ones of validation may have fewer, or none.
         """
 
     def close(self) -> None:
@@ -60,39 +59,29 @@ class Passes(NamedTuple):
     """Number of epochs. Pools are read ahead for the next epoch, but not past the last one."""
 
 
-ONE_PASS = Passes()
-
-
-class PoolLoader(ABC):
+class PoolLoader(Loader):
     """A `Loader` that reads pools, and cuts each into batches once or several times.
 
-    Data echoing (Choi et al., arXiv:1907.05550) trains on each pool several times, reshuffled each time. If reading a
-    batch takes R times as long as training on it, training on each batch R times costs no time. In the paper echoed
-    batches were worth almost as much as fresh ones up to a factor of about 4 with random augmentation, less without.
+    Data echoing (Choi et al., arXiv:1907.05550): if reading a batch takes R times as long as training on it, training R
+    times on each costs no time. In the paper echoed batches were worth almost as much as fresh ones up to a factor of
+    about 4 with random augmentation, less without.
     """
 
     def __init__(self, order: BlockSampler, passes: Passes, rows: Dataset):
-        """order: the sampler that plans the pools. rows: the source of the rows, for `fingerprint`."""
+        """order: plans the pools. rows: the source of the rows, for `fingerprint`."""
         self.order = order
         self.rows = rows
         self._milli_echo = round(1000 * passes.echo)
-        self._n_epochs = passes.n_epochs
 
     @property
     def fingerprint(self) -> Mapping[str, object]:
-        """See `Loader`. It reads a digest of the rows from their files."""
         return {**self.order.fingerprint, "echo": self._milli_echo / 1000, "content": self.rows.fingerprint}
 
     @abstractmethod
     def pools(self, epoch: int, first_pool: int = 0) -> Iterator[Pool]:
         """The pools of an epoch, beginning with that number. A pool is valid until the next one is asked for."""
 
-    @abstractmethod
-    def close(self) -> None:
-        """See `Loader`."""
-
     def batches(self, epoch: int, start: int = 0) -> Iterator[Rows]:
-        """See `Loader`."""
         # Find the pool that has step `start`, and how many of its steps are done.
         number = 0
         while number < self.order.pools_per_epoch and start >= self.steps_on_pool(epoch, number):
@@ -103,12 +92,10 @@ class PoolLoader(ABC):
             start = 0
 
     def steps_per_epoch(self, epoch: int) -> int:
-        """See `Loader`."""
         n_pools = self.order.pools_per_epoch
-        n_passes = self._passes_before((epoch + 1) * n_pools) - self._passes_before(epoch * n_pools)
         # The last pool of an epoch may be smaller.
         n_missing = self.order.pool_batches - self.order.batches_in(n_pools - 1)
-        return n_passes * self.order.pool_batches - self._passes(epoch, n_pools - 1) * n_missing
+        return self._passes(epoch, 0, n_pools) * self.order.pool_batches - self._passes(epoch, n_pools - 1) * n_missing
 
     def steps_on_pool(self, epoch: int, number: int) -> int:
         """Number of batches that `echo` makes of that pool."""
@@ -130,17 +117,7 @@ class PoolLoader(ABC):
             order = torch.randperm(n_rows, generator=rng, device=device)
             yield from map(pool.rows.take, order.split(size))
 
-    def _plans(self, epoch: int, first_pool: int) -> Iterator[PoolPlan]:
-        """Plans of the pools of an epoch, beginning with that number, and of all epochs after it."""
-        yield from self.order.pools(epoch, first_pool)
-        for later in range(epoch + 1, self._n_epochs):
-            yield from self.order.pools(later)
-
-    def _passes(self, epoch: int, number: int) -> int:
-        """Number of passes over that pool."""
-        number += epoch * self.order.pools_per_epoch
-        return self._passes_before(number + 1) - self._passes_before(number)
-
-    def _passes_before(self, number: int) -> int:
-        """Passes over all pools of a run before that one. It follows from the number alone, so no state is saved."""
-        return number * self._milli_echo // 1000
+    def _passes(self, epoch: int, number: int, n_pools: int = 1) -> int:
+        """Passes over pools, beginning with that one. They follow from its number in the run, so no state is saved."""
+        start = epoch * self.order.pools_per_epoch + number
+        return (start + n_pools) * self._milli_echo // 1000 - start * self._milli_echo // 1000

@@ -27,15 +27,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from queue import Empty, SimpleQueue
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from fastgpu.dataset.source import ItemDataset, ItemSource, rows_per_ask
 from fastgpu.dataset.workers import CLOSE_S, READERS_NICE
-from fastgpu.feed.loader import ONE_PASS, Passes, PoolLoader
+from fastgpu.feed.loader import Passes, PoolLoader
 from fastgpu.process import config
 from fastgpu.process.launch import HangError
 from fastgpu.rows.contract import Dataset, Out, Pool, PoolPlan, Reads
@@ -44,13 +44,11 @@ from fastgpu.rows.rows import RaggedArray, Rows
 from fastgpu.storage.store import HDF5Dataset
 
 JOB_BYTES = 1 << 20
-"""A job of a reader thread is at least so large, ..."""
-JOBS_PER_READER = 8
-"""... and a pool has at most so many jobs for each thread."""
+"""A job of a reader thread is at least so large, and a pool has at most 8 jobs for each thread."""
 DEFAULTS = config.Loader()
 
 
-@dataclass
+@dataclass(eq=False)
 class _Slot:
     host: Rows
     device: Rows
@@ -59,23 +57,15 @@ class _Slot:
     plan: PoolPlan = field(init=False)
     """The pool that it holds, or that is read into it."""
     n_jobs: int = 0
-    """Jobs that have still to read a part of it."""
+    """Jobs that have still to read a part of it. 0: it is free, or has been read."""
     items: list[tuple[np.ndarray, dict[str, RaggedArray]]] = field(default_factory=list)
     """Items that were read: their places in the pool and their ragged fields, which wait for the lengths of all."""
-
-
-class _Ended(NamedTuple):
-    """A reader tells the feeder that a job has ended."""
-
-    slot: _Slot
-    error: BaseException | None = None
 
 
 class PrefetchLoader(PoolLoader):
     """Reads the pools of one epoch after the other, up to `loader.prefetch_pools` before the one in use.
 
-    The first pools of the next epoch are read while this one ends. `close` ends all threads and worker processes. If
-    nothing is read for `loader.timeout_s`, the stacks of all threads are printed, and the loop gets a HangError.
+    If nothing is read for `loader.timeout_s`, the stacks of all threads are printed, and the loop gets a HangError.
     """
 
     def __init__(
@@ -85,7 +75,7 @@ class PrefetchLoader(PoolLoader):
         device: torch.device,
         n_readers: int,
         *,
-        passes: Passes = ONE_PASS,
+        passes: Passes = Passes(),  # noqa: B008 (an immutable tuple)
         loader: config.Loader = DEFAULTS,
     ):
         """n_readers: threads that read. For a torch Dataset without worker processes, so many are started (0: none).
@@ -93,6 +83,7 @@ class PrefetchLoader(PoolLoader):
         loader: prefetch_pools and timeout_s are used. Raises UserError if the processes cannot be started.
         """
         super().__init__(order, passes, source)
+        self._n_epochs = passes.n_epochs
         self._timeout_s = loader.timeout_s
         self._hang_error = HangError(f"no rows have come from {source.name} in loader.timeout_s ({loader.timeout_s} s)")
         self._n_threads = max(1, n_readers)
@@ -103,7 +94,7 @@ class PrefetchLoader(PoolLoader):
             # Kernels of a previous owner of the slots' memory may still run on the loop's stream.
             self._stream.wait_stream(torch.cuda.current_stream(device))
         job_rows = JOB_BYTES // max(1, source.row_bytes)
-        self._rows_per_job = max(1, job_rows, order.max_pool_rows // (JOBS_PER_READER * self._n_threads))
+        self._rows_per_job = max(1, job_rows, order.max_pool_rows // (8 * self._n_threads))
         if isinstance(source, ItemDataset):
             self._rows_per_job = rows_per_ask(source, order)
             if n_readers and not source.n_workers:  # a training run has started them when it opened the Dataset
@@ -125,14 +116,12 @@ class PrefetchLoader(PoolLoader):
         return _Slot(host, host.to(self._device), copied, torch.cuda.Event())
 
     def pools(self, epoch: int, first_pool: int = 0) -> Iterator[Pool]:
-        """The pools of an epoch, beginning with that number. Rows are valid until the next pool is asked for.
-
-        Raises the error of a reader, with its traceback.
-        """
+        """See `PoolLoader`. Raises the error of a reader, with its traceback."""
         if first_pool == self.order.pools_per_epoch:
             return
         if self._next != (epoch, first_pool):
-            self._start(self._plans(epoch, first_pool))
+            later = map(self.order.pools, range(epoch + 1, self._n_epochs))
+            self._start(chain(self.order.pools(epoch, first_pool), chain.from_iterable(later)))
         self._next = None  # until all pools of this epoch have been taken
         while True:
             slot = self._ready.get()
@@ -157,12 +146,13 @@ class PrefetchLoader(PoolLoader):
         if self._threads:  # they may yet write to the slots
             raise self._hang_error
         self._closing = threading.Event()
-        # What the feeder, the readers and the loop wait for: free slots and ended jobs; jobs; slots with a pool, or the
-        # error that ended the feeder. None ends the one that takes it.
-        self._inbox: SimpleQueue[_Slot | _Ended | None] = SimpleQueue()
+        # What the feeder, the readers and the loop wait for: slots that are free or of which a job has ended, or the
+        # error of a job; jobs; slots with a pool, or the error that ended the feeder. None ends the one that takes it.
+        self._inbox: SimpleQueue[_Slot | BaseException | None] = SimpleQueue()
         self._jobs: SimpleQueue[tuple[Callable[[], None], _Slot] | None] = SimpleQueue()
         self._ready: SimpleQueue[_Slot | BaseException | None] = SimpleQueue()
         for slot in self._slots:
+            slot.n_jobs = 0
             self._release(slot)
         work: dict[str, Callable[[], None]] = {f"reader_{n}": self._read_rows for n in range(self._n_threads)}
         work["feeder"] = partial(self._feed, plans)
@@ -198,9 +188,8 @@ class PrefetchLoader(PoolLoader):
         self._inbox.put(slot)
 
     def _feed(self, plans: Iterator[PoolPlan]) -> None:
-        """The feeder: keep every free slot filling, and hand over the filled ones in order."""
+        """Keep every free slot filling, and hand over the filled ones in order."""
         filling: list[_Slot] = []
-        end: BaseException | None = None
         try:
             if self._stream:  # a thread begins with GPU 0, and would open a context there on every rank
                 torch.cuda.set_device(self._device)
@@ -210,10 +199,10 @@ class PrefetchLoader(PoolLoader):
                 # While the loader is being closed, readers leave jobs out.
                 if message is None or self._closing.is_set():
                     break
-                if isinstance(message, _Ended):
-                    if message.error:
-                        raise message.error
-                    message.slot.n_jobs -= 1
+                if isinstance(message, BaseException):
+                    raise message
+                if message.n_jobs:
+                    message.n_jobs -= 1
                 elif plan := next(plans, None):
                     self._fill(message, plan)
                     filling.append(message)
@@ -223,13 +212,13 @@ class PrefetchLoader(PoolLoader):
                     self._hand_over(filling.pop(0))
         except Empty:
             faulthandler.dump_traceback(all_threads=True)  # where the readers hang
-            end = self._hang_error
+            self._ready.put(self._hang_error)
         except BaseException as error:
-            end = error  # the loop raises it, with the traceback of this thread
-        self._ready.put(end)
+            self._ready.put(error)  # the loop raises it, with the traceback of this thread
+        else:
+            self._ready.put(None)
 
     def _fill(self, slot: _Slot, plan: PoolPlan) -> None:
-        """Let the readers read a pool."""
         if slot.copied:
             slot.copied.synchronize()  # afterwards the readers may overwrite the staging memory
         source, n_rows = self._source, self._rows_per_job
@@ -248,18 +237,16 @@ class PrefetchLoader(PoolLoader):
             self._jobs.put((job, slot))
 
     def _read_rows(self) -> None:
-        """A reader: do one job after the other."""
         os.nice(READERS_NICE)  # of this thread: the loop wakes up to queue a step that the device is waiting for
         while (item := self._jobs.get()) and not self._closing.is_set():
             job, slot = item
             try:
                 job()
-                self._inbox.put(_Ended(slot))
+                self._inbox.put(slot)
             except BaseException as error:
-                self._inbox.put(_Ended(slot, error))
+                self._inbox.put(error)
 
     def _hand_over(self, slot: _Slot) -> None:
-        """Copy a pool that has been read to the device, and give it to the loop."""
         if slot.items:
             self._write_ragged(slot)
         if self._stream and slot.copied and slot.used:

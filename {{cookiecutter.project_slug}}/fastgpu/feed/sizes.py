@@ -9,13 +9,16 @@ import numpy as np
 import torch
 
 from fastgpu.dataset.source import ItemDataset
-from fastgpu.feed.loader import ONE_PASS, Passes
-from fastgpu.process.config import Auto, Config, Data, Tier
+from fastgpu.feed.loader import Passes
+from fastgpu.process import config
+from fastgpu.process.config import Auto, Config, Tier
 from fastgpu.process.launch import UserError, warn
 from fastgpu.process.machine import available_cpus, format_bytes, free_host_bytes
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Dataset
+from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import MAX_VALUES
+from fastgpu.rows.selection import Mixture
 
 POOL_BYTES = 256 << 20
 """Size of a pool if data.pool_batches is auto: 128 blocks of 2 MiB shuffle even a file in class order well."""
@@ -40,7 +43,7 @@ class Sizes(NamedTuple):
     """Reader threads of a rank, or worker processes if the rows come from a Dataset."""
     readers_key: Literal["num_readers", "num_workers"] = "num_readers"
     """The key of section `loader` that sets their number."""
-    passes: Passes = ONE_PASS
+    passes: Passes = Passes()
     memory: str = ""
     """The memory that the rows need, where they are kept, and what is free, in words."""
 
@@ -49,6 +52,33 @@ class Sizes(NamedTuple):
         """{section: values that were chosen}"""
         data: dict[str, object] = {"tier": self.tier, "pool_batches": self.pool_batches}
         return {"data": data, "loader": {self.readers_key: self.n_readers}}
+
+
+class Data(NamedTuple):
+    """The rows to train and to validate on. The loop needs only their batches; model.json and diagnose.py need more."""
+
+    train: Dataset
+    val: Dataset
+    sizes: Sizes
+
+    def describe(self, sampler: BlockSampler) -> str:
+        """Where the rows are kept, how many move at a time, and how many an epoch has. sampler: of the training."""
+        train, sizes = self.train, self.sizes
+        kind = "worker processes" if sizes.readers_key == "num_workers" else "reader threads"
+        readers = "" if sizes.tier == "device" else f"; {kind} on each rank: {sizes.n_readers}"
+        fields = ", ".join(f"{name}: {field}" for name, field in train.fields.items())
+        lines = [
+            f"rows: {train.name} ({fields}) {train.decoding}".rstrip(),
+            f"memory: {sizes.memory}",
+            f"batches: {sampler.global_batch_size} rows over all ranks, {sizes.batch_size} on each; shuffled "
+            f"{sizes.pool_batches} at a time{readers}",
+        ]
+        if isinstance(train.selection, Mixture):
+            lines.append(f"each epoch: {train.selection.describe()}")
+        elif sampler.total_size < len(train):
+            n_rows = f"{sampler.total_size:,} of {len(train):,} rows"
+            lines.append(f"each epoch: {n_rows}; the rest does not fill a batch")
+        return "\n".join(lines)
 
 
 def choose_sizes(cfg: Config, source: Dataset, val_source: Dataset, world: World) -> Sizes:
@@ -74,7 +104,7 @@ def choose_sizes(cfg: Config, source: Dataset, val_source: Dataset, world: World
         _warn_of_class_order(source)
     has_items = isinstance(source, ItemDataset)
     asked = loader.num_workers if has_items else loader.num_readers
-    max_readers = available_cpus() if has_items or source.decoding else MAX_READERS
+    max_readers = sys.maxsize if has_items or source.decoding else MAX_READERS
     need = sum(len(each) * each.row_bytes for each in (source, val_source))
     free_host = free_host_bytes() // world.local_world_size
     free_device = torch.cuda.mem_get_info(world.device)[0] if world.device.type == "cuda" else free_host
@@ -97,7 +127,7 @@ def count_readers(asked: int | Auto, local_world_size: int, max_readers: int = s
     return max(1, min(max_readers, available_cpus() // local_world_size)) if asked == "auto" else asked
 
 
-def choose_tier(data: Data, sources: tuple[Dataset, Dataset], need: int, free: Mapping[str, int]) -> Tier:
+def choose_tier(data: config.Data, sources: tuple[Dataset, Dataset], need: int, free: Mapping[str, int]) -> Tier:
     """auto: the nearest tier of which the rows fill at most half. All tiers give the same batches: ranks may differ.
 
     need: bytes of the rows. free: {"device": bytes, "host": bytes} for each rank.
@@ -123,7 +153,7 @@ def choose_tier(data: Data, sources: tuple[Dataset, Dataset], need: int, free: M
     return tier
 
 
-def _why_not_kept(source: Dataset, data: Data) -> str:
+def _why_not_kept(source: Dataset, data: config.Data) -> str:
     """Why the rows cannot stay on the device or the host. Empty: they can."""
     if source.decoding and data.min_crop_scale < 1:
         return f"each epoch decodes other parts of the images of {source.name} (data.min_crop_scale)"
@@ -151,8 +181,8 @@ def class_labels(source: Dataset) -> np.ndarray | None:
 
 def _warn_of_class_order(source: Dataset) -> None:
     """Warn if neighbouring rows share their label far more often than by chance."""
-    labels = class_labels(source) if source.block_rows.max() > 1 else None
-    if labels is None:
+    labels = class_labels(source)
+    if labels is None or source.block_rows.max() == 1:
         return
     sample = np.random.default_rng(0).integers(0, len(labels) - 1, 100_000)
     shared = float((labels[sample] == labels[sample + 1]).mean())

@@ -24,8 +24,7 @@ def open_splits(data: Data, loader: Loader, seed: int) -> tuple[Dataset, Dataset
     """The training rows and the validation rows. Raises UserError if one cannot open them, or if they do not fit.
 
     The worker processes of a torch Dataset are started here: call this before the process uses CUDA or NCCL. `close` of
-    the rows ends them, and so does the end of this process. If data.val is a share of data.train, both read the same
-    rows with the same workers. seed: of the order of rows in a mixture.
+    the rows ends them. A share of data.train is read by the same workers. seed: of the order of rows in a mixture.
     """
     train = _open(data, loader, "train")
     train, val = (train, _open(data, loader, "val")) if data.val_share is None else _hold_out(data, train)
@@ -39,17 +38,20 @@ def _open(data: Data, loader: Loader, split: Literal["train", "val"]) -> Dataset
     key = f"data.{split}"
     named = data.train if split == "train" else data.val
     fields = data.val_fields if split == "val" and data.val_fields else data.fields
+    source: Dataset
     if data.dataset == "none":
         size = (data.image_size, data.image_size)
         sizes = dict.fromkeys(fields, size) if data.image_size else {}
         codecs = image_codecs(sizes, min_scale=data.min_crop_scale)
-        return _checked(data, open_store(key, list(named) if isinstance(named, dict) else named, fields, codecs))
-    if isinstance(named, dict):
+        source = open_store(key, list(named) if isinstance(named, dict) else named, fields, codecs)
+    elif isinstance(named, dict):
         raise UserError("data.train has weights, which work for HDF5 files only; use data.dataset=none")
-    source = open_dataset(key, named, fields, factory=data.dataset)
-    if n_workers := count_readers(loader.num_workers, read_launch().local_world_size):
-        source = source.with_workers(n_workers, loader.timeout_s)
-    return _checked(data, source)
+    else:
+        source = items = open_dataset(key, named, fields, factory=data.dataset)
+        if n_workers := count_readers(loader.num_workers, read_launch().local_world_size):
+            source = items.with_workers(n_workers, loader.timeout_s)
+    _check_images(data, source)
+    return source
 
 
 def image_codecs(sizes: Mapping[str, tuple[int, int]], **options: float | None) -> dict[str, Codec]:
@@ -61,8 +63,8 @@ def image_codecs(sizes: Mapping[str, tuple[int, int]], **options: float | None) 
     return {field: column.ImageCodec(size, **options) for field, size in sizes.items()}
 
 
-def _checked(data: Data, source: Dataset) -> Dataset:
-    """The source. Raises UserError if its images cannot be decoded as the config says."""
+def _check_images(data: Data, source: Dataset) -> None:
+    """Raise UserError if the images cannot be decoded as the config says."""
     if any(field.codec for field in source.fields.values()):
         if data.image_size:
             raise UserError(f"{source.name} has encoded images, which this project cannot decode")
@@ -70,7 +72,7 @@ def _checked(data: Data, source: Dataset) -> Dataset:
     if not source.decoding:
         if data.image_size or data.min_crop_scale < 1:
             warn(f"data.image_size and data.min_crop_scale have no effect: {source.name} has no encoded images")
-        return source
+        return
     if not find_spec("simplejpeg"):
         warn("simplejpeg is not installed, without which JPEG files take longer to decode (pip install simplejpeg)")
     masks = [f"{name}, {field}" for name, field in source.fields.items() if len(field.shape) == 2]
@@ -79,17 +81,14 @@ def _checked(data: Data, source: Dataset) -> Dataset:
             f"data.min_crop_scale is {data.min_crop_scale:g}, but {masks[0]} of {source.name} would not be cut "
             "and resized like the images; use 1"
         )
-    return source
 
 
 def _warn_of_shared_rows(data: Data) -> None:
     """Say that validation rows are trained on, as with the pattern `photos-*.h5`, which also matches photos-val.h5."""
-    train = _list_files(data, data.train)
-    if data.val_share is None:
-        shared = {*train} & {*_list_files(data, data.val)}
-    else:  # a row that is held out of one copy is trained on in the other
-        shared = {name for name in train if train.count(name) > 1}
-    if shared and data.val_fields in ({}, data.fields):
+    train, val = _list_files(data, data.train), _list_files(data, data.val)
+    if data.val_share is not None:  # a row that is held out of one copy is trained on in the other
+        val = [name for name in train if train.count(name) > 1]
+    if (shared := {*train} & {*val}) and data.val_fields in ({}, data.fields):
         warn(
             f"data.val ({data.val}) has rows of {', '.join(sorted(shared))} that are trained on, too: its metrics are "
             "too good; name each file once, and hold rows out by data.val=10%"
@@ -105,7 +104,6 @@ def _list_files(data: Data, named: str | Iterable[str]) -> list[str]:
 
 
 def _hold_out(data: Data, rows: Dataset) -> tuple[Dataset, Dataset]:
-    """The rows to train on, and the share that is for validation."""
     if data.val_fields:
         raise UserError(f"data.val is {data.val}, a share of data.train, so data.val_fields should be {{}}")
     n_rows = len(rows)
@@ -138,12 +136,18 @@ def _mixed(data: Data, source: Dataset, seed: int) -> Dataset:
     else:
         return source
     if isinstance(source.selection, Share):
-        groups = _without_held_out(data, groups, source.selection)
+        members = source.selection.rows()
+        of_row = np.full_like(groups.groups, -1)  # rows that are held out are in no group
+        of_row[members] = groups.groups[members]
+        if len(lost := np.setdiff1d(np.arange(len(groups.names)), of_row)):
+            name = groups.names[lost[0]]
+            raise UserError(f"data.val is {data.val}, which leaves no row of {name} to train on; use a smaller share")
+        groups = groups._replace(groups=of_row)
     return _select(source, Mixture(groups, source.block_rows, data.batch_size, seed))
 
 
 def _group_by_file(weights: Mapping[str, float], source: Dataset) -> Groups:
-    """A group for each path that has a weight, of the rows of all files that it matches."""
+    """A group for each path, of the rows of all files that it matches."""
     assert isinstance(source, HDF5Dataset)
     n_files = [len(expand("data.train", path)) for path in weights]
     group_of_file = np.repeat(np.arange(len(n_files), dtype=np.int16), n_files)
@@ -151,7 +155,6 @@ def _group_by_file(weights: Mapping[str, float], source: Dataset) -> Groups:
 
 
 def _group_by_class(source: Dataset) -> Groups:
-    """A group for each class, of equal weight. Raises UserError if the rows have no field `labels` of whole numbers."""
     labels = class_labels(source)
     if labels is None:
         raise UserError(
@@ -161,14 +164,3 @@ def _group_by_class(source: Dataset) -> Groups:
     classes, groups = np.unique(labels, return_inverse=True)
     names = tuple(f"class {label}" for label in classes.tolist())
     return Groups(names, (1,) * len(classes), groups.astype(np.int32))
-
-
-def _without_held_out(data: Data, groups: Groups, train: Share) -> Groups:
-    """The same groups with the rows to train on only. Raises UserError if a group has none of them."""
-    of_row = np.full_like(groups.groups, -1)
-    of_row[train.rows()] = groups.groups[train.rows()]
-    lost = np.setdiff1d(np.arange(len(groups.names)), of_row)
-    if len(lost):
-        name = groups.names[lost[0]]
-        raise UserError(f"data.val is {data.val}, which leaves no row of {name} to train on; use a smaller share")
-    return groups._replace(groups=of_row)

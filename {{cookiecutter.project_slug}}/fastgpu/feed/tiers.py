@@ -9,7 +9,7 @@ from contextlib import closing
 import numpy as np
 import torch
 
-from fastgpu.feed.loader import ONE_PASS, Passes, PoolLoader
+from fastgpu.feed.loader import Passes, PoolLoader
 from fastgpu.feed.prefetch import PrefetchLoader
 from fastgpu.feed.sizes import Sizes
 from fastgpu.process.config import Loader
@@ -18,16 +18,11 @@ from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.arrays import ArrayDataset
 
-LOAD_BYTES = 64 << 20
-"""Rows that are to stay on the device or in host memory are read in pools of this size, ..."""
-LOAD_BATCHES = 16
-"""... of so many batches each: a worker process of a Dataset is asked for one batch at a time."""
-
 
 class ResidentLoader(PoolLoader):
     """All rows stay on the device, where one gather makes a pool. An epoch reads neither disk nor host memory."""
 
-    def __init__(self, rows: Rows, source: Dataset, order: BlockSampler, *, passes: Passes = ONE_PASS):
+    def __init__(self, rows: Rows, source: Dataset, order: BlockSampler, passes: Passes):
         """rows: those of `source`, on the device."""
         super().__init__(order, passes, source)
         self._rows = rows
@@ -47,12 +42,7 @@ class ResidentLoader(PoolLoader):
 
 
 def open_loaders(
-    sources: Sequence[Dataset],
-    orders: Sequence[BlockSampler],
-    sizes: Sizes,
-    device: torch.device,
-    *,
-    loader: Loader,
+    sources: Sequence[Dataset], orders: Sequence[BlockSampler], sizes: Sizes, device: torch.device, *, loader: Loader
 ) -> list[PoolLoader]:
     """A loader for each source, whose rows come in the given order and are kept on the tier that `sizes` names.
 
@@ -66,19 +56,17 @@ def open_loaders(
         # Validation, which is not shuffled, takes each row once. One pool ahead is enough for it, and saves memory.
         passes = sizes.passes if order.shuffle else sizes.passes._replace(echo=1.0)
         ahead = loader if order.shuffle else one_ahead
-        if sizes.tier == "disk":
-            loaders.append(PrefetchLoader(source, order, device, sizes.n_readers, passes=passes, loader=ahead))
-            continue
         whole = source.whole or source
-        if whole not in kept:
+        if sizes.tier != "disk" and whole not in kept:
             kept[whole] = _read_all(whole, home, sizes.n_readers, one_ahead)
-        rows = kept[whole]
         if sizes.tier == "device":
-            loaders.append(ResidentLoader(rows, source, order, passes=passes))
+            loaders.append(ResidentLoader(kept[whole], source, order, passes))
             continue
-        blocks = source.block_rows
-        arrays = ArrayDataset(source.name, rows.numpy(), source.attributes, block_rows=blocks, fields=source.fields)
-        feed = PrefetchLoader(arrays, order, device, sizes.n_readers, passes=passes, loader=ahead)
+        read, blocks = source, source.block_rows
+        if sizes.tier == "host":
+            arrays = kept[whole].numpy()
+            read = ArrayDataset(source.name, arrays, source.attributes, block_rows=blocks, fields=source.fields)
+        feed = PrefetchLoader(read, order, device, sizes.n_readers, passes=passes, loader=ahead)
         feed.rows = source  # its fingerprint has a digest of the rows, which arrays do not have
         loaders.append(feed)
     return loaders
@@ -92,8 +80,9 @@ def _read_all(source: Dataset, device: torch.device, n_readers: int, loader: Loa
     for name, lengths in source.lengths.items():
         np.cumsum(lengths, out=rows[name].host_offsets[1:])
         rows[name].offsets.copy_(torch.from_numpy(rows[name].host_offsets))
-    batch_size = min(n_rows, max(1, LOAD_BYTES // LOAD_BATCHES // source.row_bytes))
-    order = BlockSampler(source.block_rows, batch_size, pool_batches=LOAD_BATCHES, seed=None)
+    # A worker process of a Dataset is asked for one batch at a time: 4 MiB.
+    batch_size = min(n_rows, max(1, (4 << 20) // source.row_bytes))
+    order = BlockSampler(source.block_rows, batch_size, pool_batches=16, seed=None)
     feed = PrefetchLoader(source, order, device, n_readers, passes=Passes(n_epochs=1), loader=loader)
     start = 0
     with closing(feed):

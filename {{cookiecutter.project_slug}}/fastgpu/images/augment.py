@@ -1,9 +1,7 @@
 """Random augmentation of image batches on the device, with new random numbers for each image.
 
-Images are uint8, float16 or float32 and keep their dtype; uint8 is rounded. `rng` is a generator on
-the device of the images. Nothing here makes the host wait for the device.
-
-Shapes: B rows of a batch, C H W of an image, K classes.
+Images are uint8, float16 or float32 and keep their dtype; uint8 is rounded. `rng` is a generator on the device of the
+images. Nothing here makes the host wait for the device. Shapes: B rows of a batch, C H W of an image, K classes.
 """
 
 import math
@@ -36,9 +34,8 @@ def random_flip(x_BCHW: Tensor, rng: torch.Generator) -> Tensor:
 def random_resized_crop(x_BCHW: Tensor, min_scale: float, rng: torch.Generator) -> Tensor:
     """Crop a random part of each image and resize it to the size of the image.
 
-    The part has `min_scale` to 1 of the area and an aspect ratio of 3:4 to 4:3, but is never longer
-    than the image (Szegedy et al., "Going Deeper with Convolutions", arXiv:1409.4842). The pixels
-    are those of torch's `interpolate` with mode="bilinear" and align_corners=False.
+    The part has `min_scale` to 1 of the area and an aspect ratio of 3:4 to 4:3, but is never longer than the image
+    (Szegedy et al., arXiv:1409.4842). The pixels are those of torch's bilinear `interpolate`, align_corners=False.
     """
     B, C, H, W = x_BCHW.shape
     u_4B = torch.rand((4, B), generator=rng, device=x_BCHW.device)
@@ -55,10 +52,8 @@ def random_resized_crop(x_BCHW: Tensor, min_scale: float, rng: torch.Generator) 
 
 
 def _sample_positions(length_B: Tensor, u_B: Tensor, count: int) -> Tensor:
-    """Positions (B, count), in pixels: the centres of `count` equal pieces of an interval.
-
-    length_B: whole pixels of the interval. u_B: in [0, 1), chooses where it begins in the image.
-    """
+    """(B, count): the centres, in pixels, of `count` equal pieces of `length_B` pixels that begin where u_B, in [0, 1),
+    says."""
     start_B = torch.minimum((u_B * (count - length_B + 1)).floor(), count - length_B)
     centers = torch.arange(count, device=length_B.device) + 0.5
     offsets_BN = (centers * (length_B / count)[:, None] - 0.5).clamp(min=0)
@@ -84,10 +79,8 @@ def cutout(x_BCHW: Tensor, size: int, fill_C: Tensor, rng: torch.Generator) -> T
 
 
 def mixup(x_BCHW: Tensor, target_BK: Tensor, alpha: float, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Blend each image and its target with another one of the batch.
-
-    The share of the first one is drawn from Beta(alpha, alpha). target_BK: floats.
-    Zhang et al., "mixup: Beyond Empirical Risk Minimization", arXiv:1710.09412.
+    """Blend each image and its target with another one of the batch. The share of the first is drawn from Beta(alpha,
+    alpha). target_BK: floats. Zhang et al., "mixup: Beyond Empirical Risk Minimization", arXiv:1710.09412.
     """
     B = len(x_BCHW)
     device = x_BCHW.device

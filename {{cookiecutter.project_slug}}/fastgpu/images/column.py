@@ -16,16 +16,14 @@ CENTRE_SHARE = 224 / 256
 class ImageCodec:
     """Decodes image files to pixels of one size, uint8 (3, H, W). See `Codec` in storage/columns.py.
 
-    Rows of a shuffled order show random parts, others the centre. A random part is a function of (seed, epoch, row)
-    alone, and of which time it is that the row comes in the epoch: it is the same for every world size, tier and number
-    of readers, and for a resumed run.
+    Rows of a shuffled order show random parts, others the centre. A part is a function of (seed, epoch, row, how often
+    the row came before) alone: it is the same for every world size, tier and number of readers, and for a resumed run.
     """
 
     def __init__(self, size: tuple[int, int], min_scale: float = 1.0, centre_share: float | None = None):
         """size: (height, width). min_scale: smallest share of the area of a random part; 1: no random parts.
 
-        centre_share: share of the sides of the largest centre that is taken. None: CENTRE_SHARE if there are random
-        parts, otherwise all of it.
+        centre_share: of the sides of the largest centre. None: CENTRE_SHARE if there are random parts, else all of it.
         """
         self.field = Field(np.dtype(np.uint8), (3, *size), is_channels_last=True)
         self._size = size

@@ -2,9 +2,7 @@
 
 JPEG files are decoded by simplejpeg (libjpeg-turbo), everything else by Pillow. Where simplejpeg is not installed,
 Pillow decodes JPEG files, too, to the same pixels. A part is taken from the image decoded at 1/2, 1/4 or 1/8 of its
-size, if the part then still has as many pixels as are asked for.
-
-Shapes: C channels, H and W pixels.
+size, if the part then still has as many pixels as are asked for. Shapes: C channels, H and W pixels.
 """
 
 import io

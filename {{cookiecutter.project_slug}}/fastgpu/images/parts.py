@@ -26,8 +26,8 @@ class Preprocessing(NamedTuple):
     resize: Resize = "shorter"
     """shorter: cover the size and take the centre. exact: stretch."""
     centre_share: float | None = None
-    """Take this share of the sides of the largest centre that has the aspect ratio of `size`, as
-    encoded rows are decoded for validation. None: `resize` applies."""
+    """Take this share of the sides of the largest centre that has the aspect ratio of `size`, as for validation. None:
+    `resize` applies."""
 
     def to_json(self) -> str:
         return json.dumps({name: value for name, value in self._asdict().items() if name != "centre_share" or value})
@@ -47,9 +47,9 @@ def draw(seed: tuple[int, int], rows: np.ndarray, repeats: np.ndarray | int = 0)
 
     seed: (seed of the run, epoch). repeats: how often the epoch has had each row before.
     """
-    # SplitMix64 (Steele et al., "Fast splittable pseudorandom number generators", 2014): any rows cost
-    # a few array operations, and each has N_DRAWS steps of its own. NumPy needs a generator a row.
-    # A row that comes again has the steps of a row far behind the last one.
+    # SplitMix64 (Steele et al., "Fast splittable pseudorandom number generators", 2014): any rows cost a few array
+    # operations, and each has N_DRAWS steps of its own; NumPy needs a generator a row. A row that comes again has the
+    # steps of a row far behind the last one.
     (start,) = np.random.SeedSequence(seed).generate_state(1, np.uint64)
     parts = (rows + repeats * MAX_ROWS).astype(np.uint64)
     steps = parts[:, None] * np.uint64(N_DRAWS) + np.arange(1, N_DRAWS + 1, dtype=np.uint64)
@@ -63,8 +63,8 @@ def draw(seed: tuple[int, int], rows: np.ndarray, repeats: np.ndarray | int = 0)
 def random_box(draws: Sequence[float], height: int, width: int, min_scale: float) -> Box:
     """A box with `min_scale` to 1 of the area and an aspect ratio of 3:4 to 4:3. draws: (N_DRAWS,).
 
-    As torchvision's RandomResizedCrop (Szegedy et al., "Going Deeper with Convolutions",
-    arXiv:1409.4842): if no try fits into the image, it is the largest centre with such a ratio.
+    As torchvision's RandomResizedCrop (Szegedy et al., arXiv:1409.4842): if no try fits into the image, it is the
+    largest centre with such a ratio.
     """
     for number in range(0, 2 * N_TRIES, 2):
         area = (min_scale + (1 - min_scale) * draws[number]) * height * width

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from fastgpu import TEMPLATE_VERSION
-from fastgpu.feed.data import Data
+from fastgpu.feed.sizes import Data
 from fastgpu.process.files import atomic_file
 from fastgpu.process.launch import warn
 from fastgpu.rows.contract import Dataset

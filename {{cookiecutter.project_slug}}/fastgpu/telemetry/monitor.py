@@ -6,7 +6,7 @@ A counter that a GPU, its driver or this system does not have is named once and 
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from queue import SimpleQueue
@@ -45,26 +45,25 @@ class Monitor(AbstractContextManager["Monitor"]):
 
     def take(self) -> dict[str, float]:
         """{tag: mean of its values since the last call}, with the minima of GPU use. Nothing on other ranks."""
+        if not self._world.is_main:
+            return {}
         values: defaultdict[str, list[float]] = defaultdict(list)
         while not self._read.empty():
             tag, value = self._read.get()
             values[tag].append(value)
         means = {tag: fmean(read) for tag, read in values.items()}
         minima = {tag.replace("util", "util_min"): min(read) for tag, read in values.items() if "/util" in tag}
-        return means | minima | read_host() | self._disk_rate() if self._world.is_main else {}
+        taken = means | minima | _read_host()
+        if self._disk:
+            (then, before), self._disk = self._disk, _disk_reads()
+            now, after = self._disk
+            taken["host/disk_read_mb_per_s"] = (after - before) / 1e6 / max(1e-9, now - then)
+        return taken
 
     def __exit__(self, *error: object) -> None:
         """End the thread."""
         self._is_closing.set()
         self._thread.join()
-
-    def _disk_rate(self) -> dict[str, float]:
-        """What the disks of this machine have delivered since the last call."""
-        if not self._disk:
-            return {}
-        (then, before), self._disk = self._disk, _disk_reads()
-        now, after = self._disk
-        return {"host/disk_read_mb_per_s": (after - before) / 1e6 / max(1e-9, now - then)}
 
     def _run(self) -> None:
         while self._counters and not self._is_closing.wait(self._poll_s):
@@ -77,7 +76,7 @@ class Monitor(AbstractContextManager["Monitor"]):
                     del self._counters[tag]
 
 
-def read_host() -> dict[str, float]:
+def _read_host() -> dict[str, float]:
     """The use of all CPUs since the last call in this thread, and the memory of this process and of the machine."""
     times = psutil.cpu_times_percent()._asdict()
     times["user"] += times.pop("nice", 0.0)  # programs of lower priority use the CPUs, too
@@ -117,50 +116,41 @@ def _counters_of(number: int) -> Counters:
         f"gpu{number}/power_w": lambda: pynvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
         f"gpu{number}/temperature_c": partial(_temperature, gpu),
     }
-    if _counts_activity(gpu):
-        counters[f"gpu{number}/sm_active_pct"] = _Activity(gpu, pynvml.NVML_GPM_METRIC_SM_UTIL)
-        counters[f"gpu{number}/tensor_active_pct"] = _Activity(gpu, pynvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL)
+    counts_activity = False
+    with suppress(Exception):  # an old driver does not even have the question
+        counts_activity = pynvml.nvmlGpmQueryDeviceSupport(gpu).isSupportedDevice
+    if counts_activity:
+        of_sms, of_tensor_cores = pynvml.NVML_GPM_METRIC_SM_UTIL, pynvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL
+        counters[f"gpu{number}/sm_active_pct"] = partial(next, _active_pct(gpu, of_sms))
+        counters[f"gpu{number}/tensor_active_pct"] = partial(next, _active_pct(gpu, of_tensor_cores))
     elif not number:  # once, not for each of eight GPUs
         warn("gpu<n>/sm_active_pct and tensor_active_pct are not measured here (they need Hopper or newer)")
     return counters
 
 
 def _temperature(gpu: Any) -> float:
-    """Degrees Celsius. gpu: handle of NVML."""
     try:
         return float(pynvml.nvmlDeviceGetTemperatureV(gpu, pynvml.NVML_TEMPERATURE_GPU))
     except pynvml.NVMLError_FunctionNotFound:  # older drivers know only the call that CUDA 14 removes
         return float(pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU))
 
 
-def _counts_activity(gpu: Any) -> bool:
-    with suppress(Exception):  # an old driver does not even have the question
-        return bool(pynvml.nvmlGpmQueryDeviceSupport(gpu).isSupportedDevice)
-    return False
-
-
-class _Activity:
-    """How much of the time units of a GPU were at work, between two samples: of Hopper GPUs and newer."""
-
-    def __init__(self, gpu: Any, metric: int):
-        """gpu: handle of NVML. metric: NVML_GPM_METRIC_..."""
-        self._gpu = gpu
-        self._metric = metric
-        self._last: Any = None
-
-    def __call__(self) -> float | None:
-        """Percent since the last call, if there was one."""
-        before = self._last
-        self._last = pynvml.nvmlGpmSampleGet(self._gpu, pynvml.nvmlGpmSampleAlloc())
-        if before is None:
-            return None
-        request = pynvml.c_nvmlGpmMetricsGet_t()
-        request.version = pynvml.NVML_GPM_METRICS_GET_VERSION
-        request.numMetrics = 1
-        request.sample1 = before
-        request.sample2 = self._last
-        request.metrics[0].metricId = self._metric
-        pynvml.nvmlGpmMetricsGet(request)
-        pynvml.nvmlGpmSampleFree(before)
-        answer = request.metrics[0]
-        return float(answer.value) if answer.nvmlReturn == pynvml.NVML_SUCCESS else None
+def _active_pct(gpu: Any, metric: int) -> Iterator[float | None]:
+    """How much of a GPU was at work since the last value, in percent. metric: NVML_GPM_METRIC_..."""
+    before: Any = None
+    while True:
+        sample = pynvml.nvmlGpmSampleGet(gpu, pynvml.nvmlGpmSampleAlloc())
+        value = None
+        if before is not None:
+            request = pynvml.c_nvmlGpmMetricsGet_t()
+            request.version = pynvml.NVML_GPM_METRICS_GET_VERSION
+            request.numMetrics = 1
+            request.sample1 = before
+            request.sample2 = sample
+            request.metrics[0].metricId = metric
+            pynvml.nvmlGpmMetricsGet(request)
+            pynvml.nvmlGpmSampleFree(before)
+            if request.metrics[0].nvmlReturn == pynvml.NVML_SUCCESS:
+                value = float(request.metrics[0].value)
+        before = sample
+        yield value

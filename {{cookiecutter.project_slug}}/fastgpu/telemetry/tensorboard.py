@@ -19,8 +19,6 @@ from fastgpu.process.launch import UserError, warn
 from fastgpu.process.world import World
 from fastgpu.telemetry.clock import Throughput
 
-INPUT_BOUND = 0.1
-"""An epoch that waits for data for a larger share of its time is input-bound."""
 LINE_EVERY_S = 5.0
 """Seconds between two lines of progress, which stand for the bar if the output is no terminal."""
 
@@ -28,15 +26,7 @@ LINE_EVERY_S = 5.0
 class TensorBoard(AbstractContextManager["TensorBoard"]):
     """Takes the scalars and the progress of a run. On every rank but rank 0 it does nothing."""
 
-    def __init__(
-        self,
-        folder: Path,
-        config: Mapping[str, Any],
-        world: World,
-        *,
-        step: int,
-        n_left: int,
-    ):
+    def __init__(self, folder: Path, config: Mapping[str, Any], world: World, *, step: int, n_left: int):
         """folder: of the run. config: {dotted key: value}. step: the steps that are done. n_left: those that are left.
 
         Raises UserError on every rank if wandb refuses.
@@ -49,8 +39,8 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
         self._printed = time.monotonic()
         self._part = round(time.time())  # names this process among those that resumed the run
         self._bar = tqdm(
-            total=self._n_steps,
-            initial=self._n_done,
+            total=step + n_left,
+            initial=step,
             unit=" steps",
             dynamic_ncols=True,
             mininterval=1,
@@ -84,8 +74,8 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
     def write(self, step: int, values: Mapping[str, float], interval: Throughput | None = None) -> None:
         """Log one point: {tag: value} at this optimizer step.
 
-        interval: the steps that the values are about. Its rates are logged, and shown beside the bar or as a line; its
-        sums are written to metrics.jsonl, so that a mean over the run can be computed from sums.
+        interval: the steps that the values are about. Its rates are logged, and shown beside the bar or as a line. Its
+        sums are in metrics.jsonl, for means over the run.
         """
         if not self._folder:
             return
@@ -118,7 +108,7 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
             total = Throughput(*map(sum, zip(*(interval for _, interval in self._epoch), strict=True)))
             loss = sum(loss * interval.steps for loss, interval in self._epoch) / total.steps
             text = f"train/loss {loss:.4g}, {text}, {total}"
-            if total.wait_s > INPUT_BOUND * total.seconds:
+            if total.wait_s > 0.1 * total.seconds:
                 text += " (input-bound: run `python diagnose.py`)"
         self._bar.clear()
         print(f"epoch {epoch} {text}", flush=True)
