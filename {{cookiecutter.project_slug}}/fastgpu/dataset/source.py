@@ -80,16 +80,15 @@ class ItemDataset(ItemSource):
             self._first[field] = arrays[0]
             self.fields[field] = field_of(arrays, is_ragged=field in getattr(dataset, "ragged", ()))
 
-    def _item(self, row: int) -> Any:
-        try:
-            return self.dataset[row]
-        except Exception as error:
-            error.add_note(f"in row {row} of {self.name}")
-            raise
-
     def _values(self, row_ids: np.ndarray) -> list[Sequence[Any]]:
         """For each field, what the Dataset gives for these rows."""
-        items = [self._item(row) for row in row_ids.tolist()]
+        items = []
+        for row in row_ids.tolist():
+            try:
+                items.append(self.dataset[row])
+            except Exception as error:
+                error.add_note(f"in row {row} of {self.name}")
+                raise
         if {*map(type, items)} == {dict}:  # as most items are
             with suppress(KeyError):  # told below
                 return [[item[name] for item in items] for name in self._names.values()]
@@ -112,7 +111,8 @@ class ItemDataset(ItemSource):
     def with_workers(self, n_workers: int, timeout_s: float) -> "ItemDataset":
         """The same rows, read by worker processes until `close`. Copies of the result share them. See `Workers`."""
         other = copy(self)
-        other._workers = Workers(self.name, self.make_rows, n_workers, timeout_s)
+        other._workers = None  # as the workers, which are forks, see it: they read the rows themselves
+        other._workers = Workers(self.name, other.read_rows, n_workers, timeout_s)
         return other
 
     @property
@@ -126,17 +126,13 @@ class ItemDataset(ItemSource):
             self._workers.close()
 
     def read_rows(self, rows: np.ndarray, seed: int, epoch: int, repeat: int = 0) -> Columns:
-        """`make_rows` in a worker process, if there are any: then any thread may call this.
+        """See `ItemSource` and `to_column`. If there are workers, one of them reads, and any thread may call this.
 
-        Raises UserError if a worker died, or rows differ in type or shape.
+        All that the items draw at random follows from the arguments, whichever process reads them. Raises UserError if
+        a worker died, or rows differ in type or shape.
         """
-        return (self._workers.read_rows if self._workers else self.make_rows)(rows, seed, epoch, repeat)
-
-    def make_rows(self, rows: np.ndarray, seed: int, epoch: int, repeat: int = 0) -> Columns:
-        """{field: (n, *shape), or ragged} of these rows, (n,), in their order. See `to_column`.
-
-        All that the items draw at random follows from the arguments, whichever process makes them.
-        """
+        if self._workers:
+            return self._workers.read_rows(rows, seed, epoch, repeat)
         key = (int(rows[0]), repeat) if repeat else (int(rows[0]),)
         state = np.random.SeedSequence((seed, epoch), spawn_key=key).generate_state(3)
         random.seed(int(state[0]))
