@@ -359,6 +359,6 @@ def test_a_stopped_worker_of_one_rank_ends_both_with_a_line_each(folder):
         if "no rows have come" in second.stderr:
             break
     assert (first.returncode, second.returncode) == (2, 2)
-    line = r"error: no rows have come from Line\('stop'\) of data.train in loader.timeout_s .*\n"
+    line = r"error: \[rank 1\] no rows have come from Line\('stop'\) of data.train in loader.timeout_s .*\n"
     assert re.search(line, second.stderr), first.stderr + second.stderr
-    assert re.fullmatch(r"error: rank 0 lost the others.*\n", first.stderr)
+    assert re.fullmatch(r"error: \[rank 0\] the other ranks are gone or hang.*\n", first.stderr)

@@ -24,7 +24,6 @@ from fastgpu.dataset.workers import Workers
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler
-from fastgpu.rows.rows import RaggedArray
 
 ASK_BYTES = 4 << 20
 """Rows that a worker is asked for at a time, ..."""
@@ -153,16 +152,6 @@ class ItemDataset(ItemSource):
                     if np.array_equal(rounded, first, equal_nan=True):
                         return values
         return None
-
-    def draws_at_random(self) -> bool:
-        """Whether an item is another one in another epoch, as far as the first rows tell."""
-        rows = np.arange(min(4, len(self.block_rows)))
-        drawn = []
-        for epoch in (0, 1):
-            columns = self.read_rows(rows, seed=0, epoch=epoch).values()
-            arrays = [column.values if isinstance(column, RaggedArray) else column for column in columns]
-            drawn.append([array.tobytes() for array in arrays])
-        return drawn[0] != drawn[1]
 
 
 def rows_per_ask(source: Dataset, order: BlockSampler) -> int:
