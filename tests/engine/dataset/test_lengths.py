@@ -117,7 +117,8 @@ def train_lengths(world: World, stop_at: int, *words: str) -> int | str:
 def test_rows_of_any_length_train_resume_to_equal_weights_on_two_ranks_and_are_predicted_from(folder, monkeypatch):
     monkeypatch.setattr(workloads, "load", lambda _: Workload)
     dataset = ("data.dataset=test_lengths:Boxes", "data.train='400'", "data.val='80'")
-    words = (*dataset, "loader.num_workers=1", "optim.lr=0.01")
+    # All ranks learn of a signal within 2 * MAX_CALLS steps: 50 after step 20, and six epochs have 72.
+    words = (*dataset, "loader.num_workers=1", "optim.lr=0.01", "train.epochs=6")
     assert in_world(2, train_lengths, 0, "run.name=whole", *words) == [0, 0]
     assert in_world(2, train_lengths, 20, *words) == [128 + signal.SIGTERM] * 2
     assert in_world(2, train_lengths, 0, "run.resume=auto", *words) == [0, 0]
