@@ -15,9 +15,6 @@ from fastgpu.rows.rows import Field, RaggedArray
 
 NO_ARRAY = (TypeError, ValueError, RuntimeError, OverflowError)
 """What NumPy and torch raise for values that are no array: lists of unequal length, text, tensors on a GPU."""
-
-INT = Field(np.dtype(np.int64), ())
-"""Whole numbers of Python, as most labels are."""
 Columns = dict[str, np.ndarray | RaggedArray]
 
 
@@ -43,7 +40,7 @@ def to_column(
     """
     kinds = {*map(type, values)}
     with suppress(*NO_ARRAY):  # values that do not fit are told below
-        if kinds == {int} and field == INT:
+        if kinds == {int} and field == Field(np.dtype(np.int64), ()):  # as most labels are
             return np.array(values, np.int64)
         if kinds == {Tensor} and not field.is_ragged:
             tensors = [value for value in values if isinstance(value, Tensor)]

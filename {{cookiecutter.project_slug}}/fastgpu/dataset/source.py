@@ -24,7 +24,6 @@ from fastgpu.dataset.workers import Workers
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler
-from fastgpu.rows.rows import RaggedArray
 
 ASK_BYTES = 4 << 20
 """Rows that a worker is asked for at a time, ..."""
@@ -80,16 +79,15 @@ class ItemDataset(ItemSource):
             self._first[field] = arrays[0]
             self.fields[field] = field_of(arrays, is_ragged=field in getattr(dataset, "ragged", ()))
 
-    def _item(self, row: int) -> Any:
-        try:
-            return self.dataset[row]
-        except Exception as error:
-            error.add_note(f"in row {row} of {self.name}")
-            raise
-
     def _values(self, row_ids: np.ndarray) -> list[Sequence[Any]]:
         """For each field, what the Dataset gives for these rows."""
-        items = [self._item(row) for row in row_ids.tolist()]
+        items = []
+        for row in row_ids.tolist():
+            try:
+                items.append(self.dataset[row])
+            except Exception as error:
+                error.add_note(f"in row {row} of {self.name}")
+                raise
         if {*map(type, items)} == {dict}:  # as most items are
             with suppress(KeyError):  # told below
                 return [[item[name] for item in items] for name in self._names.values()]
@@ -112,7 +110,8 @@ class ItemDataset(ItemSource):
     def with_workers(self, n_workers: int, timeout_s: float) -> "ItemDataset":
         """The same rows, read by worker processes until `close`. Copies of the result share them. See `Workers`."""
         other = copy(self)
-        other._workers = Workers(self.name, self.make_rows, n_workers, timeout_s)
+        other._workers = None  # as the workers, which are forks, see it: they read the rows themselves
+        other._workers = Workers(self.name, other.read_rows, n_workers, timeout_s)
         return other
 
     @property
@@ -126,17 +125,13 @@ class ItemDataset(ItemSource):
             self._workers.close()
 
     def read_rows(self, rows: np.ndarray, seed: int, epoch: int, repeat: int = 0) -> Columns:
-        """`make_rows` in a worker process, if there are any: then any thread may call this.
+        """See `ItemSource` and `to_column`. If there are workers, one of them reads, and any thread may call this.
 
-        Raises UserError if a worker died, or rows differ in type or shape.
+        All that the items draw at random follows from the arguments, whichever process reads them. Raises UserError if
+        a worker died, or rows differ in type or shape.
         """
-        return (self._workers.read_rows if self._workers else self.make_rows)(rows, seed, epoch, repeat)
-
-    def make_rows(self, rows: np.ndarray, seed: int, epoch: int, repeat: int = 0) -> Columns:
-        """{field: (n, *shape), or ragged} of these rows, (n,), in their order. See `to_column`.
-
-        All that the items draw at random follows from the arguments, whichever process makes them.
-        """
+        if self._workers:
+            return self._workers.read_rows(rows, seed, epoch, repeat)
         key = (int(rows[0]), repeat) if repeat else (int(rows[0]),)
         state = np.random.SeedSequence((seed, epoch), spawn_key=key).generate_state(3)
         random.seed(int(state[0]))
@@ -157,16 +152,6 @@ class ItemDataset(ItemSource):
                     if np.array_equal(rounded, first, equal_nan=True):
                         return values
         return None
-
-    def draws_at_random(self) -> bool:
-        """Whether an item is another one in another epoch, as far as the first rows tell."""
-        rows = np.arange(min(4, len(self.block_rows)))
-        drawn = []
-        for epoch in (0, 1):
-            columns = self.read_rows(rows, seed=0, epoch=epoch).values()
-            arrays = [column.values if isinstance(column, RaggedArray) else column for column in columns]
-            drawn.append([array.tobytes() for array in arrays])
-        return drawn[0] != drawn[1]
 
 
 def rows_per_ask(source: Dataset, order: BlockSampler) -> int:

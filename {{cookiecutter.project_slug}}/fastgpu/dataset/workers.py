@@ -32,7 +32,7 @@ READERS_NICE = 5
 CLOSE_S = 3.0
 """How long closing waits for the end of workers and threads. Those that hang are left behind."""
 ReadRows = Callable[[np.ndarray, int, int, int], Columns]
-"""(row numbers, seed, epoch, repeat) -> columns of these rows, as `ItemDataset.make_rows`."""
+"""(row numbers, seed, epoch, repeat) -> columns of these rows, as `ItemSource.read_rows`."""
 
 
 class Workers:

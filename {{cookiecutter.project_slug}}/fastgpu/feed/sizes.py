@@ -145,7 +145,7 @@ def choose_tier(data: config.Data, sources: tuple[Dataset, Dataset], need: int, 
         reason = f"{train.name} needs {format_bytes(need)} a rank and {format_bytes(free[tier])} are free"
     if reason:
         raise UserError(f"data.tier is {tier}, but {reason}; use data.tier=disk")
-    if isinstance(train, ItemDataset) and train.draws_at_random():
+    if isinstance(train, ItemDataset):
         warn(
             f"data.tier is {tier}: the items of {train.name} are read once, so what they draw at random is the same "
             "in each epoch; data.tier=disk reads them anew"

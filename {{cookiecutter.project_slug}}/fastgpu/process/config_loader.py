@@ -1,7 +1,4 @@
-"""Reads YAML files and words such as `optim.lr=0.1` into one checked `Config`.
-
-An error names file, line, key, value and cure.
-"""
+"""Reads YAML files and words such as `optim.lr=0.1` into one checked `Config`."""
 
 import json
 import re
@@ -34,8 +31,7 @@ class _Parser(ArgumentParser):
 def load_config(argv: list[str]) -> Config:
     """Read `[--config FILE]... [section.key=value]...`; later ones win. The default file is config.yaml.
 
-    Raises SharedError with one line for each mistake: file and line, key, value, what is allowed, and
-    the nearest key.
+    Raises SharedError with one line for each mistake: file and line, key, value, what is allowed, and the nearest key.
     """
     parser = _Parser(prog="train.py", epilog=HELP, allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE", action="append", default=[], help="default: config.yaml")

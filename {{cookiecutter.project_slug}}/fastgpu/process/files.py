@@ -1,14 +1,11 @@
-"""Atomic writes of files and folders, and the lock of a folder.
-
-A file or a folder is complete or absent, whatever ends the process.
-"""
+"""Files and folders that are complete or absent, whatever ends the process; and the lock of a folder."""
 
 import fcntl
 import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
@@ -24,40 +21,29 @@ def rename_folder(partial: Path, target: Path) -> None:
 
 
 @contextmanager
-def atomic_file(target: Path) -> Iterator[Path]:
+def new_file(target: Path, *, replace: bool = False) -> Iterator[Path]:
     """An empty file beside `target`, under a name that nothing else has, to be written.
 
-    At the end it takes the place of `target`; after an exception it is removed, and `target` is
-    unchanged. Raises OSError if the disk refuses.
+    At the end it takes the place of `target`; after an exception it is removed, and `target` is unchanged. Raises
+    UserError if `target` is a folder, cannot be created, or exists and `replace` is false; OSError if the disk refuses
+    later.
     """
+    if target.is_dir():
+        raise UserError(f"{target} is a folder; name a file in it, or another one")
+    if os.path.lexists(target) and not replace:
+        raise UserError(f"{target} exists; --force replaces a file")
     partial = target.with_name(f".{target.stem[:200]}.{uuid4().hex}{target.suffix}")
     try:  # a signal may come as soon as the file is there
-        partial.touch(exist_ok=False)
+        try:
+            partial.touch(exist_ok=False)
+        except OSError as error:  # which names the temporary file
+            raise UserError(f"{target} cannot be written: {error.strerror}") from None
         yield partial
         flush(partial)
         partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)
     flush(target.parent)
-
-
-@contextmanager
-def new_file(target: Path, *, replace: bool = False) -> Iterator[Path]:
-    """`atomic_file` for a file that a person named.
-
-    Raises UserError if `target` is a folder, cannot be created, or exists and `replace` is false;
-    OSError if the disk refuses later.
-    """
-    if target.is_dir():
-        raise UserError(f"{target} is a folder; name a file in it, or another one")
-    if os.path.lexists(target) and not replace:
-        raise UserError(f"{target} exists; --force replaces a file")
-    with ExitStack() as stack:
-        try:
-            partial = stack.enter_context(atomic_file(target))
-        except OSError as error:  # which names the temporary file
-            raise UserError(f"{target} cannot be written: {error.strerror}") from None
-        yield partial
 
 
 def flush(path: Path) -> None:
@@ -70,10 +56,9 @@ def flush(path: Path) -> None:
 
 
 class FolderLock:
-    """The lock of a folder. Raises UserError if another process holds it.
+    """The lock of a folder. Raises UserError if another process holds it, and OSError if the disk refuses.
 
-    Raises OSError if the disk refuses. It is a POSIX record lock: worker processes, which are forks,
-    would inherit a lock of `flock` and keep it alive.
+    It is a POSIX record lock: worker processes, which are forks, would inherit a lock of `flock` and keep it alive.
     """
 
     def __init__(self, folder: Path):

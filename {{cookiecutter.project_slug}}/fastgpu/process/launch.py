@@ -1,7 +1,6 @@
 """The start and the end of a process: what torchrun set, messages for a person, the exit code.
 
-The only module that reads environment variables. It does not import torch, so an error in the
-config is reported at once.
+The only module that reads environment variables. It does not import torch, so errors in the config come at once.
 """
 
 import ctypes
@@ -12,6 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import NamedTuple, ParamSpec, TypeVar
 
@@ -19,11 +19,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 EXIT_DELAY_S = 3.0
-"""The other ranks of a machine exit this much later, so that the first one can print the message of
-all: torchrun kills all ranks when one exits. With a first rank that was 0.3 s late, no message came
-in 4 of 4 jobs without this."""
-PR_SET_PDEATHSIG = 1
-"""The option of Linux by which a process is killed when its parent dies."""
+"""The other ranks of a machine exit this much later, so that the first one can print the message of all: torchrun kills
+all ranks when one exits. With a first rank that was 0.3 s late, no message came in 4 of 4 jobs without this."""
 
 
 class UserError(ValueError):
@@ -69,25 +66,21 @@ def attempt(function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -
 
     So what has to be done before the ranks know each other can fail where they end together.
     """
+    outcome: Future[T] = Future()
     try:
-        value = function(*arguments, **options)
+        outcome.set_result(function(*arguments, **options))
     except UserError as error:
-        problem = error
-
-        def fail() -> T:
-            raise problem
-
-        return fail
-    return lambda: value
+        outcome.set_exception(error)
+    return outcome.result
 
 
 @contextmanager
 def exit_with_message(*others: type[Exception]) -> Iterator[None]:
     """Turn a `UserError` into one line on stderr and exit code 2. Bugs keep their traceback.
 
-    A rank prints its own error with its number before it; a SharedError is printed once for each
-    machine. others: types of errors that are no bugs either, such as OSError if a disk is full. A
-    fatal signal (a bug in a driver, a mapped file that was truncated) leaves a traceback, too.
+    A rank prints its own error with its number before it; a SharedError is printed once for each machine. others: types
+    of errors that are no bugs either, such as OSError if a disk is full. A fatal signal (a bug in a driver, a mapped
+    file that was truncated) leaves a traceback, too.
     """
     expected: tuple[type[Exception], ...] = (UserError, *others)
     faulthandler.enable(sys.__stderr__ or 2)
@@ -120,14 +113,14 @@ def end_with_parent() -> None:
     Without torchrun it would hold its GPU, and write to a run that has been restarted.
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def check_parent() -> None:
     """Raise UserError if torchrun ended before `end_with_parent` was called.
 
-    Such a rank would look for the store of torchrun for all of `dist.timeout_s` (ten minutes). The
-    store listens for as long as torchrun lives.
+    Such a rank would look for the store of torchrun, which listens for as long as torchrun lives, for all of
+    `dist.timeout_s` (ten minutes).
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         try:

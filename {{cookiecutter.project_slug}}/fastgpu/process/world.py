@@ -50,8 +50,8 @@ class World:
     def start_max(self, *values: float) -> Callable[[], list[float]]:
         """Start to compute the maximum of each value over the ranks. Returns a function to read them.
 
-        On a GPU the host does not wait here. Reading waits for what was queued before this call, but
-        not for what was queued since.
+        On a GPU the host does not wait here. Reading waits for what was queued before this call, but not for what was
+        queued since.
         """
         if self.world_size == 1:
             return lambda: list(values)
@@ -62,7 +62,8 @@ class World:
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         if self.device.type == "cpu":
             return largest.tolist
-        # torch copies to page-locked memory here, so the copy is asynchronous.
+        # torch copies to page-locked memory here, so the copy is asynchronous. `largest.tolist()` would wait for every
+        # step that is queued by then, and leave the GPU idle.
         copy = largest.to("cpu", non_blocking=True)
         is_copied = torch.cuda.Event(blocking=True)  # its wait leaves the CPU to the readers
         is_copied.record()
@@ -77,8 +78,7 @@ class World:
         """The largest value of any rank. The host waits for the device."""
         return self.start_max(value)()[0]
 
-    # Collectives of objects, for set-up and end: with nccl, each lets the host wait for the GPU
-    # several times.
+    # Collectives of objects, for set-up and end: with nccl, each lets the host wait for the GPU several times.
 
     def all_gather(self, value: Any) -> list[Any]:
         """The values of all ranks, in the order of the ranks. They are pickled."""
@@ -121,9 +121,9 @@ class World:
 def init_distributed(settings: Dist, launch: Launch | None = None) -> Iterator[World]:
     """Choose the device, join the process group, and leave it when all ranks leave it.
 
-    A single process creates no process group and opens no port. launch: None stands for what
-    torchrun set. Raises UserError if the device is not available or, with gloo, as soon as another
-    rank is gone; with nccl the watchdog of torch ends the process then.
+    A single process creates no process group and opens no port. launch: None stands for what torchrun set. Raises
+    UserError if the device is not available or, with gloo, as soon as another rank is gone; with nccl the watchdog of
+    torch ends the process then.
     """
     launch = launch or read_launch()
     device = _choose_device(launch, settings.device)
@@ -131,10 +131,9 @@ def init_distributed(settings: Dist, launch: Launch | None = None) -> Iterator[W
     if world.world_size == 1:
         yield world
         return
-    # The store of torchrun outlives a restart and still holds the addresses of dead ranks: 18 of 30
-    # restarts failed without this prefix and none of 24 with it and the orderly end below. Several
-    # nodes may count restarts differently; there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each
-    # restart its own store (launch/ sets it).
+    # The store of torchrun outlives a restart and still holds the addresses of dead ranks: 18 of 30 restarts failed
+    # without this prefix and none of 24 with it and the orderly end below. Several nodes may count restarts in other
+    # ways; there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each restart its own store (launch/ sets it).
     prefix = f"attempt{launch.attempt}" if launch.local_world_size == launch.world_size else "attempt"
     timeout = timedelta(seconds=settings.timeout_s)
     gpu = device if device.type == "cuda" else None
@@ -167,8 +166,7 @@ def init_distributed(settings: Dist, launch: Launch | None = None) -> Iterator[W
 def _destroy_process_group() -> None:
     """End the group and its threads while Python still runs: gloo's would abort the process later.
 
-    Call it only where every rank does: with nccl it finishes the queued collectives, and would wait
-    for a rank that does not come.
+    Call it only where every rank does: with nccl it finishes queued collectives, and would wait for a rank that left.
     """
     # A DDP module, which is part of a cycle of references, still holds the group.
     gc.unfreeze()
@@ -191,18 +189,13 @@ def _choose_device(launch: Launch, device: str) -> torch.device:
 
 
 def choose_kernels(device: torch.device, *, deterministic: bool) -> None:
-    """Let a GPU use its fastest kernels, or only those that give the same bits in every run.
-
-    Call it before the first of them runs.
-    """
+    """Let a GPU use its fastest kernels, or only those that give the same bits in every run. Call it at the start."""
+    is_fast = device.type == "cuda" and not deterministic
+    # The kernels of each convolution are tried once, and the fastest is kept.
+    torch.backends.cudnn.benchmark = is_fast
+    # "high": float32 matrix products use TF32, which rounds their factors to 10 bits of mantissa.
+    torch.set_float32_matmul_precision("high" if is_fast else "highest")
+    torch.use_deterministic_algorithms(deterministic)
     if deterministic:
         # Without this variable torch refuses matrix products on a GPU.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-        torch.backends.cudnn.benchmark = False
-        torch.set_float32_matmul_precision("highest")
-    elif device.type == "cuda":
-        # The kernels of each convolution are tried once, and the fastest is kept. float32 matrix
-        # products use TF32, which rounds their factors to 10 bits of mantissa.
-        torch.backends.cudnn.benchmark = True
-        torch.set_float32_matmul_precision("high")

@@ -14,8 +14,8 @@ import yaml
 
 from fastgpu import TEMPLATE_VERSION
 from fastgpu.feed.sizes import Data
-from fastgpu.process.files import atomic_file
-from fastgpu.process.launch import warn
+from fastgpu.process.files import new_file
+from fastgpu.process.launch import UserError, warn
 from fastgpu.rows.contract import Dataset
 
 VERSIONS = {"template": TEMPLATE_VERSION, **{name: version(name) for name in ("torch", "numpy", "h5py")}}
@@ -40,9 +40,9 @@ def write_record(folder: Path, config: Mapping[str, Any], gpu: str, best: Sequen
 def write_or_warn(path: Path, text: str) -> None:
     """Write a file that a run does not need. If the disk refuses, training goes on."""
     try:
-        with atomic_file(path) as partial:
+        with new_file(path, replace=True) as partial:
             partial.write_text(text, encoding="utf-8")
-    except OSError as error:
+    except (OSError, UserError) as error:
         warn(f"cannot write {path} ({error}); training goes on")
 
 
