@@ -50,13 +50,13 @@ class Training(NamedTuple):
 
 
 # -------------------------------------------------------------------------- data, model, optimizer
-def build(cfg: Config, opened: Callable[[], tuple[Dataset, Dataset]], world: World) -> Training:
+def build(cfg: Config, splits: Callable[[], tuple[Dataset, Dataset]], world: World) -> Training:
     # On a GPU: cudnn.benchmark and TF32, or with run.deterministic the same bits in every run.
     choose_kernels(world.device, deterministic=cfg.run.deterministic)
 
     # If a rank raises a UserError in this block, such as a missing file, all ranks end with it.
     with world.raise_on_all_ranks():
-        train_rows, val_rows = opened()
+        train_rows, val_rows = splits()
         sizes = feed.choose_sizes(cfg, train_rows, val_rows, world)
         data = feed.Data(train_rows, val_rows, sizes)
         loader, val_loader = build_loaders(cfg, data, world)
@@ -76,7 +76,7 @@ def build(cfg: Config, opened: Callable[[], tuple[Dataset, Dataset]], world: Wor
 
     # The average copies the model, so it comes before DDP. DDP is compiled with the model in it.
     ema = training.AveragedModel(model, cfg.train.ema)  # with a decay of 0, it is the model itself
-    ddp = training.share_gradients(model, cfg.dist, world, train_rows)
+    ddp = training.wrap_in_ddp(model, cfg.dist, world, train_rows)
     if cfg.train.compile:
         ddp.compile()
     return Training(cfg, data, loader, val_loader, workload, model, ddp, optimizer, precision, ema)
@@ -93,23 +93,23 @@ def build_loaders(cfg: Config, data: feed.Data, world: World) -> tuple[feed.Load
     val_sampler = BlockSampler(data.val, sizes.batch_size, val_shard, pool, seed=None)
     world.print_once(data.describe(sampler))
 
-    # A PrefetchLoader reads ahead in threads or worker processes; a ResidentLoader has all data on
-    # the device. Both echo: with data.echo=2, each batch is trained on twice. To use a loader of
-    # your own, return two objects with the four members of feed.Loader: docs/code.md shows how.
+    # A PrefetchLoader reads ahead in threads or worker processes and copies to the device; a
+    # ResidentLoader has all data there. Both echo: with data.echo=2, batches are trained on twice.
+    # Your own: two objects with fingerprint, steps_per_epoch, batches, close (see docs/code.md).
     splits, samplers = (data.train, data.val), (sampler, val_sampler)
     loaders = feed.open_loaders(splits, samplers, sizes, world.device, loader=cfg.loader)
     return loaders[0], loaders[1]
 
 
 def make_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
-    """Each has fused kernels. Another optimizer: a branch here, and its name in `Optim.name`."""
+    """All have fused kernels. To add one: a branch here, and its name in `Optim.name`."""
     weights = [p for p in model.parameters() if p.requires_grad]
     matrices = {"params": [p for p in weights if p.ndim >= 2], "weight_decay": optim.weight_decay}
     biases_and_norms = {"params": [p for p in weights if p.ndim < 2], "weight_decay": 0.0}
     groups = [matrices, biases_and_norms]
     lr, momentum = optim.lr, optim.momentum
     if optim.name == "adamw":
-        return torch.optim.AdamW(groups, lr, betas=(momentum, 0.999), fused=True)
+        return torch.optim.AdamW(groups, lr, betas=(momentum, 0.999), fused=True)  # beta1
     if optim.name == "sgd":
         return torch.optim.SGD(groups, lr, momentum, nesterov=momentum > 0, fused=True)
     return training.apex_optimizer(groups, optim)  # fused_adam or fused_lamb of NVIDIA Apex
@@ -132,7 +132,7 @@ def train_step(t: Training, batch: Rows, lr: float) -> dict[str, Tensor]:
         group["lr"] = lr  # diagnose.py passes 0 to time steps without changing the weights
 
     # Accumulation: each micro-batch adds its share of the gradients. DDP averages them over the
-    # ranks in the backward pass of the last one only; its no_sync() sets the same attribute.
+    # ranks in the backward pass of the last one only: DDP.no_sync() toggles this attribute, too.
     loss_sum = torch.zeros((), device=batch.device)
     for n, micro_batch in enumerate(batch.batches(len(batch) // optim.accumulation_steps), 1):
         t.ddp.require_backward_grad_sync = n == optim.accumulation_steps  # type: ignore[assignment]
@@ -157,7 +157,7 @@ def train_step(t: Training, batch: Rows, lr: float) -> dict[str, Tensor]:
 
 # ---------------------------------------------------------------------------------------- the loop
 def train(t: Training, world: World) -> int:
-    """Train to the end, or until a signal asks for a stop. Returns the exit code."""
+    """Train to the end, or until SIGTERM, SIGINT or SIGUSR2. Returns the exit code."""
     cfg, loader, val_loader, workload = t.config, t.loader, t.val_loader, t.workload
 
     # What a checkpoint keeps, by name: anything with a state_dict, such as a second optimizer.
@@ -165,10 +165,10 @@ def train(t: Training, world: World) -> int:
     state["scaler"] = t.precision.scaler
     if cfg.train.ema:
         state["ema"] = t.ema
-    card = describe_model(cfg.flat(), t.data, workload.card(), loader.fingerprint)
+    model_card = describe_model(cfg.flat(), t.data, workload.card(), loader.fingerprint)
 
-    run = Run(cfg.run, world, state, card, values=cfg.model_dump(), best=workload.best)
-    at = run.progress  # epoch, epoch_step and step: zeros, or where the checkpoint was saved
+    run = Run(cfg.run, world, state, model_card, values=cfg.model_dump(), best=workload.best)
+    at = run.progress  # epoch, epoch_step, step: zeros, or of the checkpoint that Run has loaded
     n_epochs, save_every = cfg.train.epochs, cfg.run.checkpoint_every_steps
     n_left = sum(map(loader.steps_per_epoch, range(at.epoch, n_epochs))) - at.epoch_step
     clock = Clock(world, cfg.data.batch_size, cfg.data.echo)
@@ -185,8 +185,9 @@ def train(t: Training, world: World) -> int:
         gc.freeze()
         while at.epoch < n_epochs:
             n_steps = loader.steps_per_epoch(at.epoch)
+            # The batches come on the device. A resumed run begins with the step after its last one.
             for batch in clock.timed(loader.batches(at.epoch, start=at.epoch_step)):
-                # The rate follows the part of the run that is done by the middle of this step.
+                # The part of the run that is done in mid-step, as if all epochs were like this one.
                 done = at.epoch * n_steps + at.epoch_step + 0.5
                 lr = learning_rate(done / (n_epochs * n_steps), cfg.optim)
 
@@ -196,7 +197,7 @@ def train(t: Training, world: World) -> int:
                 at.step += 1
                 at.epoch_step += 1
                 board.count()
-                stop = run.should_stop()  # now and then asks all ranks whether a signal came
+                stop = run.should_stop()  # whether a signal came to any rank
 
                 # The host runs ahead of the device, and waits for it only here, for the metrics.
                 if len(metrics) == cfg.log.every_steps or at.epoch_step == n_steps or stop:
@@ -211,7 +212,8 @@ def train(t: Training, world: World) -> int:
                 if save_every and at.step % save_every == 0:
                     run.save()
 
-            # Validate the average of the weights. A run that a signal ends here is resumed here.
+            # Validate the average of the weights. This changes nothing of the model, so all ranks
+            # together may also do it every so many steps. None: a signal came; a resume redoes it.
             model, batches = t.ema.module, val_loader.batches(at.epoch)
             val_metrics = training.evaluate(
                 model, workload, batches, world, precision=t.precision, should_stop=run.should_stop
@@ -220,7 +222,7 @@ def train(t: Training, world: World) -> int:
                 return run.finish()
             at.epoch += 1
             at.epoch_step = 0
-            run.save(val_metrics)  # the last checkpoint, and the best one
+            run.save(val_metrics)  # the last checkpoint; the best one, too, if it is better
             board.end_epoch(f"{at.epoch}/{n_epochs}", at.step, val_metrics)
         return run.finish()
 
@@ -230,8 +232,9 @@ if __name__ == "__main__":
     with exit_with_message():
         # HDF5 files (HDF5Dataset), or any torch Dataset (data.dataset). They are opened first: the
         # workers of a Dataset are forks of this process, and neither CUDA nor NCCL survives a fork.
-        opened = attempt(feed.open_splits, config.data, config.loader, config.run.seed)
+        # An error is kept, and raised in `build`, where all ranks end together.
+        splits = attempt(feed.open_splits, config.data, config.loader, config.run.seed)
         with init_distributed(config.dist) as world:  # nccl, or gloo on CPUs
-            t = build(config, opened, world)
+            t = build(config, splits, world)
             exit_code = 0 if config.run.check else train(t, world)
     sys.exit(exit_code)

@@ -19,7 +19,7 @@ from fastgpu.process.world import World
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.training.average import AveragedModel
-from fastgpu.training.parallel import share_gradients
+from fastgpu.training.parallel import wrap_in_ddp
 from fastgpu.training.step import mixed_precision
 
 ROWS = ArrayDataset("x.h5", {"x": np.zeros((1, 3), np.float32)})
@@ -116,7 +116,7 @@ def test_gradients_of_fp16_are_clipped_after_they_are_unscaled():
 def three_steps(world: World, accumulation_steps: int) -> tuple[list, int]:
     """The weights after three steps on this rank's part of each batch, and how often gradients were averaged."""
     model = make_model()
-    ddp = share_gradients(model, Dist(), world, ROWS)
+    ddp = wrap_in_ddp(model, Dist(), world, ROWS)
     averages: list[dist.GradBucket] = []
 
     def average(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

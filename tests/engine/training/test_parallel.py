@@ -14,7 +14,7 @@ from fastgpu.process.config import Dist, Optim
 from fastgpu.process.seeds import reseed
 from fastgpu.process.world import World
 from fastgpu.rows.rows import Field
-from fastgpu.training.parallel import averaged_statistics, mean_over_ranks, share_gradients
+from fastgpu.training.parallel import averaged_statistics, mean_over_ranks, wrap_in_ddp
 
 TWO = World(0, 2, 2, CPU)
 ROWS, RAGGED = (SimpleNamespace(fields={"x": Field(np.dtype("u1"), (), mean)}) for mean in (None, 1.0))
@@ -24,7 +24,7 @@ def averages(world: World) -> tuple[list, list, float, int, list]:
     """Weights that are shared, the buffers of a norm and of a queue, and a number that is logged."""
     torch.manual_seed(world.rank)  # the wrapper must make the weights equal
     model = nn.Linear(2, 1)
-    share_gradients(model, Dist(), world, ROWS)
+    wrap_in_ddp(model, Dist(), world, ROWS)
     norm = nn.BatchNorm1d(1)
     norm.running_mean.fill_(world.rank)
     norm.num_batches_tracked.fill_(5)
@@ -51,12 +51,12 @@ def test_alone_nothing_is_averaged_unused_gpus_are_told_and_other_strategies_wra
     model = nn.Linear(1, 1)
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "device_count", lambda: 8)
-        assert share_gradients(model, Dist(), World(0, 1, 1, torch.device("cuda", 0)), ROWS) is model
+        assert wrap_in_ddp(model, Dist(), World(0, 1, 1, torch.device("cuda", 0)), ROWS) is model
     assert "1 of 8 GPUs is in use; torchrun --standalone --nproc-per-node=gpu train.py" in capsys.readouterr().out
-    assert isinstance(share_gradients(model, Dist(strategy="dp"), ALONE, ROWS), nn.DataParallel)
-    assert share_gradients(model, Dist(strategy="apex"), ALONE, ROWS) is model
+    assert isinstance(wrap_in_ddp(model, Dist(strategy="dp"), ALONE, ROWS), nn.DataParallel)
+    assert wrap_in_ddp(model, Dist(strategy="apex"), ALONE, ROWS) is model
     monkeypatch.setitem(sys.modules, "apex.parallel", SimpleNamespace(DistributedDataParallel=nn.Sequential))
-    assert share_gradients(model, Dist(strategy="apex"), TWO, ROWS)[0] is model
+    assert wrap_in_ddp(model, Dist(strategy="apex"), TWO, ROWS)[0] is model
 
 
 def test_messages(compare_messages, monkeypatch):
@@ -66,9 +66,9 @@ def test_messages(compare_messages, monkeypatch):
     steps = [{"train/loss": torch.ones(())}, {"train/loss": torch.ones(()), "train/norm": torch.ones(())}]
     compare_messages(
         {
-            "dp on two ranks": lambda: share_gradients(model, Dist(strategy="dp"), TWO, ROWS),
-            "dp and ragged rows": lambda: share_gradients(model, Dist(strategy="dp"), ALONE, RAGGED),
-            "Apex is not installed": lambda: share_gradients(model, Dist(strategy="apex"), TWO, ROWS),
+            "dp on two ranks": lambda: wrap_in_ddp(model, Dist(strategy="dp"), TWO, ROWS),
+            "dp and ragged rows": lambda: wrap_in_ddp(model, Dist(strategy="dp"), ALONE, RAGGED),
+            "Apex is not installed": lambda: wrap_in_ddp(model, Dist(strategy="apex"), TWO, ROWS),
             "Apex refuses": lambda: make_optimizer(model, Optim(name="fused_adam")),
             "a number that only some steps have": lambda: mean_over_ranks(steps, ALONE),
         }

@@ -28,7 +28,7 @@ from fastgpu.rows.order import BlockSampler
 ASK_BYTES = 4 << 20
 """Rows that a worker is asked for at a time, ..."""
 ASKS_PER_POOL = 64
-"""... but at most this part of a pool, if that is not less than a batch: all workers have to do."""
+"""... but at most 1/64 of a pool and at least one batch, so that every worker has work."""
 N_SAMPLES = 8
 """Items that are compared to find out which fields have any number of values."""
 
@@ -155,7 +155,7 @@ class ItemDataset(ItemSource):
 
 
 def rows_per_ask(source: Dataset, order: BlockSampler) -> int:
-    """Rows that a worker is asked for at a time. What is drawn depends on it: the number of workers must not count."""
+    """Rows that a worker is asked for at a time. Seeds are per request, so this must not depend on num_workers."""
     of_pool = max(order.batch_size, order.max_pool_rows // ASKS_PER_POOL)
     return max(1, min(of_pool, ASK_BYTES // source.row_bytes))
 

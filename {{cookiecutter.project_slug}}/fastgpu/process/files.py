@@ -1,4 +1,4 @@
-"""Files and folders that are complete or absent, whatever ends the process; and the lock of a folder."""
+"""Atomic writes of files and folders, and a lock file: what a killed process leaves is complete or absent."""
 
 import fcntl
 import os

@@ -1,4 +1,4 @@
-"""What a run is, in words and numbers: in its folder, in model.json, for the other ranks, and for a person."""
+"""Records of a run: its command and config, the description in model.json, and the settings that ranks compare."""
 
 import json
 import subprocess

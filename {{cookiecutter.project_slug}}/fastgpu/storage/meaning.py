@@ -1,4 +1,4 @@
-"""What the numbers in rows mean, and whether sources that are used together agree about it."""
+"""Checks that sources which are used together agree on the meaning of their numbers, such as the class names."""
 
 from itertools import zip_longest
 from typing import Any, Protocol

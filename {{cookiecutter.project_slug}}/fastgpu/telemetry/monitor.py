@@ -1,4 +1,4 @@
-"""What the machine of rank 0 does during a run: its GPUs through NVML, its CPUs, memory and disks through psutil.
+"""Counters of the machine of rank 0: its GPUs through NVML, its CPUs, memory and disks through psutil.
 
 A counter that a GPU, its driver or this system does not have is named once and left out, never logged as 0.
 """

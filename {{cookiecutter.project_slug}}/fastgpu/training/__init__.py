@@ -3,5 +3,5 @@
 from fastgpu.training.apex import apex_optimizer
 from fastgpu.training.average import AveragedModel
 from fastgpu.training.evaluate import evaluate
-from fastgpu.training.parallel import freeze, mean_over_ranks, share_gradients
+from fastgpu.training.parallel import freeze, mean_over_ranks, wrap_in_ddp
 from fastgpu.training.step import MixedPrecision, mixed_precision
