@@ -181,7 +181,7 @@ def train(t: Training, world: World) -> int:
         Monitor(world) as monitor,
     ):
         # What is built by now lives to the end: the garbage collector need not visit it again.
-        gc.collect()
+        gc.collect(1)  # young garbage only: a whole pass takes 0.15 s
         gc.freeze()
         while at.epoch < n_epochs:
             n_steps = loader.steps_per_epoch(at.epoch)
