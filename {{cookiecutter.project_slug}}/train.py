@@ -16,7 +16,6 @@ if __name__ == "__main__":
         config = load_config(sys.argv[1:])
 
 import gc
-from collections.abc import Callable
 from contextlib import closing
 from math import cos, isfinite, pi
 from typing import NamedTuple
@@ -29,7 +28,7 @@ from fastgpu import feed, training
 from fastgpu.process.config import Config, Optim
 from fastgpu.process.seeds import reseed
 from fastgpu.process.world import World, choose_kernels, init_distributed
-from fastgpu.rows import BlockSampler, Dataset, Rows, Shard
+from fastgpu.rows import BlockSampler, Rows, Shard
 from fastgpu.run import Run, Stateful, describe_model, identify_job
 from fastgpu.telemetry import Clock, Monitor, TensorBoard
 
@@ -50,7 +49,7 @@ class Training(NamedTuple):
 
 
 # -------------------------------------------------------------------------- data, model, optimizer
-def build(cfg: Config, splits: Callable[[], tuple[Dataset, Dataset]], world: World) -> Training:
+def build(cfg: Config, splits: feed.Splits, world: World) -> Training:
     # On a GPU: cudnn.benchmark and TF32, or with run.deterministic the same bits in every run.
     choose_kernels(world.device, deterministic=cfg.run.deterministic)
 

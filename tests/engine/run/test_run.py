@@ -120,6 +120,15 @@ def test_the_best_checkpoint_is_kept_by_the_value_of_the_metric(tmp_path, direct
     assert kept == epochs
 
 
+def test_of_several_validations_in_an_epoch_the_best_one_is_kept(tmp_path):
+    with started_run(tmp_path) as run:
+        for score in (1.0, 3.0, 2.0):
+            run.progress.step += 1
+            run.save({"val/score": score})
+    (best,) = (tmp_path / "a").glob("checkpoints/best-*")
+    assert step_of(best) == 2
+
+
 def test_a_resumed_run_may_choose_another_metric_and_one_that_does_not_exist_is_told(tmp_path, capsys):
     with started_run(tmp_path) as run:
         train_epoch(run, score=1000.0, loss=0.5)

@@ -14,7 +14,7 @@ from fastgpu.process.config import Dist, Optim
 from fastgpu.process.seeds import reseed
 from fastgpu.process.world import World
 from fastgpu.rows.rows import Field
-from fastgpu.training.parallel import averaged_statistics, mean_over_ranks, wrap_in_ddp
+from fastgpu.training.parallel import averaged_statistics, freeze, mean_over_ranks, wrap_in_ddp
 
 TWO = World(0, 2, 2, CPU)
 ROWS, RAGGED = (SimpleNamespace(fields={"x": Field(np.dtype("u1"), (), mean)}) for mean in (None, 1.0))
@@ -29,8 +29,12 @@ def averages(world: World) -> tuple[list, list, float, int, list]:
     norm.running_mean.fill_(world.rank)
     norm.num_batches_tracked.fill_(5)
     norm.register_buffer("queue", torch.eye(2)[world.rank])
+    norm.frozen = nn.BatchNorm1d(1)
+    norm.frozen.running_mean.fill_(world.rank)
+    freeze(norm.frozen)
     with averaged_statistics(norm, world):
         mean = norm.running_mean.item()
+        assert norm.frozen.running_mean.item() == world.rank  # a mean would round it, from three ranks on
     steps = [{"loss": torch.tensor(world.rank + number)} for number in (1.0, 2.0)]
     assert norm.running_mean.item() == world.rank  # as before
     statistics = mean, norm.num_batches_tracked.item(), norm.queue.tolist()

@@ -45,7 +45,8 @@ class Bench:
         self._seed = config.run.seed
         self._pool_batches = 1
         if self._other:
-            batch = next(iter(self._other.batches(0)))
+            first = next(iter(self._other.batches(0)))
+            batch = first.take(torch.arange(len(first)))  # a loader may use the memory of a batch again
         else:
             batch = read_pool(parts.data.train, self._next_order(), self.sizes.n_readers).to(world.device)
         self.loop = _make_loop(self.parts, batch, world)._replace(other=self._other)

@@ -1,7 +1,7 @@
 """The source that the config names: HDF5 files, or a Dataset of your own. To read another file format, add it here."""
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from importlib import import_module
 from importlib.util import find_spec
@@ -18,6 +18,9 @@ from fastgpu.rows.selection import Groups, Mixture, Share, hold_out
 from fastgpu.storage.columns import Codec
 from fastgpu.storage.meaning import check_meaning
 from fastgpu.storage.store import HDF5Dataset, expand, open_store
+
+Splits = Callable[[], tuple[Dataset, Dataset]]
+"""Returns what `open_splits` opened, or raises its error where all ranks end together: see `attempt` in launch.py."""
 
 
 def open_splits(data: Data, loader: Loader, seed: int) -> tuple[Dataset, Dataset]:
