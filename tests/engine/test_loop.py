@@ -47,7 +47,7 @@ def test_a_run_leaves_a_record_whose_config_repeats_it(folder, capsys):
     tags = {name for name in set().union(*points) if "/" in name}
     assert {tag for tag in tags if not tag.startswith("host/")} == TAGS
     lr = [point["train/lr"] for point in points if "train/lr" in point][-1]
-    assert lr == pytest.approx(script.learning_rate(62.5 / 63, Optim(lr=0.05)))  # at mid-step
+    assert lr == pytest.approx(0.05 * script.schedule(62.5 / 63, Optim()))  # at mid-step
     errors = {point["step"]: point["val/mse"] for point in val_points(run)}
     assert min(errors.values()) < errors[STEPS_PER_EPOCH]
     (best,) = run.glob("checkpoints/best-*")
@@ -139,7 +139,7 @@ def test_the_newest_run_is_resumed_by_itself_but_not_with_another_model_and_a_fi
 
 
 def test_a_loss_that_is_no_number_ends_the_run(folder):
-    with pytest.raises(UserError, match=r"the loss is (nan|inf) at step \d+; lower optim.lr \(1e\+30\)"):
+    with pytest.raises(UserError, match=r"the loss is (nan|inf) at step \d+; lower optim.lr=1e\+30"):
         train("optim.lr=1e30")
 
 
