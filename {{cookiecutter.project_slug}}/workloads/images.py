@@ -60,8 +60,8 @@ class Workload(workloads.Workload):
         """Share of the target that is spread over all classes."""
 
     options: Options
-    best = ("top1_pct", "higher")
-    inputs = ("images",)
+    best: workloads.Best = ("top1_pct", "higher")
+    inputs: tuple[str, ...] = ("images",)
 
     def __init__(self, options: Options, train: Dataset, val: Dataset):
         """Raises UserError if the rows are not images with labels, or not alike."""
