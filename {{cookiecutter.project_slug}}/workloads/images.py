@@ -114,7 +114,8 @@ class Workload(workloads.Workload):
             return nn.Sequential(self.normalize(), network)
         # timm is not installed, knows no such network, or cannot load its weights.
         except (ImportError, RuntimeError, OSError) as error:
-            raise UserError(f"model.timm is {o.timm}: {error}; pip install timm; see timm.list_models()") from None
+            cure = "pip install -c constraints.txt -e '.[timm]', or see timm.list_models()"
+            raise UserError(f"model.timm is {o.timm}: {error}; {cure}") from None
 
     def transform(self, batch: Rows, rng: torch.Generator) -> Rows:
         """Augment on the device, in the dtype of the file."""

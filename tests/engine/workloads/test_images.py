@@ -80,7 +80,7 @@ def test_a_network_of_timm_takes_the_place_of_the_one_here(monkeypatch):
 
     made = {}
     monkeypatch.setitem(sys.modules, "timm", None)  # as if it were not installed
-    with pytest.raises(UserError, match=r"^model\.timm is resnet50: .*timm.*; pip install timm; "):
+    with pytest.raises(UserError, match=r"^model\.timm is resnet50: .*timm.*; pip install .*\[timm\]"):
         make_workload(timm="resnet50").model()
     monkeypatch.setitem(sys.modules, "timm", SimpleNamespace(create_model=create_model))
     model = make_workload(timm="resnet50", pretrained=True).model()
