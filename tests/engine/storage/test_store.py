@@ -22,7 +22,7 @@ def test_several_files_are_one(write, tmp_path):
     assert store.name == f"{tmp_path}/part-0.h5 and 2 more"
     assert store.block_rows.tolist() == [8, 8, 4, 8, 5, 7]
     assert numbers_of(read_scattered(store)["images"]) == list(range(40))
-    assert store.column("labels").tolist() == [n % 4 for n in range(40)]
+    assert store.stored_column("labels").tolist() == [n % 4 for n in range(40)]
 
 
 def test_arrays_are_rows_in_blocks_of_two_mib():
@@ -65,8 +65,8 @@ def test_only_small_fields_are_in_memory_and_others_have_chunks_and_names_of_the
     for is_small in (True, False):
         monkeypatch.setattr(module, "COLUMN_BYTES", 400 * is_small)
         store = open_store("data.train", str(tmp_path / "x.h5"), {"images": "/pixels", "labels": "labels"})
-        assert store.column("images") is None
-        assert (store.column("labels") is not None) == is_small
+        assert store.stored_column("images") is None
+        assert (store.stored_column("labels") is not None) == is_small
         rows = read_scattered(store)
         assert numbers_of(rows["images"]) == rows["labels"].tolist() == list(range(50))
 

@@ -12,7 +12,7 @@ import h5py
 import numpy as np
 from tqdm import tqdm
 
-from fastgpu.convert.reader import list_first, rows_of
+from fastgpu.convert.reader import list_first
 from fastgpu.process.launch import UserError
 from fastgpu.process.machine import available_cpus
 from fastgpu.rows.contract import Dataset
@@ -111,11 +111,11 @@ def describe_rows(parts: Mapping[str, Dataset]) -> Iterator[str]:
     yield "  rows     " + ", ".join(f"{len(part):,} {name}".strip() for name, part in parts.items())
     for name, field in source.fields.items():
         yield f"  {name:<8} {field}"
-    labels = source.column("labels")
+    labels = source.stored_column("labels")
     if labels is not None and labels.ndim <= 2:
         names = list(map(str, source.attributes.get("class_names", ())))
         for name, part in parts.items():
-            yield f"  {name or 'labels':<8} {_describe_labels(labels[rows_of(part)], names)}"
+            yield f"  {name or 'labels':<8} {_describe_labels(part.column('labels'), names)}"
     for name, value in source.attributes.items():
         yield f"  {name}: {' '.join(str(value).split())[:100]}"
 

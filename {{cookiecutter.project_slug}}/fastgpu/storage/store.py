@@ -54,11 +54,11 @@ class HDF5Dataset(Dataset):
         self.block_rows = np.concatenate(part_blocks)
         self.attributes = attributes
         self.fields = {field_name: column.field for field_name, column in parts[0].items()}
-        self.lengths = {}
+        self.stored_lengths = {}
         for field_name, field in self.fields.items():
             if field.is_ragged:
                 lengths = np.concatenate([part[field_name].lengths for part in parts])
-                self.lengths[field_name] = lengths
+                self.stored_lengths[field_name] = lengths
                 self.fields[field_name] = field._replace(mean_values=float(lengths.mean()))
 
     @cached_property
@@ -67,7 +67,7 @@ class HDF5Dataset(Dataset):
         fingerprints = [column.fingerprint() for part in self.parts for column in part.values()]
         return hashlib.sha256(b"".join(fingerprints)).hexdigest()[:12]
 
-    def column(self, name: str) -> np.ndarray | None:
+    def stored_column(self, name: str) -> np.ndarray | None:
         arrays = [column.rows for part in self.parts if isinstance(column := part.get(name), InMemory)]
         return np.concatenate(arrays) if len(arrays) == len(self.parts) else None
 
