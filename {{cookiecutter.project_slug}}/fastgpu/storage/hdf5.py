@@ -1,5 +1,6 @@
 """Open HDF5 files with h5py, find what they should have, and say in one line what is wrong with them."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -59,14 +60,24 @@ def dtype_of(data: h5py.Dataset) -> np.dtype:
 
 
 def attributes_of(item: h5py.Group) -> dict[str, Any]:
-    """The attributes as plain Python values: str, int, float, bool, and lists of them."""
-    return {name: _to_python(value) for name, value in item.attrs.items()}
+    """The attributes as plain Python values: str, int, float, bool, and lists of them.
+
+    Others, such as references and lists of unequal length, are left out: no model needs them.
+    """
+    attributes = {}
+    for name in item.attrs:
+        with suppress(TypeError, ValueError):  # of h5py, JSON and NumPy, for types that they do not have
+            value = _to_python(item.attrs[name])
+            json.dumps(value)
+            np.asarray(value)
+            attributes[_to_python(name)] = value
+    return attributes
 
 
 def _to_python(value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_to_python(element) for element in value]
     if isinstance(value, str):  # h5py keeps damaged bytes as surrogates
         value = value.encode(errors="surrogateescape")
