@@ -43,7 +43,7 @@ def open_workload(name: str, batch: Rows, other: Rows | None = None, /, n_classe
     sources = []
     for rows in (batch, other or batch):
         fields = {field: Field(rows[field].numpy().dtype, tuple(rows[field].shape[1:])) for field in rows.columns}
-        source = SimpleNamespace(name="rows.h5", fields=fields, attributes=attributes, column=lambda name: None)
+        source = SimpleNamespace(name="rows.h5", fields=fields, attributes=attributes, stored_column=lambda name: None)
         sources.append(source)
     kind = runpy.run_path(str(EXAMPLES / f"{name}.py"))["Workload"]
     return kind(kind.Options(**options), *sources)

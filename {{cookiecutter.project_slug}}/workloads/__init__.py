@@ -41,8 +41,8 @@ class Workload(Protocol):
     def __init__(self, options: Section, train: Dataset, val: Dataset):
         """Set `options`, and raise UserError if the rows are not of the expected kind.
 
-        predict.py passes sources without rows, whose `column` is always None. They have the fields
-        and attributes of the training rows; what `card` returned is among the attributes.
+        predict.py passes sources without rows: ask for a `column` only if `len(train)`. They have
+        the fields and attributes of the training rows; what `card` returned is among the latter.
         """
 
     @abstractmethod

@@ -211,7 +211,7 @@ def count_classes(source: Dataset) -> int:
     names = source.attributes.get("class_names") or []
     if n_classes := len(names) or source.attributes.get("n_classes"):
         return int(n_classes)
-    labels = source.column("labels")
+    labels = source.stored_column("labels")
     if labels is None:
         raise UserError(f"{source.name}: the number of classes is unknown; give it the attribute n_classes")
     return int(labels.max(initial=0)) + 1
@@ -219,7 +219,7 @@ def count_classes(source: Dataset) -> int:
 
 def check_range(source: Dataset, highest: int) -> None:
     """Raise UserError if labels that are in memory are below 0 or above `highest`."""
-    labels = source.column("labels")
+    labels = source.stored_column("labels")
     if labels is not None and (labels.min() < 0 or labels.max() > highest):
         raise UserError(
             f"{source.name}: labels are {labels.min()} to {labels.max()}; allowed are 0 to {highest}: leave other rows "

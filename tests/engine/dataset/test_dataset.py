@@ -179,9 +179,9 @@ def test_columns_and_classes():
     assert (single.fields["images"].shape, single.attributes) == ((1, 8, 8), {"n_classes": 7})
     source = source_of()
     assert source.attributes == {"class_names": ["a", "b", "c", "d"]}
-    assert numbers_of(source.column("images")) == list(range(N_ROWS))
-    assert source.column("labels") is None  # the Dataset has no such attribute
-    assert source.column("masks") is None  # nor such a field
+    assert numbers_of(source.stored_column("images")) == list(range(N_ROWS))
+    assert source.stored_column("labels") is None  # the Dataset has no such attribute
+    assert source.stored_column("masks") is None  # nor such a field
 
 
 CLASSES = np.arange(N_ROWS) % 4
@@ -201,7 +201,7 @@ CLASSES = np.arange(N_ROWS) % 4
 )
 def test_an_attribute_is_a_field_only_if_it_has_the_values_of_the_items(item, attributes, column):
     source = ItemDataset("mine", Made(item, **attributes), {"labels": "labels"})
-    np.testing.assert_array_equal(source.column("labels"), column)
+    np.testing.assert_array_equal(source.stored_column("labels"), column)
 
 
 def read_odd(usual: object, odd: object, rows: tuple[int, ...] = (7, 3)) -> np.ndarray:

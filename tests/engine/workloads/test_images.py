@@ -205,7 +205,9 @@ def test_fields_attributes_and_the_card_are_enough_to_build_the_model_again(labe
     store = rows_of(labels=labels)
     workload = make_workload(store)
     attributes = store.attributes | workload.card()
-    described = SimpleNamespace(name="model.json", fields=store.fields, attributes=attributes, column=lambda name: None)
+    described = SimpleNamespace(
+        name="model.json", fields=store.fields, attributes=attributes, stored_column=lambda name: None
+    )
     make_workload(described).model().load_state_dict(workload.model().state_dict())
 
 

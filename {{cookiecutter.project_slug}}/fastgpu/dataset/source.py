@@ -140,7 +140,7 @@ class ItemDataset(ItemSource):
         columns = zip(self.fields.items(), self._values(rows), strict=True)
         return {name: to_column(name, field, values, rows, source=self.name) for (name, field), values in columns}
 
-    def column(self, name: str) -> np.ndarray | None:
+    def stored_column(self, name: str) -> np.ndarray | None:
         """One field of all rows, if an attribute of the Dataset begins with the item of the first row: others are file
         names, or classes that the items number in another way."""
         for attribute in (name, "targets") if name in self.fields else ():

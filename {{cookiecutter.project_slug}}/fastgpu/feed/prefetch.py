@@ -222,8 +222,8 @@ class PrefetchLoader(PoolLoader):
         if slot.copied:
             slot.copied.synchronize()  # afterwards the readers may overwrite the staging memory
         source, n_rows = self._source, self._rows_per_job
-        row_ids = plan.row_ids if source.lengths else None
-        for name, lengths in source.lengths.items():
+        row_ids = plan.row_ids if source.stored_lengths else None
+        for name, lengths in source.stored_lengths.items():
             self._set_lengths(slot, name, lengths[row_ids])
         slot.plan = plan
         slot.items.clear()

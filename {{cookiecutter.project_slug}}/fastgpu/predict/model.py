@@ -92,7 +92,7 @@ def training_rows(card: Mapping[str, Any]) -> Dataset:
         name: Field(np.dtype(each["dtype"]), tuple(each["shape"]), 0.0 if each["is_ragged"] else None, each["n_items"])
         for name, each in card["fields"].items()
     }
-    rows.lengths = {name: rows.block_rows for name, field in rows.fields.items() if field.is_ragged}
+    rows.stored_lengths = {name: rows.block_rows for name, field in rows.fields.items() if field.is_ragged}
     return rows
 
 

@@ -119,7 +119,7 @@ class OpenFile:
         try:
             self._h5 = self._h5 or h5py.File(self.path, "r")
             return np.asarray(self._h5[dataset][start : start + n_rows])
-        except (OSError, RuntimeError, ValueError, KeyError) as error:
+        except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
             text = " ".join(str(error).split())
             raise UserError(f"{self.path}: {dataset} from row {start} on cannot be read ({text}); {RESTORE}") from None
 
