@@ -7,6 +7,7 @@ The files have blocks of 2 MiB, rows in random order and a checksum for each blo
 import signal
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from fastgpu.process.launch import UserError, exit_with_message
 
 COMMANDS = {
-    "commands.arrays": "x.npy, y.npz, scipy's sparse m.npz or x.h5::/x: arrays images=x.npy y.npz m=m.npz train.h5",
+    "commands.arrays": "x.npy, y.npz, z.npz::x, scipy's sparse m.npz, x.h5::/x: arrays images=x.npy y.npz train.h5",
     "commands.dataset": "your own torch Dataset, package.module:Class: dataset mine:Photos photos/ train.h5",
     "commands.repack": "file.h5, file.h5::/group or quoted patterns -> a file that is read fast: repack old.h5 x.h5",
     "commands.info": "rows, classes and layout of file.h5 or file.h5::/group: info train.h5",
@@ -24,6 +25,8 @@ COMMANDS = {
     "recsys.commands.events": "MovieLens, a CSV or sparse.npz, split as Liang et al. (2018): events ml.zip ml.h5",
 }
 """{module.function in fastgpu/convert: what the command does, with an example}"""
+MAX_SIDE = 1 << 14
+"""Pixels of a side of an image."""
 WRITING = "arrays dataset repack images pixels events"
 
 
@@ -48,7 +51,7 @@ def parse(argv: list[str]) -> Namespace:
     add("arrays repack info check", "source", nargs="+")
     add("dataset", "path", help="what the class is called with, such as a folder")
     add(WRITING, "target", type=Path, help="file to write; it has a temporary name until it is complete")
-    add(WRITING, "--seed", type=int, default=0, help="seed of everything that is random; default: 0")
+    add(WRITING, "--seed", type=at_least(0), default=0, help="seed of everything that is random; default: 0")
     add(WRITING, "--keep-order", **switch, help="write the rows in the order of the source")
     add(WRITING, "--compression", choices=("none", "gzip"), default="none", help="default: none")
     add(WRITING, "--force", **switch, help="replace existing files")
@@ -57,6 +60,7 @@ def parse(argv: list[str]) -> Namespace:
     add("images pixels", "--split-by", type=str.strip, default="", help="column that says train, val or test")
     add("arrays", "--layout", choices=("nhwc",), help="of fields with four axes: write them as (N, C, H, W)")
     add("dataset repack", "--fields", nargs="+", metavar="NAME[=KEY]", help="default: images and labels; repack: all")
+    add("images pixels events", "--no-header", **switch, help="the first line is a row; columns are called 1, 2, ...")
     add("images", "--columns", help="of the CSV: the path and its labels; default: path,label")
     add("images", "--size", type=size, metavar="HxW", help="height and width of the rows; default: those of the images")
     add("images", "--resize", choices=("shorter", "exact"), help="cut off the rest (shorter, the default), or stretch")
@@ -66,7 +70,13 @@ def parse(argv: list[str]) -> Namespace:
     add("images", "--on-error", choices=("stop", "skip"), help="list broken ones (default), or leave out 1 %% at most")
     add("pixels", "--label", type=str.strip, default="", help="its column; default: the only one, or label")
     add("events", "--above", type=float, help="count ratings above this; default: 3.5")
-    add("events", "--held-out", type=int, default=10_000, help="users for val, and as many for test; default: 10,000")
+    add(
+        "events",
+        "--held-out",
+        type=at_least(1),
+        default=10_000,
+        help="users for val, and as many for test; default: 10,000",
+    )
     add("events", "--columns", help="of the CSV; default: userId,movieId,rating. Without a rating, each line counts")
     return parser.parse_args(argv)
 
@@ -84,9 +94,20 @@ def shares(text: str) -> tuple[float, ...]:
 def size(text: str) -> tuple[int, ...]:
     """(height, width) of 218x178, or of 64 for both."""
     numbers = tuple(map(int, text.split("x")))
-    if len(numbers) > 2 or min(numbers) < 1:
-        raise ArgumentTypeError(f"{text} should be HxW, such as 218x178, or one number for both")
+    if len(numbers) > 2 or min(numbers) < 1 or max(numbers) > MAX_SIDE:
+        raise ArgumentTypeError(f"{text} should be HxW, such as 218x178, or one number for both, up to {MAX_SIDE:,}")
     return (numbers * 2)[:2]
+
+
+def at_least(lowest: int) -> Callable[[str], int]:
+    """A type of numbers for argparse."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < lowest:
+            raise ArgumentTypeError(f"{text} should be a whole number of at least {lowest}")
+        return int(text)
+
+    return parse
 
 
 def main(args: Namespace) -> int:

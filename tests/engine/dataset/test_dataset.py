@@ -184,6 +184,48 @@ def test_columns_and_classes():
     assert source.stored_column("masks") is None  # nor such a field
 
 
+NAMES = ["cat", "dog"]
+
+
+@pytest.mark.parametrize(
+    "classes",
+    [
+        NAMES,
+        (b"cat", "dog"),
+        np.array(NAMES),
+        np.array(NAMES, object),
+        {"dog": 1, "cat": 0},
+        {0: "cat", 1: "dog"},
+        {"cat": 0, "dog": 1}.keys(),
+    ],
+)
+def test_class_names_are_texts_whatever_holds_them(classes):
+    for attribute in ("classes", "class_names"):
+        source = ItemDataset("mine", Made(lambda row: 0, **{attribute: classes}), {"x": "x"})
+        assert source.attributes == {"class_names": NAMES}
+
+
+def test_numbers_synonyms_and_nothing_as_class_names():
+    def attributes(**given: object) -> dict[str, object]:
+        return ItemDataset("mine", Made(lambda row: 0, **given), {"x": "x"}).attributes
+
+    assert attributes(classes=[("tench", "Tinca tinca"), ["ray"]]) == {"class_names": ["tench, Tinca tinca", "ray"]}
+    assert attributes(classes=torch.tensor([3, 5]), n_classes=torch.tensor(2)) == {
+        "class_names": ["3", "5"],
+        "n_classes": 2,
+    }
+    assert attributes(classes=print, class_names=None, n_classes=None) == {}  # as subclasses take an attribute back
+    assert attributes(classes=[]) == {}
+
+
+class Failing(Numbered):
+    """Its attribute cannot be read, which is no reason to go on without the names."""
+
+    @property
+    def class_names(self):
+        raise AttributeError("no file classes.txt")
+
+
 CLASSES = np.arange(N_ROWS) % 4
 
 
@@ -242,6 +284,21 @@ def test_messages(compare_messages):
             "whole numbers in place of floats": lambda: read_odd(0.5, 1, (7, 8)),
             "no module": lambda: open_class("nowhere:Class"),
             "no class": lambda: open_class("test_dataset:Nothing"),
+            **{
+                f"{name} {shown}": lambda value=value, name=name: open_items(Made(len, **{name: value}), "x")
+                for name, shown, value in (
+                    ("classes", "a number", 10),
+                    ("classes", "a text", "cat"),
+                    ("classes", "a set", {"cat"}),
+                    ("classes", "a method", len),
+                    ("classes", "a missing name", ["cat", None]),
+                    ("classes", "a gap", {"cat": 0, "dog": 2}),
+                    ("classes", "one number twice", {"cat": 0, "dog": 0}),
+                    ("n_classes", "a text", "10"),
+                    ("n_classes", "too small", 0),
+                )
+            },
+            "classes that cannot be read": lambda: open_items(Failing(), "x"),
             "no rows": lambda: open_items(Made(len, n_rows=0), "x"),
             "no length": lambda: open_items(Dataset(), "x"),
             "an iterable": lambda: open_items(Endless(len), "x"),

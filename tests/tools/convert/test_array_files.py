@@ -10,6 +10,19 @@ from fastgpu.storage import arrays
 from fastgpu.storage.store import open_store
 
 
+def test_arrays_are_named_in_folders_of_any_name_and_in_archives(tmp_path, convert):
+    folder = tmp_path / "year=2024"
+    folder.mkdir()
+    rows = np.arange(20, dtype=np.float32)
+    np.save(folder / "x.npy", rows)
+    np.savez(folder / "y.npz", y=rows + 1, z=rows)
+    np.savez(tmp_path / "splits.npz", x_train=rows + 2, x_test=rows[:3])
+    convert("arrays x=year=2024/x.npy year=2024/y.npz w=splits.npz::x_train out.h5 --keep-order")
+    with h5py.File(tmp_path / "out.h5") as file:
+        found = {name: (file[name][:] - rows).tolist() for name in "xyzw"}
+    assert found == {"x": [0] * 20, "y": [1] * 20, "z": [0] * 20, "w": [2] * 20}
+
+
 @pytest.mark.parametrize("source", ["images=x.npy", "images=x.h5::/raw/x"])
 def test_channels_last_become_channels_first_in_every_split(tmp_path, monkeypatch, convert, source):
     monkeypatch.setattr(arrays, "BLOCK_BYTES", 1000)  # six rows

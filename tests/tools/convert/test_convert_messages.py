@@ -50,7 +50,7 @@ def of_arrays() -> Mistakes:
     np.savez("far.npz", format=np.array(b"csr"), data=np.ones(2), indices=[0, 5], indptr=[0, 1, 2], shape=(2, 5))
     np.savez("wide.npz", format=np.array(b"coo"), row=[0], col=[3], data=[1.0], shape=(2, 10**12))
     sources = ["x.npy", "a=y.npz", "a=none.npy", "a=x.h5::none", "a=text.npy", "a=words.npy", "a=x.npy b=short.npy"]
-    sources += ["a=empty.npy", "bytes.npz", "a=far.npz", "a=wide.npz", "a=zeros.npz"]
+    sources += ["a=y.npz::none", "a=empty.npy", "bytes.npz", "a=far.npz", "a=wide.npz", "a=zeros.npz"]
     made: Mistakes = {f"arrays {source}": partial(open_arrays, source.split()) for source in sources}
     return made | {"arrays --layout nhwc": partial(open_arrays, ["a=x.npy"], channels_last=True)}
 
@@ -70,6 +70,7 @@ def of_tables() -> Mistakes:
         "empty": "",
         "another column": "path,kind\na,1\n",
         "a column twice": "path,label,label\na,1,2\n",
+        "no header": "a/1.png,cat\na/2.png,dog\n",
         "not UTF-8": "path,label\n사진.png,고양이\n".encode("cp949"),
     }
     made: Mistakes = {
@@ -97,6 +98,8 @@ def of_pixels() -> Mistakes:
         "columns out of order": "label,p0,p10,p11,p2\n1,1,2,3,4\n",
         "no column called label": "emotion,pixels,Usage\n1,1 2 3 4,x\n",
         "no square": "label,pixels\n1,1 2 3\n",
+        "no pixels": "label\n1\n",
+        "no header": "1,0,0,0,0\n",
     }
     made: Mistakes = {f"pixels, {name}": partial(read, text) for name, text in texts.items()}
     return made | {"pixels --split-by": partial(read, "label,pixels\n1,1 2 3 4\n", split_by="Usage")}
@@ -137,6 +140,8 @@ def of_images() -> Mistakes:
     masks = ("coloured", "others", "turned", "lossy")
     made: Mistakes = {f"masks, {each}": partial(Masks, "photos", each) for each in masks}
     made["a folder without classes"] = partial(ImageFolder, "photos")
+    Path("headless.csv").write_text("a/1.png,cat\n")
+    made["a table whose first row is taken for names"] = partial(ImageTable, "headless.csv", columns=("a/1.png", "cat"))
     made["a table of one column"] = partial(ImageTable, "none.csv", columns=("file",))
     return made
 
@@ -188,6 +193,10 @@ def test_messages(tmp_path, monkeypatch, compare_messages):
     [
         ("arrays x=x.npy y=y.npy --split 0.9 out.h5", "unrecognized arguments: out.h5"),
         ("images photos x.h5 --size 0", "0 should be HxW, such as 218x178, or one number for both"),
+        ("images photos x.h5 --size 99999", "or one number for both, up to 16,384"),
+        ("images photos x.h5 --seed -1", "-1 should be a whole number of at least 0"),
+        ("events x.csv x.h5 --held-out 0", "0 should be a whole number of at least 1"),
+        ("images . x.h5 --no-header", "error: --no-header has no meaning for ."),
         ("images photos x.h5 --split 1.2", "1.2 should be a share, such as 0.9"),
         ("repack absent.h5 x.h5", "error: absent.h5 does not exist"),
     ],

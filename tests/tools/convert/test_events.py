@@ -40,6 +40,12 @@ def test_columns_may_have_other_names_places_and_separators_and_numbers_be_writt
     assert read_events(tmp_path / "x.csv", ["who", " what"])[0].tolist() == [7, 8, 1_500_000_000]
 
 
+def test_without_a_header_columns_have_numbers(tmp_path):
+    (tmp_path / "x.csv").write_text("70,7,5\n80,8,1\n")
+    users, items = read_events(tmp_path / "x.csv", ["2", "1", "3"], names=())
+    assert (users.tolist(), items.tolist()) == ([7], [70])
+
+
 # ---------------------------------------------------------------------------------------------- held-out users
 
 HELD = 15

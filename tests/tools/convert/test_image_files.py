@@ -113,6 +113,18 @@ def test_a_table_has_labels_in_some_columns_and_the_split_in_another(tmp_path, c
     assert "drop one" in convert("images x.csv o.h5 --split-by Usage --split 0.5", code=2).err
 
 
+def test_a_table_without_a_header_loses_no_row(tmp_path, convert):
+    folder_of(tmp_path / "photos", {"all": 4})
+    lines = [f"train,{'cat' if n % 2 else 'dog'},photos/all/photo {n:03d} é.png" for n in range(4)]
+    (tmp_path / "x.csv").write_text("\n".join(lines))
+    told = convert("images x.csv x.h5", code=2).err
+    assert "it seems to have no header: --no-header calls the columns 1, 2, ..." in told
+    convert("images x.csv x.h5 --no-header --columns 3,2 --split-by 1 --keep-order")
+    with h5py.File(tmp_path / "x-train.h5") as file:
+        assert file["labels"][:].tolist() == [1, 0, 1, 0]
+        assert file["images"][:, 0, 0, 0].tolist() == [0, 1, 2, 3]
+
+
 def test_a_table_that_names_an_image_twice_is_told(tmp_path, capsys):
     (tmp_path / "x.csv").write_text("path,label\na.png,dog\nb.png,cat\n./a.png,cat\n")
     assert ImageTable(tmp_path / "x.csv", encoded=True).labels.tolist() == [1, 0, 0]
@@ -258,6 +270,16 @@ def test_pixels_in_one_column_or_in_a_column_each(tmp_path, convert, is_one_colu
             assert file["labels"][:].tolist() == [number % 3 for number in numbers]
             assert attributes_of(file)["class_names"] == ["0", "1", "2"]
         assert sorted(numbers) == [number for number in range(40) if usage[number % 4] == word]
+
+
+def test_pixels_without_a_header(tmp_path):
+    rows = ["7,1 2 3 4", "9,5 6 7 8"]
+    (tmp_path / "one.csv").write_text("\n".join(rows))
+    (tmp_path / "each.csv").write_text("\n".join(rows).replace(" ", ","))
+    for name in ("one.csv", "each.csv"):
+        source = PixelTable(tmp_path / name, label="1", names=())
+        assert source.images.reshape(2, 4).tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
+        assert source.labels.tolist() == [7, 9]
 
 
 def test_the_only_other_column_is_the_label_and_others_are_left_out_if_it_is_named(tmp_path):

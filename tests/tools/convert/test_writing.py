@@ -69,6 +69,16 @@ def test_splits_go_to_files_of_their_names(tmp_path, capsys):
     assert "x-train.h5, " in capsys.readouterr().out.partition("warning: ")[2]
 
 
+def test_attributes_that_hdf5_refuses_are_told_before_a_row_is_read(tmp_path):
+    reader = Numbers(10)
+    reader.attributes["date"] = np.datetime64("2026-01-01")
+    reader.fields  # noqa: B018 (reads the first row)
+    reader.odd = range(10)  # a row that is read now is broken
+    with pytest.raises(TypeError):
+        write_files({"": reader}, tmp_path / "x.h5")
+    assert not reader.broken
+
+
 @pytest.mark.parametrize(("n_rows", "broken"), [(60, (3,)), (200, (0, 9))])
 def test_few_broken_rows_are_left_out_and_listed(tmp_path, n_rows, broken):
     listed = tmp_path / "x.h5.skipped.txt"

@@ -1,12 +1,13 @@
 """NumPy arrays and sparse matrices as rows."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 
-from fastgpu.convert.reader import explain_errors
+from fastgpu.convert.reader import explain_errors, list_first
 from fastgpu.process.launch import UserError, warn
 from fastgpu.rows.rows import OFFSET_DTYPE, Field, RaggedArray
 from fastgpu.storage.arrays import ArrayDataset
@@ -18,6 +19,7 @@ def open_arrays(sources: Sequence[str], *, channels_last: bool = False) -> Array
 
         name=file.npy            mapped into memory, not read
         file.npz                 arrays that have names, read; or file.h5::/group
+        name=file.npz::array     one of them
         name=file.npz            a sparse matrix (scipy.sparse.save_npz): ragged rows of column numbers, and of values
         name=file.h5::/dataset   of any HDF5 file; `convert.py repack` takes groups of CSR matrices
 
@@ -26,10 +28,14 @@ def open_arrays(sources: Sequence[str], *, channels_last: bool = False) -> Array
     columns: dict[str, Any] = {}
     fields: dict[str, Field] = {}
     for source in sources:
-        name, _, path = source.rpartition("=")
+        name, equals, path = source.partition("=")
+        if not equals or Path(source).exists():  # a folder may be called year=2024
+            name, path = "", source
         content = load(path)
         if isinstance(content, dict) == bool(name):
-            raise UserError(f"{source} should be name=file.npy, name=file.npz of a sparse matrix, or file.npz alone")
+            allowed = "name=file.npy, name=file.npz::array, name=file.npz of a sparse matrix, or file.npz alone"
+            arrays = f"; its arrays are {list_first([*content])}" if name else ""
+            raise UserError(f"{source} should be {allowed}{arrays}")
         if isinstance(content, dict):
             columns |= content
         elif not hasattr(content, "indptr"):
@@ -67,9 +73,12 @@ def _open_h5(path: str, name: str) -> h5py.Group | h5py.Dataset:
 
 def load(path: str) -> Any:
     """An array, {name: array}, or a sparse matrix of scipy in CSR format, each place of it once and none of 0."""
-    file, is_h5, name = path.partition("::")
+    file, _, member = path.partition("::")
     with explain_errors(path, "NumPy arrays of numbers, or a sparse matrix"):
-        content = _open_h5(file, name) if is_h5 else np.load(path, mmap_mode="r", allow_pickle=False)
+        is_h5 = h5py.is_hdf5(file)
+        content = _open_h5(file, member or "/") if is_h5 else np.load(file, mmap_mode="r", allow_pickle=False)
+        if member and not is_h5:
+            content = content[member]
         if hasattr(content, "dtype"):  # TypeError: HDF5 has types that NumPy does not have
             return content
         if is_h5 or not {"shape", "data", "format"} <= {*content}:

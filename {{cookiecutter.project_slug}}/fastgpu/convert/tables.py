@@ -2,6 +2,7 @@
 
 import csv
 import io
+import re
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -15,25 +16,29 @@ from fastgpu.process.launch import UserError, warn
 
 SEPARATORS = (",", ";", "\t", "|")
 MAX_UNUSED_CLASSES = 1000  # class numbers without a row; if there are more, the labels are likely no class numbers
+NO_NAME = re.compile(r"[./]|^\d")
+"""What names of columns rarely have, but paths and numbers do."""
 csv.field_size_limit(1 << 30)  # pixels of one image may be a field
 
 
 class Table:
-    """A CSV file of UTF-8 text with a header, in memory. The header has one of SEPARATORS most often.
+    """A CSV file of UTF-8 text, in memory. Its first line has one of SEPARATORS most often.
 
     Raises UserError with the line of a row with more or fewer columns. Warns of line breaks, which a stray quote makes.
     """
 
-    def __init__(self, path: Path, *, content: bytes | None = None, names: Sequence[str] = ()):
-        """content: the text, if it is not that of the file. names: of the columns, if there is no header."""
+    def __init__(self, path: Path, *, content: bytes | None = None, names: Sequence[str] | None = None):
+        """content: the text, if it is not that of the file. names: if there is no header, those of the first columns;
+        the others are called by their numbers, from 1 on."""
         self.path = path
         with explain_errors(path, "CSV in UTF-8 (Korean: iconv -f CP949 -t UTF-8; close quotes, double stray ones)"):
             self._content = path.read_bytes() if content is None else content
             header = self._content.partition(b"\n")[0].decode("utf-8-sig")
             self._separator = max(SEPARATORS, key=header.count)
-            self._has_header = not names
-            named = next(csv.reader([header], delimiter=self._separator), [])
-            self.names = list(names) or [name.strip() for name in named]
+            self._has_header = names is None
+            self.names = [name.strip() for name in next(csv.reader([header], delimiter=self._separator), [])]
+            if names is not None:
+                self.names = [*names, *map(str, range(len(names) + 1, len(self.names) + 1))]
             how: dict[str, Any] = {"infer_schema": False, "raise_if_empty": False}
             try:
                 rows = pl.read_csv(self._content, separator=self._separator, has_header=self._has_header, **how)
@@ -51,6 +56,10 @@ class Table:
         if self.names.count(name) != 1 or not len(self._rows):
             found = f"{len(self._rows):,} rows of the columns {list_first(self.names) or 'none'}"
             cure = f"it should have rows, and one column {name} (--columns, --label or --split-by names another)"
+            if self._has_header:
+                has_names = not any(map(NO_NAME.search, self.names))
+                cure += "; if it has no header" if has_names else "; it seems to have no header"
+                cure += ": --no-header calls the columns 1, 2, ..."
             raise UserError(f"{self.path} has {found}; {cure}")
         column = self._rows[:, self.names.index(name)].alias(name).str.strip_chars().replace("", None)
         self.check(column, column.is_not_null(), "it is missing")

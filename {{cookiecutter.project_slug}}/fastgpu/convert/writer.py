@@ -56,6 +56,7 @@ def write_rows(
     # Without a cache, blocks are written at once, so that a full disk is told where it can be handled.
     file = h5py.File(path, "w", libver="latest", rdcc_nbytes=0)
     try:
+        write_attributes(file, attributes)  # first: what HDF5 refuses should not cost a conversion
         for name, field in fields.items():
             if field.is_ragged:
                 columns[name] = RaggedColumn(file.create_group(name), field, n_rows, filters)
@@ -69,7 +70,7 @@ def write_rows(
             n_came += len(next(iter(rows.values())))
         for column in columns.values():
             column.finish()
-        write_attributes(file, {**attributes, **statistics.attributes(), "fastgpu_format": 1})
+        write_attributes(file, {**statistics.attributes(), "fastgpu_format": 1})
         file.close()
     finally:
         with suppress(OSError, RuntimeError):  # a full disk refuses the rest once more

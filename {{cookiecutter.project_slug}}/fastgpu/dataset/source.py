@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset
 
+from fastgpu.dataset.classes import read_classes
 from fastgpu.dataset.items import NO_ARRAY, Columns, field_of, to_array, to_column
 from fastgpu.dataset.workers import Workers
 from fastgpu.process.launch import UserError
@@ -63,9 +64,7 @@ class ItemDataset(ItemSource):
         if not n_rows:
             raise UserError(f"data.dataset: {name} has no rows")
         self.block_rows = np.ones(n_rows, np.int32)
-        class_names = getattr(dataset, "class_names", getattr(dataset, "classes", None))
-        known = {"class_names": class_names and list(class_names), "n_classes": getattr(dataset, "n_classes", None)}
-        self.attributes: dict[str, Any] = {name: value for name, value in known.items() if value}
+        self.attributes = read_classes(name, dataset)
         self._workers: Workers | None = None
         samples = np.linspace(0, n_rows - 1, min(N_SAMPLES, n_rows)).astype(int)
         self.fields = {}

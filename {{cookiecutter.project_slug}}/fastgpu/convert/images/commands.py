@@ -14,7 +14,7 @@ def images(args: Namespace) -> None:
     source = Path(args.source)
     if source.is_file() and source.suffix.lower() in (".zip", ".tar", ".tgz", ".gz"):
         raise UserError(f"{source} is an archive; unpack it and name the folder")
-    idle = "columns split_by" if source.is_dir() else "masks"
+    idle = "columns split_by no_header" if source.is_dir() else "masks"
     idle += " masks resize" if args.keep_encoded else ""
     idle += "" if args.masks else " binary_masks"
     if given := [f"--{name.replace('_', '-')}" for name in idle.split() if getattr(args, name)]:
@@ -27,10 +27,15 @@ def images(args: Namespace) -> None:
     elif source.is_dir():
         write(ImageFolder(source, **how), args)
     else:
-        columns = (args.columns or "path,label").split(",")
-        write(ImageTable(source, columns=columns, split_by=args.split_by, **how), args)
+        columns = (args.columns or ("1,2" if args.no_header else "path,label")).split(",")
+        write(ImageTable(source, columns=columns, split_by=args.split_by, names=_names(args), **how), args)
 
 
 def pixels(args: Namespace) -> None:
     """Read a CSV whose rows are images."""
-    write(PixelTable(args.source, label=args.label, split_by=args.split_by), args)
+    write(PixelTable(args.source, label=args.label, split_by=args.split_by, names=_names(args)), args)
+
+
+def _names(args: Namespace) -> tuple[()] | None:
+    """What `Table` takes: no names if there is no header, so that columns are called by their numbers."""
+    return () if args.no_header else None

@@ -17,7 +17,7 @@ import torch
 from PIL import Image, ImageOps
 
 from fastgpu.convert.reader import SPLIT_OF_WORD, Reader, list_first, read_splits
-from fastgpu.imagefiles.folders import list_images
+from fastgpu.imagefiles.folders import is_image, list_images
 from fastgpu.imagefiles.pixels import UprightImage, decode, fit, orientation_of
 from fastgpu.images.decode import open_image, open_whole
 from fastgpu.images.parts import Box, Preprocessing
@@ -137,18 +137,28 @@ class ImageTable(ImageFiles):
     """A CSV with a file, whose path begins at the folder of the CSV, and its labels in each line.
 
     columns: names of the column with the files and of those with labels (see `parse_labels`). split_by: name of the
-    column that says train, val or test. Raises UserError with the line.
+    column that says train, val or test. names: see `Table`. Raises UserError with the line.
     """
 
-    def __init__(self, path: str | Path, *, columns: Sequence[str] = ("path", "label"), split_by: str = "", **how: Any):
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        columns: Sequence[str] = ("path", "label"),
+        split_by: str = "",
+        names: Sequence[str] | None = None,
+        **how: Any,
+    ):
         if len(columns) < 2:
             raise UserError(f"--columns is {','.join(columns)}; it should be two names or more: PATH,LABEL")
         from fastgpu.convert.tables import Table, parse_labels  # polars is of the extra `convert`
 
-        table = Table(Path(path))
-        files, *names = (name.strip() for name in columns)
+        table = Table(Path(path), names=names)
+        files, *others = (name.strip() for name in columns)
+        if names is None and is_image(files):
+            raise UserError(f"{path}: its first line has the image {files}; --no-header calls the columns 1, 2, ...")
         paths = table.texts(files).to_list()
-        labels, attributes = parse_labels(table, names)
+        labels, attributes = parse_labels(table, others)
         if n_repeated := len(paths) - len({*map(os.path.normpath, paths)}):
             print(f"lines of {path} whose image an earlier line names, perhaps for another split: {n_repeated:,}")
         super().__init__(table.path, paths, labels, **how)
@@ -160,28 +170,32 @@ class ImageTable(ImageFiles):
 class PixelTable(Reader):
     """A CSV whose rows are square grey images: a column for each pixel (MNIST), or one with all of them (FER2013).
 
-    label: its column. Empty: the one column beside `pixels` and split_by, or `label`. Raises UserError with the line.
+    label: its column. Empty: the one column beside `pixels` and split_by, or `label`. names: see `Table`. Raises
+    UserError with the line.
     """
 
-    def __init__(self, path: str | Path, *, label: str = "", split_by: str = ""):
+    def __init__(self, path: str | Path, *, label: str = "", split_by: str = "", names: Sequence[str] | None = None):
         from fastgpu.convert.tables import Table, parse_labels
 
-        table = Table(Path(path))
+        table = Table(Path(path), names=names)
         others = [name for name in table.names if name not in ("pixels", split_by or "pixels")]
         label = label or (others[0] if len(others) == 1 else "label")
         labels, attributes = parse_labels(table, [label])
-        if "pixels" in table.names:
-            texts = table.texts("pixels")
+        columns = [name for name in others if name != label]
+        columns = ["pixels"] if "pixels" in table.names else columns
+        if not columns:
+            raise UserError(f"{path} has no column of pixels beside {label}; `images` reads a CSV of paths and labels")
+        if len(columns) == 1:
+            texts = table.texts(columns[0])
             pixels = [_parse_pixels(text) for text in texts]
             n_pixels = max(map(len, pixels))
             cure = f"it should be {n_pixels:,} whole numbers from 0 to 255"
             table.check(texts, np.array([len(row) == n_pixels for row in pixels]), cure)
         else:
-            others = [name for name in others if name != label]
-            numbers = [[int(number) for number in re.findall(r"\d+", name)] for name in others]
+            numbers = [[int(number) for number in re.findall(r"\d+", name)] for name in columns]
             if numbers != sorted(numbers):
                 raise UserError(f"{path} has columns of pixels in another order than their numbers; put them into it")
-            pixels = [*np.stack([table.whole_numbers(name, 255) for name in others], axis=1).astype(np.uint8)]
+            pixels = [*np.stack([table.whole_numbers(name, 255) for name in columns], axis=1).astype(np.uint8)]
         side = isqrt(len(pixels[0]))
         if side**2 != len(pixels[0]):
             raise UserError(f"{path} has {len(pixels[0]):,} pixels in a row, which are no square; save arrays (.npy)")

@@ -27,8 +27,10 @@ def events(args: Namespace) -> None:
 
 def _read_matrix(args: Namespace) -> tuple[np.ndarray, np.ndarray]:
     """(users, items) of the places of a matrix."""
-    if args.columns or args.above is not None:
-        raise UserError("--columns and --above are for a CSV; of a matrix, keep what counts: matrix = matrix > 3")
+    if args.columns or args.above is not None or args.no_header:
+        raise UserError(
+            "--columns, --above and --no-header are for a CSV; of a matrix, keep what counts: matrix = matrix > 3"
+        )
     matrix = load(args.source)
     if not hasattr(matrix, "indptr") or (matrix.data != 1).any():
         raise UserError(f"{args.source} is no sparse matrix of ones; save one, such as matrix = matrix > 3")
@@ -39,10 +41,10 @@ def _read_table(args: Namespace) -> tuple[np.ndarray, np.ndarray]:
     """(users, items) of the lines of a CSV that count."""
     from fastgpu.convert.recsys.events import read_events  # polars is of the extra `convert`
 
-    columns = (args.columns or "userId,movieId,rating").split(",")
+    columns = (args.columns or ("1,2,3" if args.no_header else "userId,movieId,rating")).split(",")
     if args.above is not None and len(columns) == 2:
         raise UserError(f"--above is {args.above:g}, but --columns, {args.columns}, names no ratings; drop it")
     above = 3.5 if args.above is None else args.above
-    users, items = read_events(args.source, columns, above)
+    users, items = read_events(args.source, columns, above, names=() if args.no_header else None)
     print(f"{len(users):,}", "events, which all count" if len(columns) == 2 else f"ratings are above {above:g}")
     return users, items
