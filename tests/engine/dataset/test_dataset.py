@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -247,6 +248,69 @@ def test_messages(compare_messages):
             "an iterable": lambda: open_items(Endless(len), "x"),
         }
     )
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [
+        *("os:system", "subprocess:Popen", "builtins:exec", "shelve:DbfilenameShelf", "mailbox:mbox", "antigravity:x"),
+        *("test.autotest:x", "train:train", "numpy:load", "torch:load", "torch.utils.data:IterableDataset"),
+        *("harmful:run", "harmful:system", "harmful:Popen", "harmful:Shelf", "harmful:Length", "harmful:make"),
+        *("convert:main", "fastgpu.process.files:FolderLock"),
+    ],
+)
+def test_a_config_that_names_no_dataset_runs_nothing(tmp_path, monkeypatch, factory):
+    """Neither a command nor a class that writes when it is made: it is refused before the call."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "harmful", raising=False)
+    Path("harmful.py").write_text(HARMFUL)
+    before = {*sys.modules}
+    with pytest.raises(UserError, match=f"data.dataset is {factory}, which is no map-style Dataset; use a class"):
+        open_dataset("data.train", "harm", FIELDS, factory=factory)
+    assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["harmful.py"]
+    assert not {"antigravity", "test.autotest"} & ({*sys.modules} - before)
+
+
+HARMFUL = """
+from os import system
+from pathlib import Path
+from shelve import DbfilenameShelf as Shelf
+from subprocess import Popen
+def run(path: str) -> None:
+    Path(path).touch()
+class Length:
+    def __init__(self, path):
+        Path(path).touch()
+    def __len__(self):
+        return 1
+make = lambda path: 1
+make.__module__ = "os"
+"""
+OWN = """
+from torch.utils.data import Dataset
+from test_dataset import Numbered
+class Plain:
+    def __init__(self, path):
+        self.rows = Numbered()
+    def __len__(self):
+        return len(self.rows)
+    def __getitem__(self, row):
+        return self.rows[row]
+def make(path):
+    return Numbered()
+def typed(path: str) -> Dataset[object]:
+    return Numbered()
+"""
+
+
+@pytest.mark.parametrize("factory", ["own:Plain", "own:make", "own:typed", "own:Numbered", "test_dataset:Numbered"])
+def test_a_class_or_function_of_the_project_and_any_torch_dataset_may_be_named(tmp_path, monkeypatch, factory):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "own", raising=False)
+    Path("own.py").write_text(OWN)
+    assert len(open_dataset("data.train", "x", FIELDS, factory=factory)) == N_ROWS
 
 
 # ---------------------------------------------------------------------------------------------- errors of workers
