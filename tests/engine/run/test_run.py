@@ -179,6 +179,16 @@ def test_a_disk_that_refuses_a_file_that_a_run_does_not_need_costs_a_warning(tmp
     assert not list(tmp_path.iterdir())
 
 
+def test_a_folder_that_refuses_all_but_checkpoints_costs_a_warning_for_each_file(tmp_path, monkeypatch, capsys):
+    for name in ("touch", "unlink"):
+        monkeypatch.setattr(Path, name, Mock(side_effect=PermissionError(13, "Permission denied")))
+    with started_run(tmp_path) as run:
+        train_epoch(run)
+    warned = re.findall(r"warning: cannot write .*/a/(\S+) .*; training goes on", capsys.readouterr().out)
+    assert warned == ["stopped.json", "run.json", "config.yaml"]
+    assert checkpoints(tmp_path / "a") == ["best-000001", "last-000002"]
+
+
 def lose_a_value(world: World, folder: Path, name: str = "queue") -> str:
     """What a rank says when the last rank alone loses a value after the first epoch."""
     model = nn.BatchNorm1d(2)

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from fastgpu.process.config import Config, Section
-from fastgpu.process.launch import SharedError, read_launch
+from fastgpu.process.launch import SharedError, read_launch, say
 
 SectionT = TypeVar("SectionT", bound=Section)
 COMMAND_LINE = "command line"
@@ -71,7 +71,7 @@ def load_config(argv: list[str]) -> Config:
     config._origins.update(origins)
     if recorded and read_launch().rank == 0:
         code = f"workload={config.workload} data.dataset={config.data.dataset}"
-        print(f"{recorded[-1]} names the code that will be imported: {code}", flush=True)
+        say(f"{recorded[-1]} names the code that will be imported: {code}")
     return config
 
 
