@@ -344,6 +344,42 @@ def test_a_worker_that_hangs_is_one_clear_error_and_is_killed(monkeypatch, capfd
     wait_until_gone(pids)
 
 
+SUSPENDED = """
+import os, signal, sys, time
+from test_dataset import feed_of, source_of
+from fastgpu.dataset.source import ItemDataset
+class Suspended(ItemDataset):
+    # The job is stopped while a row is read, for longer than loader.timeout_s.
+    def read_rows(self, rows, seed, epoch, repeat=0):
+        if 70 in rows:
+            print("reading", flush=True)
+            sys.stdin.readline()
+        return super().read_rows(rows, seed, epoch, repeat)
+source = source_of()
+source.__class__ = Suspended
+feed = feed_of(source, 0, timeout_s=2)
+print(sum(len(pool.rows) for pool in feed.pools(0)), flush=True)
+feed.close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("python_path")
+def test_a_run_that_was_suspended_for_longer_than_its_timeout_goes_on():
+    command = [sys.executable, "-c", SUSPENDED]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin
+        assert process.stdout
+        assert process.stdout.readline() == "reading\n"
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(2.5)  # no condition can be waited for: this is how long the run is suspended
+        process.send_signal(signal.SIGCONT)
+        process.stdin.write("\n")
+        process.stdin.close()
+        assert process.stdout.read() == "144\n"
+        assert process.wait(TIMEOUT_S) == 0
+
+
 def test_workers_go_on_when_torchrun_asks_all_processes_of_a_rank_to_stop():
     """It sends SIGTERM to the process group, and the rank still needs rows: it finishes its step."""
     with closing(feed_of(source_of(), 2)) as feed:
