@@ -59,6 +59,8 @@ def test_resuming_takes_the_run_that_saved_last_or_starts_one_and_removes_what_a
         os.utime(make_run(tmp_path / name) / "checkpoints/last-000001", (number, number))
     (tmp_path / "d").mkdir()
     (tmp_path / "a/checkpoints/.partial-x").mkdir()
+    (tmp_path / "d/checkpoints").mkdir()
+    (tmp_path / "d/checkpoints/last-9").symlink_to("nowhere")
     assert locked(tmp_path, resume="auto").name == "a"
     assert checkpoints(tmp_path / "a") == ["last-000001"]
     assert locked(tmp_path, "c", "auto").name == "c"
