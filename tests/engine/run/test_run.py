@@ -59,6 +59,8 @@ def test_resuming_takes_the_run_that_saved_last_or_starts_one_and_removes_what_a
         os.utime(make_run(tmp_path / name) / "checkpoints/last-000001", (number, number))
     (tmp_path / "d").mkdir()
     (tmp_path / "a/checkpoints/.partial-x").mkdir()
+    (tmp_path / "d/checkpoints").mkdir()
+    (tmp_path / "d/checkpoints/last-9").symlink_to("nowhere")
     assert locked(tmp_path, resume="auto").name == "a"
     assert checkpoints(tmp_path / "a") == ["last-000001"]
     assert locked(tmp_path, "c", "auto").name == "c"
@@ -179,6 +181,16 @@ def test_a_disk_that_refuses_a_file_that_a_run_does_not_need_costs_a_warning(tmp
         write_or_warn(target, "{}")
     assert re.fullmatch(r"warning: cannot write .*No space left.*; training goes on\n", capsys.readouterr().out)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_refuses_all_but_checkpoints_costs_a_warning_for_each_file(tmp_path, monkeypatch, capsys):
+    for name in ("touch", "unlink"):
+        monkeypatch.setattr(Path, name, Mock(side_effect=PermissionError(13, "Permission denied")))
+    with started_run(tmp_path) as run:
+        train_epoch(run)
+    warned = re.findall(r"warning: cannot write .*/a/(\S+) .*; training goes on", capsys.readouterr().out)
+    assert warned == ["stopped.json", "run.json", "config.yaml"]
+    assert checkpoints(tmp_path / "a") == ["best-000001", "last-000002"]
 
 
 def lose_a_value(world: World, folder: Path, name: str = "queue") -> str:
