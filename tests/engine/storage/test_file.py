@@ -2,6 +2,8 @@ import errno
 import fcntl
 import mmap
 import os
+import resource
+from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 
@@ -146,6 +148,36 @@ def test_a_file_changed_before_or_while_rows_are_read_is_an_error(write, monkeyp
     monkeypatch.setattr(OpenFile, "check_unchanged", check)
     with pytest.raises(UserError, match="was changed while in use; restore the file"):
         read_by_jobs(opened, np.arange(8))
+
+
+@pytest.fixture
+def n_open() -> Callable[[], int]:
+    """How many descriptors more than now are open."""
+    descriptors = Path("/proc/self/fd")
+    before = len([*descriptors.iterdir()])
+    return lambda: len([*descriptors.iterdir()]) - before
+
+
+@pytest.mark.parametrize("options", [{}, {"compression": "gzip", "fletcher32": True}])
+def test_of_many_files_few_have_more_than_one_descriptor(write, tmp_path, monkeypatch, n_open, options):
+    for number in range(100):
+        write(4, name=f"{number:03d}.h5", start=4 * number, **options)
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
+    opened = open_store("data.train", str(tmp_path / "*.h5"), {"images": "images", "labels": "labels"})
+    assert rows_are_right(opened)
+    assert 100 <= n_open() <= 100 + 2 * 256 / 16
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (128, 128))
+    with pytest.raises(UserError, match="h5 is one file too many for the limit of 128 open files; raise it by ulimit"):
+        open_store("data.train", str(tmp_path / "*.h5"), {"images": "images"})
+
+
+def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be(write, monkeypatch):
+    limits = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (32, 4096))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limit: limits.append(limit))
+    open_store("data.train", write(4), {"images": "images"})
+    assert limits == [(4096, 4096)]
 
 
 def test_bytes_behind_the_end_of_a_file_are_an_error(tmp_path):

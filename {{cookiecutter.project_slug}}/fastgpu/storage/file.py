@@ -3,6 +3,7 @@
 import mmap
 import os
 import random
+import resource
 import threading
 from contextlib import suppress
 from functools import cached_property
@@ -19,6 +20,9 @@ READ_AHEAD_BYTES = 128 << 10
 PAGE_BYTES = 4096
 """Reads around the page cache begin and end at multiples of this. No common disk asks for more."""
 HUGE_PAGE_BYTES = 2 << 20
+FEW_FILES, MANY_FILES = 1 / 16, 3 / 4
+"""Shares of the descriptors that a process may have. Files of the first share may have several each, for a mapping or
+for h5py. Those of the second one are refused: the rest is for checkpoints and for connections between ranks."""
 RESTORE = "restore the file, then go on with run.resume=auto"
 
 _thread_local = threading.local()
@@ -41,7 +45,15 @@ class OpenFile:
         self.path = path
         self._raw = FileIO(path)
         self._source = self._raw
-        if around_page_cache:
+        # Descriptors are numbered from 0 on. Of many files, the later ones have to do with one each.
+        number, (soft, hard) = self._raw.fileno(), resource.getrlimit(resource.RLIMIT_NOFILE)
+        if number > soft * FEW_FILES:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        if number > hard * MANY_FILES:
+            cure = "raise it by ulimit -n, or write some hundred files each into one: python convert.py repack"
+            raise UserError(f"{path} is one file too many for the limit of {hard} open files; {cure}")
+        self._is_among_few = number <= hard * FEW_FILES
+        if around_page_cache and self._is_among_few:
             with suppress(OSError):  # raised by a file system that has no such reads
                 direct = FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT), "rb")
                 os.preadv(direct.fileno(), [mmap.mmap(-1, PAGE_BYTES)], 0)
@@ -102,12 +114,12 @@ class OpenFile:
             return None
         byte = offset + self._rng.randrange(count)
         try:
-            if os.preadv(self._raw.fileno(), [bytearray(1)], byte, os.RWF_NOWAIT):  # 0: it was cut just now
-                return self.mapped[offset : offset + count]
+            is_cached = os.preadv(self._raw.fileno(), [bytearray(1)], byte, os.RWF_NOWAIT)  # 0: it was cut just now
+            return self.mapped[offset : offset + count] if is_cached and self._is_among_few else None
         except OSError:  # not in memory, or on a network, of which Linux does not tell
             for start in range(offset, offset + count, READ_AHEAD_BYTES):
                 os.posix_fadvise(self._raw.fileno(), start, READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
-        return None
+            return None
 
     @cached_property
     def mapped(self) -> np.ndarray:
@@ -117,8 +129,9 @@ class OpenFile:
     def read_h5(self, dataset: str, start: int, n_rows: int) -> np.ndarray:
         """The rows start, start + 1, ... as far as there are any, by the HDF5 library, which holds its one lock."""
         try:
-            self._h5 = self._h5 or h5py.File(self.path, "r")
-            return np.asarray(self._h5[dataset][start : start + n_rows])
+            h5 = self._h5 or h5py.File(self.path, "r")
+            self._h5 = h5 if self._is_among_few else None
+            return np.asarray(h5[dataset][start : start + n_rows])
         except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
             text = " ".join(str(error).split())
             raise UserError(f"{self.path}: {dataset} from row {start} on cannot be read ({text}); {RESTORE}") from None
