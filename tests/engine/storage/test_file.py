@@ -128,9 +128,16 @@ def overwrite(path: str) -> None:
         raw.write(b"x")
 
 
+def overwrite_with_its_old_time(path: str) -> None:
+    old = Path(path).stat()
+    while Path(path).stat().st_ctime_ns == old.st_ctime_ns:  # which is that of the last tick of the kernel
+        overwrite(path)
+        os.utime(path, ns=(old.st_mtime_ns, old.st_mtime_ns))
+
+
 @pytest.mark.usefixtures("either_cached_or_not")
 @pytest.mark.parametrize("options", [{"chunk": 8}, {"chunk": None}, {"compression": "gzip"}])
-@pytest.mark.parametrize("change", [cut, grow, overwrite])
+@pytest.mark.parametrize("change", [cut, grow, overwrite, overwrite_with_its_old_time])
 @pytest.mark.parametrize("n_checks_before", [0, 1])
 def test_a_file_changed_before_or_while_rows_are_read_is_an_error(write, monkeypatch, options, change, n_checks_before):
     path = write(40, BIG, **options)
@@ -148,6 +155,30 @@ def test_a_file_changed_before_or_while_rows_are_read_is_an_error(write, monkeyp
     monkeypatch.setattr(OpenFile, "check_unchanged", check)
     with pytest.raises(UserError, match="was changed while in use; restore the file"):
         read_by_jobs(opened, np.arange(8))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda path: path.chmod(0o600),
+        lambda path: path.with_name("link").hardlink_to(path),
+        lambda path: path.rename(path.with_name("moved")),
+        lambda path: path.unlink(),
+        lambda path: path.with_name("new").rename(path),
+    ],
+    ids=["mode", "link", "moved", "removed", "replaced"],
+)
+def test_a_file_with_another_mode_or_name_is_read_to_its_end(write, change):
+    write(40, BIG, name="new", start=40)
+    path = Path(write(40, BIG))
+    os.utime(path, (0, 0))  # written long ago
+    opened = open_store("data.train", str(path), {"images": "images"})
+    change(path)
+    assert rows_are_right(opened)
+    with Path(f"/proc/self/fd/{opened.file._raw.fileno()}").open("r+b") as raw:
+        raw.write(b"x")
+    with pytest.raises(UserError, match="was changed while in use"):
+        rows_are_right(opened)
 
 
 @pytest.fixture

@@ -9,6 +9,8 @@ from contextlib import suppress
 from functools import cached_property
 from io import FileIO
 from math import ceil
+from operator import attrgetter
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -23,6 +25,7 @@ HUGE_PAGE_BYTES = 2 << 20
 FEW_FILES, MANY_FILES = 1 / 16, 3 / 4
 """Shares of the descriptors that a process may have. Files of the first share may have several each, for a mapping or
 for h5py. Those of the second one are refused: the rest is for checkpoints and for connections between ranks."""
+OWNERS = attrgetter("st_mode", "st_uid", "st_gid", "st_nlink")
 RESTORE = "restore the file, then go on with run.resume=auto"
 
 _thread_local = threading.local()
@@ -59,17 +62,23 @@ class OpenFile:
                 os.preadv(direct.fileno(), [mmap.mmap(-1, PAGE_BYTES)], 0)
                 self._source = direct
         self.is_direct = self._source is not self._raw
-        status = os.fstat(self._raw.fileno())
-        self.size = status.st_size
-        self._changed_ns = status.st_mtime_ns
+        self._status = os.fstat(self._raw.fileno())
+        self.size = self._status.st_size
         self._rng = random.Random(0)
         self._h5: h5py.File | None = None
 
     def check_unchanged(self) -> None:
         """Raise UserError if somebody has written to the file since it was opened."""
-        status = os.fstat(self._raw.fileno())
-        if (status.st_size, status.st_mtime_ns) != (self.size, self._changed_ns):
+        old, new = self._status, os.fstat(self._raw.fileno())
+        if (new.st_mtime_ns, new.st_ctime_ns, new.st_size) == (old.st_mtime_ns, old.st_ctime_ns, old.st_size):
+            return
+        # A program that writes can set st_mtime back, but not st_ctime, which a new mode, owner or name changes, too.
+        path = Path(self.path)
+        is_renamed = not path.exists() or not os.path.samestat(path.stat(), new)
+        has_old_content = (new.st_mtime_ns, new.st_size) == (old.st_mtime_ns, old.st_size)
+        if not has_old_content or not (is_renamed or OWNERS(new) != OWNERS(old)):
             raise UserError(f"{self.path} was changed while in use; {RESTORE}")
+        self._status = new
 
     def preadv(self, targets: list[memoryview], offset: int) -> None:
         """Fill the targets, one after the other, with the bytes from `offset` on.
