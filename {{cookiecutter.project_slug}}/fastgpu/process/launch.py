@@ -5,6 +5,7 @@ The only module that reads environment variables. It does not import torch, so e
 
 import ctypes
 import faulthandler
+import io
 import os
 import signal
 import socket
@@ -18,6 +19,9 @@ from typing import NamedTuple, ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
+CONTROL = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 13), *range(14, 32), *range(127, 160))}
+ESCAPES = CONTROL | {0xDC00 + byte: f"\\x{byte:02x}" for byte in range(128, 256)}
+"""How text is shown: terminals obey control characters, and bytes of a file name that are no text are surrogates."""
 EXIT_DELAY_S = 3.0
 """The other ranks of a machine exit this much later, so that the first one can print the message of all: torchrun kills
 all ranks when one exits. With a first rank that was 0.3 s late, no message came in 4 of 4 jobs without this."""
@@ -53,6 +57,22 @@ def read_launch() -> Launch:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
     numbers = [int(os.environ.get(name, default)) for name, default in zip(names, Launch()[:-1], strict=True)]
     return Launch._make([*numbers, "TORCHELASTIC_RUN_ID" in os.environ])
+
+
+class _Terminal(io.TextIOWrapper):
+    def write(self, text: str) -> int:
+        return super().write(text.translate(ESCAPES))
+
+
+def show_any_text() -> None:
+    """From now on, standard output and error show what terminals obey or cannot encode as `\\x1b`.
+
+    Names of files and classes may hold any of it.
+    """
+    for name in ("stdout", "stderr"):
+        if stream := getattr(sys, name):  # None: it was closed
+            how = {"errors": "backslashreplace", "line_buffering": stream.line_buffering}
+            setattr(sys, name, _Terminal(stream.buffer, stream.encoding, **how))
 
 
 def warn(text: str) -> None:
