@@ -71,8 +71,8 @@ def show_any_text() -> None:
     """
     for name in ("stdout", "stderr"):
         if stream := getattr(sys, name):  # None: it was closed
-            how = {"errors": "backslashreplace", "line_buffering": stream.line_buffering}
-            setattr(sys, name, _Terminal(stream.buffer, stream.encoding, **how))
+            how = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
+            setattr(sys, name, _Terminal(stream.buffer, stream.encoding, "backslashreplace", **how))
 
 
 def warn(text: str) -> None:
