@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from fastgpu.process.launch import UserError, exit_with_message
+from fastgpu.process.launch import UserError, exit_with_message, show_any_text
 
 COMMANDS = {
     "commands.arrays": "x.npy, y.npz, z.npz::x, scipy's sparse m.npz, x.h5::/x: arrays images=x.npy y.npz train.h5",
@@ -67,7 +67,8 @@ def parse(argv: list[str]) -> Namespace:
     add("images", "--keep-encoded", **switch, help="keep the files; if the shorter side is above --size: smaller JPEG")
     add("images", "--masks", type=Path, metavar="DIR", help="folder with a mask of the same name for each image")
     add("images", "--binary-masks", **switch, help="the masks hold 0 and 255, which is class 1 and not ignored")
-    add("images", "--on-error", choices=("stop", "skip"), help="list broken ones (default), or leave out 1 %% at most")
+    on_error = {"type": max_broken, "default": 0.0, "metavar": "{stop,skip,skip=10%%}"}
+    add("images", "--on-error", **on_error, help="list broken ones (default), or leave out 1 %% of them, or a share")
     add("pixels", "--label", type=str.strip, default="", help="its column; default: the only one, or label")
     add("events", "--above", type=float, help="count ratings above this; default: 3.5")
     add(
@@ -99,6 +100,15 @@ def size(text: str) -> tuple[int, ...]:
     return (numbers * 2)[:2]
 
 
+def max_broken(text: str) -> float:
+    """The share of the images that may be left out: of `stop` none, of `skip` 1 %."""
+    word, _, pct = text.partition("=")
+    share = {"stop": 0.0, "skip": 0.01}.get(text) if not pct else float(pct.removesuffix("%")) / 100
+    if share is None or (pct and not (word == "skip" and pct.endswith("%") and 0 < share <= 1)):
+        raise ArgumentTypeError(f"{text} should be stop, skip or a share such as skip=10%")
+    return share
+
+
 def at_least(lowest: int) -> Callable[[str], int]:
     """A type of numbers for argparse."""
 
@@ -125,6 +135,9 @@ def main(args: Namespace) -> int:
 if __name__ == "__main__":
     args = parse(sys.argv[1:])
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what is not complete is removed
+    if args.run in ("commands.info", "commands.check"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends them, which write no files
+    show_any_text()
     import torch  # whose import takes seconds: --help and mistakes should not wait for it
 
     torch.set_num_threads(1)  # each of the reader threads works alone

@@ -182,7 +182,10 @@ def test_messages(tmp_path, monkeypatch, compare_messages):
     mistakes = of_arrays() | of_tables() | of_pixels() | of_events() | of_images() | of_commands()
     before = {*tmp_path.iterdir()}
     compare_messages(mistakes)
-    assert {path.name for path in {*tmp_path.iterdir()} - before} <= {"x.csv"}  # a mistake writes nothing
+    assert {path.name for path in {*tmp_path.iterdir()} - before} <= {
+        "x.csv",
+        "new.h5.broken.txt",
+    }  # a mistake writes no rows
 
 
 # ---------------------------------------------------------------------------------------------- the command line
@@ -222,7 +225,13 @@ def test_help_and_mistakes_do_not_wait_for_torch():
 def test_shares_and_sizes():
     assert [script.shares(text) for text in ("0.75", "0.8,0.1,0.1")] == [(0.75, 0.25), (0.8, 0.1, 0.1)]
     assert [script.size(text) for text in ("64", "218x178")] == [(64, 64), (218, 178)]
+    found = [script.max_broken(text) for text in ("stop", "skip", "skip=10%", "skip=0.5%", "skip=100%")]
+    assert found == [0, 0.01, 0.1, 0.005, 1]
     wrong = [(script.shares, each) for each in ("1", "-0.5", "half", "0.5,0.6", "0.4,0.2,0.2,0.2", "nan")]
-    for parse, text in [*wrong, *((script.size, each) for each in ("", "-1", "1.5", "3x32x32"))]:
+    for parse, text in [
+        *wrong,
+        *((script.max_broken, each) for each in ("", "skip=", "skip=10", "stop=1%", "skip=0%", "skip=101%", "skip=x%")),
+        *((script.size, each) for each in ("", "-1", "1.5", "3x32x32")),
+    ]:
         with pytest.raises((ArgumentTypeError, ValueError)):  # argparse makes a message of each
             parse(text)

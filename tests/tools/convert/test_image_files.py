@@ -1,14 +1,17 @@
 import io
 import itertools
+import os
+import sys
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
-from harness import read_rows
+from harness import ROOT, read_rows, run_to_end
 from PIL import Image
 
 from fastgpu.convert.images.readers import ImageFolder, ImageTable, Masks, PixelTable
+from fastgpu.convert.summary import fields_of, inspect
 from fastgpu.dataset.source import open_dataset
 from fastgpu.imagefiles import read_preprocessing
 from fastgpu.images.parts import Preprocessing
@@ -93,8 +96,8 @@ def test_broken_images_are_left_out_of_all_splits_and_listed(tmp_path, convert):
     convert("images photos out.h5 --on-error skip --split 0.5")
     reports = tmp_path.glob("out-*.h5.skipped.txt")
     assert sorted(line for path in reports for line in path.read_text(encoding="utf-8").splitlines()) == [
-        "photos: a/photo 005 é.png cannot be read: it is not an image that Pillow knows",
-        "photos: a/photo 077 é.png cannot be read: images are uint8 (N, 3, 9, 9), in the first row uint8 (N, 3, 8, 10) "
+        "photos/a/photo 005 é.png cannot be read: it is not an image that Pillow knows",
+        "photos/a/photo 077 é.png cannot be read: images are uint8 (N, 3, 9, 9), in the first row uint8 (N, 3, 8, 10) "
         "(--size makes images alike)",
     ]
     found = rows_of(tmp_path / "out-train.h5") | rows_of(tmp_path / "out-val.h5")
@@ -123,6 +126,45 @@ def test_a_table_without_a_header_loses_no_row(tmp_path, convert):
     with h5py.File(tmp_path / "x-train.h5") as file:
         assert file["labels"][:].tolist() == [1, 0, 1, 0]
         assert file["images"][:, 0, 0, 0].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_names_that_a_terminal_cannot_show_are_escaped_and_kept_apart(tmp_path, encoding):
+    names = ["고양이".encode("cp949"), "강아지".encode("cp949"), b"\x1b[31m", "é".encode()]
+    folder_of(tmp_path / "photos", {os.fsdecode(name): 4 for name in names})
+    (tmp_path / "photos" / os.fsdecode(names[0]) / "broken\x1b[2J.png").write_text("no image")
+    done = run_to_end(
+        [sys.executable, str(ROOT / "convert.py"), "images", "photos", "x.h5", "--on-error", "skip"],
+        tmp_path,
+        PYTHONIOENCODING=encoding,
+    )
+    assert done.returncode == 0, done.stderr
+    shown = [
+        r"\xb0\xed\xbe\xe7\xc0\xcc",
+        r"\xb0\xad\xbe\xc6\xc1\xf6",
+        r"\x1b[31m",
+        r"\xe9" if encoding == "ascii" else "é",
+    ]
+    assert all(f"{name} " in done.stdout for name in shown)
+    assert "\x1b" not in done.stdout + (tmp_path / "x.h5.skipped.txt").read_text(encoding="utf-8")
+    with h5py.File(tmp_path / "x.h5") as file:
+        assert {*attributes_of(file)["class_names"]} == {*shown[:2], "\x1b[31m", "é"}
+
+
+def test_every_row_says_which_file_it_was(tmp_path, convert):
+    folder = folder_of(tmp_path / "photos", {"a": 150, os.fsdecode(b"b/\xff"): 100})
+    (folder / "a/photo 005 é.png").write_text("no image")
+    convert("images photos x.h5 --on-error skip --split 0.5")
+    convert("repack x-train.h5 x-val.h5 again.h5 --seed 3")
+    for name in ("x-train.h5", "x-val.h5", "again.h5"):
+        assert [*fields_of(inspect(name))] == ["/"]
+        assert {*fields_of(inspect(name))["/"]} == {"images", "labels"}
+        with h5py.File(tmp_path / name) as file:
+            numbers = file["images"][:, 0, 0, 0].tolist()
+            found = file["fastgpu_source"].asstr()[:].tolist()
+        folders = ["a" if number < 150 else r"b/\xff" for number in numbers]
+        assert found == [f"photos/{each}/photo {n:03d} é.png" for each, n in zip(folders, numbers, strict=True)]
 
 
 def test_a_table_that_names_an_image_twice_is_told(tmp_path, capsys):
@@ -243,7 +285,7 @@ def test_images_that_lose_something_are_counted_and_what_cannot_be_kept_is_liste
         f"changed  without the transparency: 1 {of}",
     ]
     cut, deeper = Path("x.h5.skipped.txt").read_text().splitlines()
-    assert cut.startswith(f"{folder}: a/cut.png cannot be read: ")
+    assert cut.startswith(f"{folder}/a/cut.png cannot be read: ")
     assert "a/deeper.tif cannot be read: its pixels are integers of 32 bits, or floats; scale them" in deeper
 
 

@@ -83,13 +83,13 @@ def test_attributes_that_hdf5_refuses_are_told_before_a_row_is_read(tmp_path):
 def test_few_broken_rows_are_left_out_and_listed(tmp_path, n_rows, broken):
     listed = tmp_path / "x.h5.skipped.txt"
     parts = {"": Numbers(n_rows, broken)}
-    write_files(parts, tmp_path / "x.h5", skips_broken=True)
+    write_files(parts, tmp_path / "x.h5", max_broken=0.01)
     assert sorted(rows_of(tmp_path / "x.h5")) == [row for row in range(n_rows) if row not in broken]
     lines = [f"numbers: row {row} cannot be read: it is odd" for row in broken]
     assert listed.read_text().splitlines() == lines
     (tmp_path / "x.h5").rename(tmp_path / "kept.h5")
     with pytest.raises(UserError, match="x.h5.skipped.txt exists; --force replaces a file"):
-        write_files(parts, tmp_path / "x.h5", skips_broken=True)
+        write_files(parts, tmp_path / "x.h5", max_broken=0.01)
     write_files({"": Numbers(n_rows)}, tmp_path / "x.h5", replace=True)
     assert not listed.exists()
 
@@ -99,13 +99,29 @@ def test_few_broken_rows_are_left_out_and_listed(tmp_path, n_rows, broken):
 )
 def test_more_broken_rows_leave_everything_as_it_was(tmp_path, n_rows, broken, skips):
     (tmp_path / "x.h5").write_text("before")
-    with pytest.raises(UserError, match=rf"{len(broken)} of {n_rows} rows are broken; nothing was .* 1 % at most"):
-        write_files({"": Numbers(n_rows, broken)}, tmp_path / "x.h5", replace=True, skips_broken=skips)
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("x.h5", "before")]
+    with pytest.raises(UserError, match=rf"{len(broken)} of {n_rows} rows are broken, .* nothing else .* 1 % at most"):
+        write_files({"": Numbers(n_rows, broken)}, tmp_path / "x.h5", replace=True, max_broken=0.01 * skips)
+    lines = "".join(f"numbers: row {row} cannot be read: it is odd\n" for row in sorted(broken))
+    written = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert written == {"x.h5": "before", "x.h5.broken.txt": lines}
+
+
+def test_more_broken_rows_are_left_out_if_a_share_says_so_and_all_of_them_are_listed(tmp_path):
+    broken = range(0, 210, 10)
+    with pytest.raises(UserError, match="and 1 more"):
+        write_files({"": Numbers(211, broken)}, tmp_path / "x.h5")
+    assert len((tmp_path / "x.h5.broken.txt").read_text().splitlines()) == 21
+    with pytest.raises(UserError, match="21 of 209 rows are broken"):  # above 10 %
+        write_files({"": Numbers(209, broken)}, tmp_path / "x.h5", max_broken=0.1)
+    write_files({"": Numbers(211, broken)}, tmp_path / "x.h5", max_broken=0.1)
+    assert len(rows_of(tmp_path / "x.h5")) == 190
+    assert {path.name for path in tmp_path.iterdir()} == {"x.h5", "x.h5.skipped.txt"}
 
 
 def test_rows_that_do_not_come_are_not_lost_in_silence(tmp_path, monkeypatch):
-    monkeypatch.setattr(writing, "_read", lambda *_: (rows for rows in [{"x": np.zeros((9, 1000)), "y": np.zeros(9)}]))
+    monkeypatch.setattr(
+        writing, "_read", lambda *_, **__: (rows for rows in [{"x": np.zeros((9, 1000)), "y": np.zeros(9)}])
+    )
     with pytest.raises(AssertionError, match="9 of 10 rows came"):
         write_files({"": Numbers(10)}, tmp_path / "x.h5")
     assert not list(tmp_path.iterdir())

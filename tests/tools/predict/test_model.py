@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fastgpu.images.column import ImageCodec
 from fastgpu.images.parts import Preprocessing
-from fastgpu.predict.model import export, load_model, open_batches, open_inputs
+from fastgpu.predict.model import export, load_model, open_batches, open_inputs, places_of
 from fastgpu.process.launch import UserError
 from fastgpu.storage.store import open_store
 from workloads import minimal
@@ -31,6 +31,27 @@ def test_a_model_comes_back_as_it_was_with_its_options(minimal_run):
         assert torch.equal(value, averaged[f"module.{name}"])
     assert (card["options"], card["attributes"]) == ({"hidden_dim": 64}, workload.card())
     assert workload.options.hidden_dim == 64
+
+
+def test_rows_are_named_by_file_number_and_source(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, sources in (("a.h5", ["é.png", "b.png"]), ("b.h5", None), ("c.h5", [7])):
+        with h5py.File(name, "w") as file:
+            file["x"] = np.zeros(len(sources or [0] * 3))
+            if sources:
+                file["fastgpu_source"] = sources
+
+    def named(*files: str) -> dict[str, list]:
+        return {name: column.tolist() for name, column in places_of(open_store("INPUT", files, {"x": "x"})).items()}
+
+    assert named("b.h5") == {"row": [0, 1, 2]}
+    assert named("c.h5") == {"row": [0]}  # it is of another kind
+    assert named("a.h5") == {"row": [0, 1], "source": ["é.png", "b.png"]}
+    assert named("b.h5", "a.h5") == {
+        "file": ["b.h5"] * 3 + ["a.h5"] * 2,
+        "row": [0, 1, 2, 0, 1],
+        "source": ["", "", "", "é.png", "b.png"],
+    }
 
 
 def test_of_a_run_the_best_checkpoint_is_taken_else_the_last(copy_model, tmp_path):

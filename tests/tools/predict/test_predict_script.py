@@ -33,6 +33,9 @@ RUN x.npy -o a.txt
 RUN x.npy --top 0
 RUN --evaluate x.h5 -o x.csv
 RUN --export a.pt2 --id user
+RUN x.npy --errors x.csv
+RUN --evaluate x.h5 --errors x.txt
+RUN --evaluate ROWS::/val --errors TMP/x.csv
 TMP/none ROWS::/val
 RUN ROWS
 RUN TMP/none.npy
@@ -259,6 +262,17 @@ def test_photos_are_predicted_as_the_rows_that_the_converter_made_of_them(tmp_pa
     assert done.returncode == 0, done.stderr
     words = f"--config {ROOT}/config.yaml data.train=x-train.h5 data.val=x-val.h5 data.batch_size=8 model.width=4"
     train(*words.split(" "), "run.name=a", "train.epochs=1", "dist.device=cpu")
+    # Rows know the photos that they were made of, and those that the model takes for another class are listed.
+    told = run("runs/a", "x-train.h5", "x-val.h5", "--evaluate", "--errors", "wrong.csv")
+    wrong = [*csv.DictReader(Path("wrong.csv").read_text().splitlines())]
+    assert told.startswith("top1_pct ")
+    assert len(wrong) == round(40 * (1 - float(told.split()[1]) / 100))
+    assert all(line["source"] == f"photos/{line['label_name']}/{line['source'][9:]}" for line in wrong)
+    run("runs/a", "x-train.h5", "x-val.h5", "-o", "rows.jsonl")
+    rows = lines_of(Path("rows.jsonl"))
+    assert sorted(line["source"] for line in rows) == sorted(map(str, Path("photos").glob("?/*.png")))
+    chosen = {line["source"]: line["class_name"] for line in rows}
+    assert {line["source"] for line in wrong} == {path for path, name in chosen.items() if path.split("/")[1] != name}
     Path("photos/a/broken.png").write_text("no image")
     photo.rename(os.fsdecode(b"photos/b/39\xff.png"))  # which is not UTF-8
     Path("empty").mkdir()

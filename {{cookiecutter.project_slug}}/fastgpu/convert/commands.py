@@ -19,11 +19,11 @@ def write(source: Dataset | Mapping[str, Dataset], args: Namespace) -> None:
     parts = source if isinstance(source, Mapping) else split_rows(source, vars(args).get("split"), args.seed)
     print(next(iter(parts.values())).name, *describe_rows(parts), sep="\n", flush=True)
     seed = None if args.keep_order else args.seed
-    skips_broken = vars(args).get("on_error") == "skip"
+    max_broken = vars(args).get("on_error", 0.0)
     if args.dry_run:
         print("--dry-run: nothing is written")
     else:
-        write_files(parts, args.target, seed, args.compression, replace=args.force, skips_broken=skips_broken)
+        write_files(parts, args.target, seed, args.compression, replace=args.force, max_broken=max_broken)
 
 
 def arrays(args: Namespace) -> None:

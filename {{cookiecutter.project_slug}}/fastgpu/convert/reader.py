@@ -56,8 +56,12 @@ class Reader(ItemSource):
         return self.labels if name == "labels" else None
 
     def where(self, row: int) -> str:
-        """The place of a row, for messages."""
+        """Where a row comes from."""
         return f"{self.name}: row {row}"
+
+    def sources(self, row_ids: np.ndarray) -> list[str]:
+        """Where rows come from, for their file."""
+        return list(map(self.where, row_ids.tolist()))
 
     def facts(self) -> dict[str, Any]:
         """Attributes that are known when all rows have been read."""

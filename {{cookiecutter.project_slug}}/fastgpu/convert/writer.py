@@ -2,6 +2,7 @@
 
 images (N, C, H, W), labels (N,)      datasets of equal length; a block is an HDF5 chunk of whole rows, about 2 MiB
 fastgpu_sha256/images (blocks, 32)    SHA-256 of the rows of each block, before compression
+fastgpu_source (N,)                   text: the image file or the row of a table that each row came from
 items/indptr (N + 1,), items/indices  ragged rows of item numbers, a CSR matrix as anndata writes it: those of row n
                                       are indices[indptr[n] : indptr[n + 1]]; its `data`, all 1, takes no room
 weights/indptr, weights/values        ragged rows of other values
@@ -10,7 +11,7 @@ attributes                            fastgpu_format = 1, and what the caller kn
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -19,13 +20,15 @@ from typing import Any, Literal
 import h5py
 import numpy as np
 
+from fastgpu.process.launch import ESCAPES
 from fastgpu.rows.rows import CODECS, Field, RaggedArray
-from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, DIGESTS, MIN_BLOCKS
+from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, DIGESTS, MIN_BLOCKS, SOURCES
 
 Compression = Literal["none", "gzip"]
 RAGGED_BLOCK_BYTES = BLOCK_BYTES // 8
 """Blocks of ragged values are smaller: rows begin and end inside of them, and a block is decoded as a whole."""
 MIN_CHUNK_BYTES = 16 << 10
+SOURCES_PER_CHUNK = 4096
 INDPTR = Field(np.dtype(np.int64), ())
 STATISTICS_ROWS = 10_000
 """Maximum number of images for the mean. With so many, the error is below 1 % of the spread of the pixels."""
@@ -86,6 +89,22 @@ def write_attributes(group: h5py.Group, attributes: Mapping[str, Any]) -> None:
             text = np.char.encode(array.astype(str), "utf-8", "surrogateescape")
             array = text.astype(h5py.string_dtype("utf-8", max(1, text.itemsize)))
         group.attrs[name] = array
+
+
+def write_sources(file: h5py.File, sources: Sequence[str]) -> None:
+    """Write where each row of a file came from, if it is known: texts of one length, compressed to a few bytes each.
+
+    HDF5 keeps text of any length in a heap, 32 bytes a row beside the text, which no filter compresses.
+    """
+    if not any(sources):
+        return
+    shown = [each if each.isprintable() else each.translate(ESCAPES) for each in sources]  # which takes 2 us
+    texts = [each.encode() for each in shown]
+    kind = h5py.string_dtype("utf-8", max(map(len, texts)))
+    how = {"chunks": (min(len(texts), SOURCES_PER_CHUNK),), "compression": 1, "fletcher32": True}
+    data = file.create_dataset(SOURCES, (len(texts),), kind, **how)
+    for start in range(0, len(texts), SOURCES_PER_CHUNK):
+        data[start : start + SOURCES_PER_CHUNK] = np.array(texts[start : start + SOURCES_PER_CHUNK], kind)
 
 
 def choose_block_rows(n_rows: int, field: Field, widest: Field) -> int:

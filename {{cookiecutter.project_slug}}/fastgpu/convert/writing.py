@@ -1,7 +1,7 @@
 """Sources -> files: what was understood is shown, rows are read in their final order, written, and counted."""
 
 from collections import Counter
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -11,24 +11,23 @@ import torch
 from tqdm import tqdm
 
 from fastgpu.convert.reader import SPLITS, Reader, list_first, rows_of
-from fastgpu.convert.writer import Compression, write_attributes, write_rows
+from fastgpu.convert.writer import Compression, write_attributes, write_rows, write_sources
 from fastgpu.dataset.items import Columns
 from fastgpu.feed import Passes, PrefetchLoader
 from fastgpu.process.config import Loader
 from fastgpu.process.files import flush, new_file
-from fastgpu.process.launch import UserError, warn
+from fastgpu.process.launch import ESCAPES, UserError, warn
 from fastgpu.process.machine import available_cpus, free_host_bytes
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage.layout import BLOCK_BYTES
+from fastgpu.storage.store import HDF5Dataset
 
 POOL_BYTES, POOL_BLOCKS = 1 << 30, 512
 """Rows that are shuffled together, whichever is more; but never more than a quarter of the free memory."""
 SINGLE_ROW_POOL_BYTES = 64 << 20
 """The same for sources with blocks of one row, which any size of pool shuffles completely."""
-MIN_ROWS_PER_SKIPPED = 100
-"""If more rows are broken, the data is not what it should be, and nothing is written."""
 
 
 def write_files(
@@ -38,43 +37,50 @@ def write_files(
     compression: Compression = "none",
     *,
     replace: bool = False,
-    skips_broken: bool = False,
+    max_broken: float = 0.0,
 ) -> None:
     """Write each part to a file of its own: x.h5 becomes x-train.h5 for the part `train`, and stays x.h5 for "".
 
-    Files get their names when all are complete. seed: of the random order; None keeps that of the source. skips_broken:
-    leave broken rows out, and list them beside the file. Raises UserError if a file is in the way or cannot be written,
-    or rows are broken that must not be left out; OSError if the disk is full.
+    Files get their names when all are complete. seed: of the random order; None keeps that of the source. max_broken:
+    share of the rows, or one row, that is left out if it is broken. Broken rows are listed beside the file. Raises
+    UserError if a file is in the way or cannot be written, or more rows are broken; OSError if the disk is full.
     """
     named = {split: target.with_name(f"{target.stem}-{split}{target.suffix}") for split in SPLITS} | {"": target}
     broken = getattr(next(iter(parts.values())), "broken", {})  # of all parts of a split
     reports = {name: Path(f"{named[name]}.skipped.txt") for name in parts}
+    broken_list = Path(f"{target}.broken.txt")
     if not replace and (reported := [str(path) for path in reports.values() if path.exists()]):
         raise UserError(f"{reported[0]} exists; --force replaces a file")
     with ExitStack() as stack:
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = {name: stack.enter_context(new_file(named[name], replace=replace)) for name in parts}
         written = {}
+        row_ids: dict[str, list[np.ndarray]] = {name: [] for name in parts}
         for name, part in parts.items():
             facts = {"source": part.name, "row_order": "as in the source", **part.attributes}
             if seed is not None:
                 facts["row_order"] = f"random, seed {seed}"
             path, fields = partial[name], part.fields
-            with closing(_read(part, seed, broken, named[name].name)) as rows:
+            with closing(_read(part, seed, broken, named[name].name, row_ids=row_ids[name])) as rows:
                 written[name] = write_rows(path, len(part), fields, rows, attributes=facts, compression=compression)
         n_rows = sum(map(len, parts.values()))
-        if len(broken) > (max(1, n_rows // MIN_ROWS_PER_SKIPPED) if skips_broken else 0):
-            reasons = list_first([broken[row] for row in sorted(broken)], "\n  ")
-            cure = "nothing was written; --on-error skip leaves out 1 % at most"
-            raise UserError(f"{len(broken):,} of {n_rows:,} rows are broken; {cure}:\n  {reasons}")
+        if len(broken) > (max(1, int(n_rows * max_broken + 1e-6)) if max_broken else 0):
+            reasons = [broken[row] for row in sorted(broken)]
+            with new_file(broken_list, replace=True) as partial_list:
+                _write_lines(partial_list, reasons)
+            cure = "nothing else was written; --on-error skip leaves out 1 % at most, skip=10% more"
+            found = f"{len(broken):,} of {n_rows:,} rows are broken, which {broken_list} lists"
+            raise UserError("\n  ".join([f"{found}; {cure}:", list_first(reasons, "\n  ")]))
         if empty := [str(named[name]) for name, n_written in written.items() if not n_written]:
             raise UserError(f"{empty[0]} would have no rows: all of its images are broken")
         assert sum(written.values()) + len(broken) == n_rows, f"{sum(written.values())} of {n_rows} rows came"
         for name, part in parts.items():
-            if isinstance(part, Reader):
-                with h5py.File(partial[name], "r+") as file:
-                    write_attributes(file, part.facts())
+            with h5py.File(partial[name], "r+") as file:
+                write_attributes(file, part.facts() if isinstance(part, Reader) else {})
+                if isinstance(part, Reader | HDF5Dataset):
+                    write_sources(file, part.sources(np.concatenate(row_ids[name])))
             flush(partial[name])  # now, since the disk may refuse: all files get their names, or none
+    broken_list.unlink(missing_ok=True)  # of an earlier try
     for name, part in parts.items():
         print(f"{written[name]:,} rows in {named[name]}")
         if isinstance(part, Reader):
@@ -83,8 +89,13 @@ def write_files(
         warn(f"{old} was here before: if it is of the same source, it has rows of the new files; delete it")
 
 
-def _read(source: Dataset, seed: int | None, broken: Mapping[int, str], name: str) -> Generator[Columns]:
-    """The rows in their order without broken ones, read by the feed of training. name: for the bar of progress."""
+def _read(
+    source: Dataset, seed: int | None, broken: Mapping[int, str], name: str, *, row_ids: list[np.ndarray]
+) -> Generator[Columns]:
+    """The rows in their order without broken ones, read by the feed of training. name: for the bar of progress.
+
+    row_ids: the numbers of the rows are appended to it.
+    """
     block_bytes = int(source.block_rows.max()) * source.row_bytes
     pool_bytes = max(POOL_BYTES, POOL_BLOCKS * block_bytes) if block_bytes > source.row_bytes else SINGLE_ROW_POOL_BYTES
     pool_rows = max(1, min(len(source), min(pool_bytes, free_host_bytes() // 4) // source.row_bytes))
@@ -103,6 +114,7 @@ def _read(source: Dataset, seed: int | None, broken: Mapping[int, str], name: st
                     columns[field] = RaggedArray(column.values, np.delete(column.offsets, places + 1))
                 else:
                     columns[field] = np.delete(column, places, axis=0)
+            row_ids.append(np.delete(pool.plan.row_ids, places))
             yield columns
             bar.update(pool.plan.n_rows)
 
@@ -115,5 +127,10 @@ def _report(reader: Reader, report: Path) -> None:
         print(f"  changed  {loss}: {count:,} of {len(rows) - len(reasons):,} images")
     report.unlink(missing_ok=True)  # of rows that were here before
     if reasons:
-        report.write_text("\n".join([*reasons, ""]), encoding="utf-8")
+        _write_lines(report, reasons)
         print(f"broken images that were skipped: {len(reasons):,}, listed in {report}")
+
+
+def _write_lines(path: Path, lines: Sequence[str]) -> None:
+    """Write a text of these lines. Names of files that are no text are escaped."""
+    path.write_text("\n".join([*lines, ""]).translate(ESCAPES), encoding="utf-8")

@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import h5py
 import numpy as np
 import torch
 from pydantic import BaseModel
@@ -28,7 +29,7 @@ from fastgpu.rows.rows import Field, Ragged, Rows
 from fastgpu.run.checkpoint import DESCRIPTION, WEIGHTS, newest_first, sha256_of
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.storage.meaning import check_meaning
-from fastgpu.storage.store import open_store
+from fastgpu.storage.store import HDF5Dataset, open_store
 
 
 class _Card(BaseModel, extra="allow"):
@@ -143,7 +144,7 @@ def open_inputs(paths: Sequence[str], trained: Trained, *, ids: Sequence[str] = 
     preprocessing = trained.rows.attributes.get("preprocessing")
     if len(paths) == 1 and paths[0].endswith((".npy", ".npz")) and "::" not in paths[0]:
         source = _open_arrays(paths[0], names)
-    elif "::" in paths[0] or paths[0].endswith((".h5", ".hdf5")):
+    elif "::" in paths[0] or paths[0].endswith((".h5", ".hdf5")) or _is_hdf5(paths[0]):
         sizes = {name: field.shape[1:] for name, field in fields.items() if len(field.shape) == 3}
         codecs = image_codecs(sizes, centre_share=_centre_share(preprocessing))
         source = open_store("INPUT", paths, {name: stored.get(name, name) for name in names}, codecs)
@@ -160,6 +161,26 @@ def open_inputs(paths: Sequence[str], trained: Trained, *, ids: Sequence[str] = 
     if ragged := [name for name in ids if source.fields[name].is_ragged]:
         raise UserError(f"{source.name}: {ragged[0]} has any number of values in a row; --id takes fields of one")
     return source
+
+
+def places_of(rows: Dataset) -> dict[str, np.ndarray]:
+    """{column: (rows,)} that name each row: its `file`, if there are several; the `row` in that file; and the `source`,
+    where convert.py found it, if the file says that."""
+    if isinstance(rows, ImageRows):
+        return {"file": np.array(list(map(str, rows.files)), object)}
+    places: dict[str, np.ndarray] = {"row": np.arange(len(rows))}
+    if isinstance(rows, HDF5Dataset):
+        names = np.array(["::".join(file) if file[1] != "/" else file[0] for file in rows.files], object)
+        if len(names) > 1:
+            places = {"file": names.repeat(rows.part_rows), "row": np.concatenate([*map(np.arange, rows.part_rows)])}
+        if any(sources := rows.sources(slice(None))):
+            places["source"] = np.array(sources, object)
+    return places
+
+
+def _is_hdf5(path: str) -> bool:
+    """Whether a file of any name is HDF5, such as rows.mat. Others than regular files are not opened."""
+    return Path(path).is_file() and h5py.is_hdf5(path)
 
 
 def _centre_share(preprocessing: str | None) -> float | None:

@@ -5,6 +5,7 @@ The only module that reads environment variables. It does not import torch, so e
 
 import ctypes
 import faulthandler
+import io
 import os
 import signal
 import socket
@@ -18,6 +19,9 @@ from typing import NamedTuple, ParamSpec, TextIO, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
+CONTROL = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 13), *range(14, 32), *range(127, 160))}
+ESCAPES = CONTROL | {0xDC00 + byte: f"\\x{byte:02x}" for byte in range(128, 256)}
+"""How text is shown: terminals obey control characters, and bytes of a file name that are no text are surrogates."""
 EXIT_DELAY_S = 3.0
 """The other ranks of a machine exit this much later, so that the first one can print the message of all: torchrun kills
 all ranks when one exits. With a first rank that was 0.3 s late, no message came in 4 of 4 jobs without this."""
@@ -64,6 +68,22 @@ def say(text: str, file: TextIO | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())  # what Python has kept of it goes there, too
         if file is not sys.stderr:
             say(f"warning: stdout is lost from here on ({error.strerror}); training goes on", sys.stderr)
+
+
+class _Terminal(io.TextIOWrapper):
+    def write(self, text: str) -> int:
+        return super().write(text.translate(ESCAPES))
+
+
+def show_any_text() -> None:
+    """From now on, standard output and error show what terminals obey or cannot encode as `\\x1b`.
+
+    Names of files and classes may hold any of it.
+    """
+    for name in ("stdout", "stderr"):
+        if stream := getattr(sys, name):  # None: it was closed
+            how = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
+            setattr(sys, name, _Terminal(stream.buffer, stream.encoding, "backslashreplace", **how))
 
 
 def warn(text: str) -> None:

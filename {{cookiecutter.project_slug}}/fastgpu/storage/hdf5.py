@@ -81,4 +81,4 @@ def _to_python(value: Any) -> Any:
         return [_to_python(element) for element in value]
     if isinstance(value, str):  # h5py keeps damaged bytes as surrogates
         value = value.encode(errors="surrogateescape")
-    return value.decode(errors="replace") if isinstance(value, bytes) else value
+    return value.decode(errors="backslashreplace") if isinstance(value, bytes) else value

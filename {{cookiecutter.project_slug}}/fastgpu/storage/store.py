@@ -24,7 +24,16 @@ from fastgpu.rows.rows import MAX_VALUES, OFFSET_DTYPE, Field
 from fastgpu.storage.columns import Codec, DecodedColumn, InMemory, RaggedColumn
 from fastgpu.storage.file import OpenFile, split_group
 from fastgpu.storage.hdf5 import attributes_of, dtype_of, find, open_file
-from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, MIN_BLOCKS, Layout, PlainRows, Range, open_layout
+from fastgpu.storage.layout import (
+    BLOCK_BYTES,
+    COLUMN_BYTES,
+    MIN_BLOCKS,
+    SOURCES,
+    Layout,
+    PlainRows,
+    Range,
+    open_layout,
+)
 from fastgpu.storage.meaning import check_meaning
 
 AROUND_PAGE_CACHE = 1.5
@@ -52,6 +61,8 @@ class HDF5Dataset(Dataset):
         self.part_rows = [int(block_rows.sum()) for block_rows in part_blocks]
         self.first_rows = [0, *accumulate(self.part_rows[:-1])]
         self.block_rows = np.concatenate(part_blocks)
+        self.files: list[tuple[str, str]] = []
+        """(path, group) of each file."""
         self.attributes = attributes
         self.fields = {field_name: column.field for field_name, column in parts[0].items()}
         self.stored_lengths = {}
@@ -60,6 +71,21 @@ class HDF5Dataset(Dataset):
                 lengths = np.concatenate([part[field_name].lengths for part in parts])
                 self.stored_lengths[field_name] = lengths
                 self.fields[field_name] = field._replace(mean_values=float(lengths.mean()))
+
+    @cached_property
+    def _sources(self) -> np.ndarray:
+        """(rows,) bytes of UTF-8, empty for the rows of a file that does not have them."""
+        found = []
+        for (path, group), n_rows in zip(self.files, self.part_rows, strict=True):
+            with open_file(path, path) as file:
+                data = file[group].get(SOURCES)
+                is_known = isinstance(data, h5py.Dataset) and data.shape == (n_rows,) and data.dtype.kind in "SO"
+                found.append(data[:] if is_known else np.zeros(n_rows, "S1"))
+        return np.concatenate(found)
+
+    def sources(self, row_ids: np.ndarray | slice) -> list[str]:
+        """Where convert.py found these rows; empty texts if their file does not say it."""
+        return [text.decode(errors="backslashreplace") for text in self._sources[row_ids].tolist()]
 
     @cached_property
     def digest(self) -> str:
@@ -137,6 +163,7 @@ def open_store(
         for part, n_before in zip(parts, accumulate(map(len, files), initial=0), strict=False):
             part[field] = DecodedColumn(codec, part[field], name, n_before)
     rows = HDF5Dataset(name, first.file, parts, [file.block_rows for file in files], attributes=attributes)
+    rows.files = names
     rows.decoding = ", ".join(sorted({str(codec) for codec in used.values()}))
     return rows
 

@@ -72,7 +72,7 @@ class ImageFiles(Reader):
         return {"images": image} if self.labels is None else {"images": image, "labels": self.labels[row]}
 
     def where(self, row: int) -> str:
-        return f"{self.name}: {self.paths[row]}"
+        return os.path.join(self.folder, self.paths[row])  # noqa: PTH118 (ten times as fast)
 
 
 class ImageFolder(ImageFiles):
