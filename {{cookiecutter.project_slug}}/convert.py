@@ -4,14 +4,13 @@ The files have blocks of 2 MiB, rows in random order and a checksum for each blo
 `python convert.py COMMAND --help` lists the flags of a command.
 """
 
-import signal
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from fastgpu.process.launch import UserError, exit_with_message
+from fastgpu.process.launch import UserError, exit_on_signals, exit_with_message
 
 COMMANDS = {
     "commands.arrays": "x.npy, y.npz, scipy's sparse m.npz or x.h5::/x: arrays images=x.npy y.npz m=m.npz train.h5",
@@ -103,7 +102,7 @@ def main(args: Namespace) -> int:
 
 if __name__ == "__main__":
     args = parse(sys.argv[1:])
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what is not complete is removed
+    exit_on_signals()
     import torch  # whose import takes seconds: --help and mistakes should not wait for it
 
     torch.set_num_threads(1)  # each of the reader threads works alone
