@@ -4,7 +4,6 @@ The files have blocks of 2 MiB, rows in random order and a checksum for each blo
 `python convert.py COMMAND --help` lists the flags of a command.
 """
 
-import signal
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from fastgpu.process.launch import UserError, exit_with_message, show_any_text
+from fastgpu.process.launch import UserError, exit_on_signals, exit_with_message, show_any_text
 
 COMMANDS = {
     "commands.arrays": "x.npy, y.npz, z.npz::x, scipy's sparse m.npz, x.h5::/x: arrays images=x.npy y.npz train.h5",
@@ -134,7 +133,7 @@ def main(args: Namespace) -> int:
 
 if __name__ == "__main__":
     args = parse(sys.argv[1:])
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what is not complete is removed
+    exit_on_signals()
     if args.run in ("commands.info", "commands.check"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends them, which write no files
     show_any_text()

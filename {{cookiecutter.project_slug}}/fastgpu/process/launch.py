@@ -105,22 +105,45 @@ def attempt(function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -
     return outcome.result
 
 
+def exit_on_signals() -> None:
+    """Let SIGTERM and SIGHUP end a program by an exception, so that files that are not complete are removed."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets it
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+    end_on_interrupt()
+
+
+def end_on_interrupt() -> None:
+    """Let Ctrl-C end the process at once: a KeyboardInterrupt may be lost in one of the modules that are imported."""
+
+    def end(number: int, frame: object) -> None:
+        if read_launch().local_rank == 0:
+            say("\ninterrupted", sys.stderr)
+        os._exit(130)
+
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        signal.signal(signal.SIGINT, end)
+
+
 @contextmanager
 def exit_with_message(*others: type[Exception]) -> Iterator[None]:
     """Turn a `UserError` into one line on stderr and exit code 2. Bugs keep their traceback.
 
     A rank prints its own error with its number before it; a SharedError is printed once for each machine. others: types
     of errors that are no bugs either, such as OSError if a disk is full. A fatal signal (a bug in a driver, a mapped
-    file that was truncated) leaves a traceback, too.
+    file that was truncated) leaves a traceback, too. After the block, Ctrl-C ends the process at once.
     """
     expected: tuple[type[Exception], ...] = (UserError, *others)
     faulthandler.enable(sys.__stderr__ or 2)
     launch = read_launch()
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         if launch.is_launched:
             end_with_parent()
             check_parent()
         yield
+        end_on_interrupt()
     except expected as error:
         is_shared = isinstance(error, SharedError)
         if launch.local_rank == 0 or not is_shared:
