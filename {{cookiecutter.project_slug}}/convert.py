@@ -4,6 +4,7 @@ The files have blocks of 2 MiB, rows in random order and a checksum for each blo
 `python convert.py COMMAND --help` lists the flags of a command.
 """
 
+import signal
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable
