@@ -77,7 +77,7 @@ def test_attributes_that_json_cannot_have_are_left_out(tmp_path):
         h5a.create(file.id, b"name\xff", h5t.STD_I32LE, h5s.create(h5s.SCALAR)).write(np.zeros((), np.int32))
         found = attributes_of(file)
     json.dumps(found, ensure_ascii=False).encode()
-    assert {*found} == {*kept, "name\ufffd"}
+    assert {*found} == {*kept, r"name\xff"}
     assert (found["compound"], found["unsigned"], found["infinite"]) == ([[1, 2.5, "a"]], 2**64 - 1, [np.inf])
 
 
