@@ -4,9 +4,10 @@ from itertools import chain
 import h5py
 import numpy as np
 import pytest
-from harness import ITEMS, is_ragged, numbers_of, open_feed, ragged, write_ragged, write_rows
+from harness import CPU, ITEMS, is_ragged, numbers_of, open_feed, ragged, sizes_of, write_ragged, write_rows
 
-from fastgpu.feed import Passes
+from fastgpu.feed import Passes, open_loaders
+from fastgpu.process.config import Loader
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.storage.store import open_store
 
@@ -78,6 +79,29 @@ def test_every_type_of_numbers_is_read_on_every_tier_echoed_or_not(tmp_path, tie
             assert (batch["x"].numpy() == numbers[rows][:, None]).all()
             assert batch["words"].values.tolist() == ragged(rows).values.astype(dtype).tolist()
             assert "items" not in fields or is_ragged(batch["items"], rows)
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_rows_that_stay_in_memory_are_read_once_and_only_when_the_first_ones_are_needed(dense, tmp_path, tier):
+    val = open_store("data.val", write_rows(tmp_path / "val.h5", 40), {"images": "images", "labels": "labels"})
+    read: list[str] = []
+    for source in (dense, val):
+        monitored = source.read
+        source.read = lambda *arguments, name=source.name, read_rows=monitored: [
+            read.append(name),
+            read_rows(*arguments),
+        ]
+        source.gathers = lambda *_: []
+    orders = order_of(dense), order_of(val, seed=None)
+    loaders = open_loaders([dense, val], orders, sizes_of(tier, 2, Passes()), CPU, loader=Loader())
+    with closing(loaders[0]), closing(loaders[1]):
+        assert not read
+        batches = loaders[0].batches(0)
+        n_reads = len(read)
+        assert {*read} == {dense.name, val.name}  # before the loop asks for the first batch
+        assert len({number for batch in batches for number in numbers_of(batch["images"])}) == 18 * 8
+        assert [number for batch in loaders[1].batches(0) for number in numbers_of(batch["images"])] == [*range(40)]
+        assert len(read) == n_reads
 
 
 @pytest.mark.parametrize("n_rows", [1, 2, 13, 24, 50])

@@ -163,10 +163,11 @@ def test_every_kind_of_input_gives_the_predictions_of_the_model(tmp_path, run, m
     assert n_rows == "100 rows"
     np.save(tmp_path / "x.npy", x)
     np.savez(tmp_path / "x.npz", other=np.zeros(3), x=x)
-    with h5py.File(tmp_path / "own.hdf5", "w") as file:
-        file["x"] = x
+    for name, options in (("own.hdf5", {}), ("matlab.mat", {"userblock_size": 512})):
+        with h5py.File(tmp_path / name, "w", **options) as file:
+            file["x"] = x
     copy = copy_model("copy")  # two files of a checkpoint are enough
-    for source in ("x.npy", "x.npz", "own.hdf5"):
+    for source in ("x.npy", "x.npz", "own.hdf5", "matlab.mat", "*.mat"):
         target = tmp_path / f"{source}.jsonl"
         assert run(copy, "-o", target, tmp_path / source, "--batch-size", 7) == ""
         check(lines_of(target), minimal_run)

@@ -93,6 +93,7 @@ class Supply:
         sizes = sizes._replace(passes=Passes(loop.echo))
         (self.feed,) = open_loaders([source], [order], sizes, loop.device, loader=loop.loader)
         self.feed.order = order_of_run
+        self.feed.prepare()  # rows that stay in memory are not read while it is measured
         self.n_first = self.n_ready + order_of_run.pools_per_epoch
         self._pools = (pool for epoch in count() for pool in self.feed.pools(epoch))
 

@@ -10,7 +10,7 @@ rows that stay on the device (tiers.py).
 
 import sys
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import NamedTuple, Protocol
 
@@ -71,6 +71,8 @@ class PoolLoader(Loader):
         """order: plans the pools. rows: the source of the rows, for `fingerprint`."""
         self.order = order
         self.rows = rows
+        self.prepare: Callable[[], None] = lambda: None
+        """Reads the rows that stay in memory, if there are any and it has not done so. `pools` calls it."""
         self._milli_echo = round(1000 * passes.echo)
 
     @property
@@ -82,6 +84,11 @@ class PoolLoader(Loader):
         """The pools of an epoch, beginning with that number. A pool is valid until the next one is asked for."""
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Rows]:
+        # Now, and not in the first `next`, which the loop times as waiting.
+        self.prepare()
+        return self._batches(epoch, start)
+
+    def _batches(self, epoch: int, start: int) -> Iterator[Rows]:
         # Find the pool that has step `start`, and how many of its steps are done.
         number = 0
         while number < self.order.pools_per_epoch and start >= self.steps_on_pool(epoch, number):

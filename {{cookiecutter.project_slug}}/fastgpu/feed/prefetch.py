@@ -121,6 +121,7 @@ class PrefetchLoader(PoolLoader):
 
     def pools(self, epoch: int, first_pool: int = 0) -> Iterator[Pool]:
         """See `PoolLoader`. Raises the error of a reader, with its traceback."""
+        self.prepare()
         if first_pool == self.order.pools_per_epoch:
             return
         if self._next != (epoch, first_pool):

@@ -5,6 +5,7 @@ All three give the same batches, bit for bit.
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from functools import cache
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ class ResidentLoader(PoolLoader):
         self._pool = Rows.empty(source.fields, order.max_pool_rows, rows.device)
 
     def pools(self, epoch: int, first_pool: int = 0) -> Iterator[Pool]:
+        self.prepare()
         for plan in self.order.pools(epoch, first_pool):
             row_ids = plan.row_ids
             for name, lengths in self._lengths.items():
@@ -46,7 +48,8 @@ def open_loaders(
 ) -> list[PoolLoader]:
     """A loader for each source, whose rows come in the given order and are kept on the tier that `sizes` names.
 
-    loader: prefetch_pools and timeout_s are used. Raises UserError if the rows cannot be read.
+    Memory for the rows is allocated now. All sources are read into it when a loader is first asked for rows, so that
+    run.check=true is quick. loader: prefetch_pools and timeout_s are used.
     """
     loaders: list[PoolLoader] = []
     kept: dict[Dataset, Rows] = {}
@@ -58,7 +61,7 @@ def open_loaders(
         ahead = loader if order.shuffle else one_ahead
         whole = source.whole or source
         if sizes.tier != "disk" and whole not in kept:
-            kept[whole] = _read_all(whole, home, sizes.n_readers, one_ahead)
+            kept[whole] = _allocate(whole, home)
         if sizes.tier == "device":
             loaders.append(ResidentLoader(kept[whole], source, order, passes))
             continue
@@ -69,24 +72,37 @@ def open_loaders(
         feed = PrefetchLoader(read, order, device, sizes.n_readers, passes=passes, loader=ahead)
         feed.rows = source  # its fingerprint has a digest of the rows, which arrays do not have
         loaders.append(feed)
+
+    @cache
+    def read_kept() -> None:
+        for source, rows in kept.items():
+            _read_all(source, rows, sizes.n_readers, one_ahead)
+
+    for each in loaders:
+        each.prepare = read_kept
     return loaders
 
 
-def _read_all(source: Dataset, device: torch.device, n_readers: int, loader: Loader) -> Rows:
-    """All rows of the files, also those that are not selected, in their order. Two pools of host memory are enough."""
+def _allocate(source: Dataset, device: torch.device) -> Rows:
+    """Memory for all rows of the files, also those that are not selected. Ragged rows have their offsets."""
     n_rows = int(source.block_rows.sum())
     n_values = {name: int(lengths.sum(dtype=np.int64)) for name, lengths in source.stored_lengths.items()}
     rows = Rows.empty(source.fields, n_rows, device, n_values=n_values)
     for name, lengths in source.stored_lengths.items():
         np.cumsum(lengths, out=rows[name].host_offsets[1:])
         rows[name].offsets.copy_(torch.from_numpy(rows[name].host_offsets))
+    return rows
+
+
+def _read_all(source: Dataset, rows: Rows, n_readers: int, loader: Loader) -> None:
+    """Read all rows of the files in their order. Two pools of host memory are enough."""
+    n_rows = len(rows)
     # A worker process of a Dataset is asked for one batch at a time: 4 MiB.
     batch_size = min(n_rows, max(1, (4 << 20) // source.row_bytes))
     order = BlockSampler(source.block_rows, batch_size, pool_batches=16, seed=None)
-    feed = PrefetchLoader(source, order, device, n_readers, passes=Passes(n_epochs=1), loader=loader)
+    feed = PrefetchLoader(source, order, rows.device, n_readers, passes=Passes(n_epochs=1), loader=loader)
     start = 0
     with closing(feed):
         for plan, part in feed.pools(0):
             rows.slice(start, start + plan.n_real_rows).copy_(part.slice(0, plan.n_real_rows))
             start += plan.n_real_rows
-    return rows
