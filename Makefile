@@ -60,7 +60,7 @@ nightly: .venv/installed
 check: .venv/installed
 	"$(BIN)/ruff" format --check
 	"$(BIN)/ruff" check
-	$(IN_PLACE) mypy
+	$(IN_PLACE) mypy --disallow-untyped-defs
 	$(PYTEST) -m "not slow"
 
 fix: .venv/installed

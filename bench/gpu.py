@@ -40,7 +40,6 @@ from fastgpu.rows.rows import Rows
 from fastgpu.telemetry.clock import Clock
 from fastgpu.telemetry.monitor import Monitor
 
-LR = 1e-3
 LEAD_S = 1.0
 """Time of the same work before a measurement: the clocks rise, and NVML's watts are the mean of the last second."""
 PREFETCH_FACTOR = 4
@@ -94,7 +93,7 @@ CASES = {
 def loop(batches: Batches, clock: Clock, parts: Training, rng: torch.Generator) -> Iterator[None]:
     """The loop of train.py, which stops after each step."""
     for batch in clock.timed(batches):
-        train_step(parts, parts.workload.transform(batch, rng), LR)
+        train_step(parts, parts.workload.transform(batch, rng), 1.0)
         yield
 
 

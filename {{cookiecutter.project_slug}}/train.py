@@ -66,6 +66,7 @@ def build(cfg: Config, splits: feed.Splits, world: World) -> Training:
         model = workload.model()
         model.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         optimizer = make_optimizer(model, cfg.optim)
+        training.set_initial_rates(model, optimizer)
         precision = training.mixed_precision(cfg.train.precision, world.device, optimizer)
 
     # From here on, the config has the value that was chosen in place of each `auto`.
@@ -115,20 +116,20 @@ def make_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
 
 
 # ---------------------------------------------------------------------------------------- one step
-def learning_rate(share: float, optim: Optim) -> float:
-    """Linear warm-up, then a cosine or a line to 0, or a constant. share: of the run, 0 to 1."""
+def schedule(share: float, optim: Optim) -> float:
+    """A factor: linear warm-up, then a cosine or a line to 0, or 1. share: of the run, 0 to 1."""
     warmup = optim.warmup_share
     rise = min(1.0, share / warmup) if warmup else 1.0
     fall = min(1.0, max(0.0, share - warmup) / max(1e-9, 1 - warmup))
     shapes = {"cosine": 0.5 * (1 + cos(pi * fall)), "linear": 1 - fall, "constant": 1.0}
-    return optim.lr * rise * shapes[optim.schedule]
+    return rise * shapes[optim.schedule]
 
 
-def train_step(t: Training, batch: Rows, lr: float) -> dict[str, Tensor]:
+def train_step(t: Training, batch: Rows, factor: float) -> dict[str, Tensor]:
     """Forward, backward, update. Nothing here waits. Returns what is logged: {tag: scalar}."""
     optim, optimizer, scaler = t.config.optim, t.optimizer, t.precision.scaler
     for group in optimizer.param_groups:
-        group["lr"] = lr  # diagnose.py passes 0 to time steps without changing the weights
+        group["lr"] = factor * group["initial_lr"]  # diagnose.py passes 0: its steps change nothing
 
     # Accumulation: each micro-batch adds its share of the gradients. DDP averages them over the
     # ranks in the backward pass of the last one only: DDP.no_sync() toggles this attribute, too.
@@ -168,7 +169,7 @@ def train(t: Training, world: World) -> int:
 
     run = Run(cfg.run, world, state, model_card, values=cfg.model_dump(), best=workload.best)
     at = run.progress  # epoch, epoch_step, step: zeros, or of the checkpoint that Run has loaded
-    n_epochs, save_every = cfg.train.epochs, cfg.run.checkpoint_every_steps
+    n_epochs, save_every, lr = cfg.train.epochs, cfg.run.checkpoint_every_steps, cfg.optim.lr
     n_left = sum(map(loader.steps_per_epoch, range(at.epoch, n_epochs))) - at.epoch_step
     clock = Clock(world, cfg.data.batch_size, cfg.data.echo)
     metrics: list[dict[str, Tensor]] = []  # of the steps since the last point of the log
@@ -188,11 +189,11 @@ def train(t: Training, world: World) -> int:
             for batch in clock.timed(loader.batches(at.epoch, start=at.epoch_step)):
                 # The part of the run that is done in mid-step, as if all epochs were like this one.
                 done = at.epoch * n_steps + at.epoch_step + 0.5
-                lr = learning_rate(done / (n_epochs * n_steps), cfg.optim)
+                factor = schedule(done / (n_epochs * n_steps), cfg.optim)
 
                 # Each step has its own seed: a resumed run draws the same augmentation and dropout.
                 rng = reseed(world.device, cfg.run.seed, at.epoch, at.epoch_step, world.rank)
-                metrics.append(train_step(t, workload.transform(batch, rng), lr))
+                metrics.append(train_step(t, workload.transform(batch, rng), factor))
                 at.step += 1
                 at.epoch_step += 1
                 board.count()
@@ -203,9 +204,9 @@ def train(t: Training, world: World) -> int:
                     means = training.mean_over_ranks(metrics, world)
                     metrics.clear()
                     if not isfinite(loss := means["train/loss"]):
-                        cure = f"lower optim.lr ({cfg.optim.lr})"
-                        raise SharedError(f"the loss is {loss} at step {at.step}; {cure}")
-                    board.write(at.step, means | {"train/lr": lr} | monitor.take(), clock.take())
+                        raise SharedError(f"the loss is {loss} at step {at.step}; lower optim.lr={lr}")
+                    means["train/lr"] = lr * factor
+                    board.write(at.step, means | monitor.take(), clock.take())
                 if stop:
                     return run.finish()  # saves this step
                 if save_every and at.step % save_every == 0:

@@ -34,7 +34,7 @@ class Workload(images.Workload):
         if labels.is_ragged or labels.dtype.kind != "f" or len(labels.shape) > 1:
             raise UserError(f"{train.name}: labels are {labels}; allowed are floats, (N,) or (N, K)")
         for source in (train, val):
-            values = source.column("labels")
+            values = source.stored_column("labels")
             if values is not None and not np.isfinite(values).all():
                 rows = np.unique(np.argwhere(~np.isfinite(values))[:, 0])
                 raise UserError(

@@ -126,7 +126,7 @@ def read_rows(source: Dataset) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name, field in source.fields.items():
         if field.is_ragged:
-            offsets = np.concatenate([[0], np.cumsum(source.lengths[name])])
+            offsets = np.concatenate([[0], np.cumsum(source.stored_lengths[name])])
             out[name] = RaggedArray(np.zeros(offsets[-1], field.dtype), offsets)
         else:
             out[name] = np.zeros((len(source), *field.shape), field.dtype)

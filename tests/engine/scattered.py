@@ -21,7 +21,7 @@ def read_scattered(source: Dataset) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name, field in source.fields.items():
         if field.is_ragged:
-            offsets = np.cumsum([0, *source.lengths[name][np.argsort(places)]]).astype(np.int32)
+            offsets = np.cumsum([0, *source.stored_lengths[name][np.argsort(places)]]).astype(np.int32)
             out[name] = RaggedArray(np.zeros((offsets[-1], *field.shape), field.dtype), offsets)
         else:
             out[name] = np.zeros((n_rows, *field.shape), field.dtype)

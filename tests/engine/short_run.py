@@ -16,7 +16,7 @@ from fastgpu.run.record import describe_model
 from fastgpu.run.run import Run
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.training.average import AveragedModel
-from fastgpu.training.step import mixed_precision
+from fastgpu.training.step import mixed_precision, set_initial_rates
 
 BATCH_SIZE = 8
 STEPS_PER_EPOCH = 4
@@ -69,13 +69,15 @@ def parts_of_step(
 ) -> Training:
     """The parts that `train_step` needs. workload: its `loss` is used."""
     unused = dict.fromkeys(("data", "loader", "val_loader"))
+    optimizer = make_optimizer(model, settings)
+    set_initial_rates(model, optimizer)
     return Training(
         **unused,
         config=CONFIG.model_copy(update={"optim": settings}),
         workload=workload,
         model=model,
         ddp=ddp or model,
-        optimizer=make_optimizer(model, settings),
+        optimizer=optimizer,
         precision=mixed_precision(precision, next(model.parameters()).device),
         ema=AveragedModel(model, 0.0),
     )

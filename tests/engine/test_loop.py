@@ -1,6 +1,7 @@
 """The training loop, with the workload `minimal` on made-up rows: whole runs, in this process where that is enough."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from harness import (
     at_call,
     in_world,
     metrics_of,
+    newest,
     run_train,
     same_weights,
     signalled,
@@ -47,7 +49,7 @@ def test_a_run_leaves_a_record_whose_config_repeats_it(folder, capsys):
     tags = {name for name in set().union(*points) if "/" in name}
     assert {tag for tag in tags if not tag.startswith("host/")} == TAGS
     lr = [point["train/lr"] for point in points if "train/lr" in point][-1]
-    assert lr == pytest.approx(script.learning_rate(62.5 / 63, Optim(lr=0.05)))  # at mid-step
+    assert lr == pytest.approx(0.05 * script.schedule(62.5 / 63, Optim()))  # at mid-step
     errors = {point["step"]: point["val/mse"] for point in val_points(run)}
     assert min(errors.values()) < errors[STEPS_PER_EPOCH]
     (best,) = run.glob("checkpoints/best-*")
@@ -139,7 +141,7 @@ def test_the_newest_run_is_resumed_by_itself_but_not_with_another_model_and_a_fi
 
 
 def test_a_loss_that_is_no_number_ends_the_run(folder):
-    with pytest.raises(UserError, match=r"the loss is (nan|inf) at step \d+; lower optim.lr \(1e\+30\)"):
+    with pytest.raises(UserError, match=r"the loss is (nan|inf) at step \d+; lower optim.lr=1e\+30"):
         train("optim.lr=1e30")
 
 
@@ -173,3 +175,25 @@ def test_no_rank_outlives_its_launcher(folder):
             assert not alive
         finally:
             job.kill()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "output"),
+    [(1, "full"), (1, "pipe"), (1, "all closed"), pytest.param(2, "pipe", marks=pytest.mark.slow)],
+)
+def test_output_that_cannot_be_written_costs_one_warning_and_the_run_goes_on(folder, ranks, output):
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    redirect = {"full": ">/dev/full", "pipe": f">&{write_end}", "all closed": ">&- 2>&-"}
+    command = ["bash", "-c", f'"$@" {redirect[output]}', "-", *train_command("train.epochs=1", ranks=ranks)]
+    done = subprocess.run(command, pass_fds=[write_end], stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write_end)
+    assert done.returncode == 0, done.stderr
+    assert step_of(newest(folder / "runs/a")) == STEPS_PER_EPOCH
+    assert done.stderr.count("warning: stdout is lost from here on") == (output != "all closed")
+
+
+def test_a_mistake_has_its_exit_code_where_its_line_cannot_be_written(folder):
+    with Path("/dev/full").open("w") as full:
+        command = train_command("data.train=nowhere.h5")
+        assert subprocess.run(command, stdout=full, stderr=full, check=False).returncode == 2

@@ -12,7 +12,7 @@ from short_run import parts_of_step
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
-from train import Training, learning_rate, make_optimizer, train_step
+from train import Training, make_optimizer, schedule, train_step
 
 from fastgpu.process.config import Dist, Optim, Precision
 from fastgpu.process.world import World
@@ -20,7 +20,7 @@ from fastgpu.rows.rows import Rows
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.training.average import AveragedModel
 from fastgpu.training.parallel import wrap_in_ddp
-from fastgpu.training.step import mixed_precision
+from fastgpu.training.step import mixed_precision, set_initial_rates
 
 ROWS = ArrayDataset("x.h5", {"x": np.zeros((1, 3), np.float32)})
 CUDA = torch.device("cuda", 0)
@@ -48,8 +48,8 @@ def make_model() -> nn.Module:
 def make_parts(
     model: nn.Module, precision: Precision = "fp32", *, ddp: nn.Module | None = None, ema: float = 0.0, **optim: object
 ) -> Training:
-    """ema: the decay of the average. optim: settings of section `optim`."""
-    parts = parts_of_step(Regression(), model, Optim(lr=0.1, **optim), precision, ddp=ddp)
+    """ema: the decay of the average. optim: settings of section `optim`. `train_step` takes the rate itself."""
+    parts = parts_of_step(Regression(), model, Optim(lr=1.0, **optim), precision, ddp=ddp)
     return parts._replace(ema=AveragedModel(model, ema))
 
 
@@ -147,18 +147,32 @@ def test_two_ranks_are_one_with_the_whole_batch_and_average_once_a_step(accumula
 
 
 @pytest.mark.parametrize(
-    ("schedule", "warmup_share", "rates"),
+    ("name", "warmup_share", "factors"),
     [
-        ("cosine", 0.1, {0: 0, 0.05: 1, 0.1: 2, 0.55: 1, 1: 0, 1.2: 0}),
-        ("cosine", 0.0, {0: 2, 0.25: 1 + 0.5**0.5, 1: 0}),
-        ("cosine", 1.0, {0: 0, 0.5: 1, 0.99: 1.98}),
-        ("linear", 0.2, {0.1: 1, 0.2: 2, 0.6: 1, 1: 0, 1.1: 0}),
-        ("constant", 0.2, {0.1: 1, 0.2: 2, 0.6: 2, 1: 2}),
+        ("cosine", 0.1, {0: 0, 0.05: 0.5, 0.1: 1, 0.55: 0.5, 1: 0, 1.2: 0}),
+        ("cosine", 0.0, {0: 1, 0.25: (1 + 0.5**0.5) / 2, 1: 0}),
+        ("cosine", 1.0, {0: 0, 0.5: 0.5, 0.99: 0.99}),
+        ("linear", 0.2, {0.1: 0.5, 0.2: 1, 0.6: 0.5, 1: 0, 1.1: 0}),
+        ("constant", 0.2, {0.1: 0.5, 0.2: 1, 0.6: 1, 1: 1}),
     ],
 )
-def test_the_learning_rate_rises_linearly_and_follows_its_schedule(schedule, warmup_share, rates):
-    optim = Optim(lr=2.0, warmup_share=warmup_share, schedule=schedule)
-    assert {share: learning_rate(share, optim) for share in rates} == pytest.approx(rates, abs=1e-9)
+def test_the_learning_rate_rises_linearly_and_follows_its_schedule(name, warmup_share, factors):
+    optim = Optim(lr=2.0, warmup_share=warmup_share, schedule=name)
+    assert {share: schedule(share, optim) for share in factors} == pytest.approx(factors, abs=1e-9)
+
+
+def test_each_group_trains_at_its_own_rate_times_the_schedule(capsys):
+    """Layer-wise decay, and a layer that was forgotten. SGD: the step of a weight is rate times gradient."""
+    model, before = make_model(), make_model()
+    layers = [{"params": model[0].parameters()}, {"params": model[3].parameters(), "lr": 0.01}]
+    optimizer = torch.optim.SGD(layers, lr=0.1)
+    set_initial_rates(model, optimizer)
+    assert "no group of the optimizer has 1.weight, 1.bias" in capsys.readouterr().out
+    train_step(make_parts(model, clip_grad_norm=0.0)._replace(optimizer=optimizer), make_batch(), 0.5)
+    Regression().loss(before, make_batch()).backward()
+    for layer, rate in ((0, 0.05), (1, 0.0), (3, 0.005)):
+        for new, old in zip(model[layer].parameters(), before[layer].parameters(), strict=True):
+            torch.testing.assert_close(old - new, rate * old.grad)
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "fused_adam"])

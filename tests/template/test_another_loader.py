@@ -31,6 +31,19 @@ WORDS = ["data.dataset=digits:Digits", "dist.device=cpu", "loader.num_workers=1"
 LONG = "train.epochs=4"
 
 
+def use_torch_loader(project: Path) -> None:
+    """Put the code of the page into a project: a file, and a function of train.py."""
+    page = (project / "docs/code.md").read_text().split("## Another loader in this loop")[1]
+    loader, build = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[:2]
+    (project / "torch_loader.py").write_text(loader.removeprefix("# torch_loader.py\n"))
+    program = (project / "train.py").read_text()
+    changed = re.sub(r"def build_loaders\(.*?(?=\n\n\n)", lambda _: build.rstrip(), program, flags=re.DOTALL)
+    assert changed != program
+    line = "from fastgpu.telemetry import Clock, Monitor, TensorBoard\n"
+    assert line in program
+    (project / "train.py").write_text(changed.replace(line, f"{line}from torch_loader import TorchLoader\n"))
+
+
 def accuracy(run: Path) -> float:
     """Of the last validation of a run, in percent."""
     points = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -44,16 +57,7 @@ def test_a_plain_data_loader_trains_resumes_and_is_diagnosed(own_copy):
     (project / "digits.py").write_text(DIGITS)
     printed_by(train_command(*WORDS, LONG, "run.name=ours", root=project), project)
 
-    page = (project / "docs/code.md").read_text().split("## Another loader in this loop")[1]
-    loader, build = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[:2]
-    (project / "torch_loader.py").write_text(loader)
-    program = (project / "train.py").read_text()
-    changed = re.sub(r"def build_loaders\(.*?(?=\n\n\n)", lambda _: build.rstrip(), program, flags=re.DOTALL)
-    assert changed != program
-    (project / "train.py").write_text(
-        changed.replace("import workloads\n", "import workloads\nfrom torch_loader import TorchLoader\n", 1)
-    )
-
+    use_torch_loader(project)
     printed_by(train_command(*WORDS, LONG, "run.name=alone", root=project), project)
     assert accuracy(project / "runs/alone") > accuracy(project / "runs/ours") - 4 > 80
     short = ("run.checkpoint_every_steps=5", "train.epochs=2", "model.width=4")

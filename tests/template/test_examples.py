@@ -2,6 +2,7 @@
 
 import runpy
 import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -42,7 +43,7 @@ def open_workload(name: str, batch: Rows, other: Rows | None = None, /, n_classe
     sources = []
     for rows in (batch, other or batch):
         fields = {field: Field(rows[field].numpy().dtype, tuple(rows[field].shape[1:])) for field in rows.columns}
-        source = SimpleNamespace(name="rows.h5", fields=fields, attributes=attributes, column=lambda name: None)
+        source = SimpleNamespace(name="rows.h5", fields=fields, attributes=attributes, stored_column=lambda name: None)
         sources.append(source)
     kind = runpy.run_path(str(EXAMPLES / f"{name}.py"))["Workload"]
     return kind(kind.Options(**options), *sources)
@@ -59,6 +60,15 @@ def open_workload(name: str, batch: Rows, other: Rows | None = None, /, n_classe
 )
 def test_an_example_fits_the_protocol(name, batch, options):
     check_workload(open_workload(name, batch, **options), batch, batch)
+
+
+@pytest.mark.slow
+def test_the_examples_are_complete_without_the_tools(own_copy):
+    project = own_copy("both", tools="none")
+    for path in EXAMPLES.glob("*.py"):
+        take(project, path.stem)
+    names = [f"workloads.{path.stem}" for path in EXAMPLES.glob("*.py") if path.stem != "published"]  # a Dataset
+    printed_by([sys.executable, "-c", f"import {', '.join(names)}"], project)
 
 
 def test_messages(compare_messages):

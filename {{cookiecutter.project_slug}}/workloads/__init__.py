@@ -18,6 +18,9 @@ from fastgpu.process.config_loader import read_options
 from fastgpu.process.launch import UserError
 from fastgpu.rows import Dataset, Rows
 
+Best = tuple[str, Literal["higher", "lower"]]
+"""A metric, and which of its values are better."""
+
 
 class Workload(Protocol):
     """A model, its augmentation, its loss and its metrics. Every rank has one instance."""
@@ -28,8 +31,8 @@ class Workload(Protocol):
     options: Section
     """Their values. Declare `options: Options`, so that mypy knows them; set it in `__init__`."""
 
-    best: tuple[str, Literal["higher", "lower"]]
-    """The metric that selects the best checkpoint, and which of its values are better."""
+    best: Best
+    """The metric that selects the best checkpoint."""
 
     inputs: tuple[str, ...] = ()
     """The fields that `predict` needs: predict.py reads these. To evaluate, it reads all fields."""
@@ -38,8 +41,8 @@ class Workload(Protocol):
     def __init__(self, options: Section, train: Dataset, val: Dataset):
         """Set `options`, and raise UserError if the rows are not of the expected kind.
 
-        predict.py passes sources without rows, whose `column` is always None. They have the fields
-        and attributes of the training rows; what `card` returned is among the attributes.
+        predict.py passes sources without rows: ask for a `column` only if `len(train)`. They have
+        the fields and attributes of the training rows; what `card` returned is among the latter.
         """
 
     @abstractmethod

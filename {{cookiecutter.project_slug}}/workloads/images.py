@@ -60,8 +60,8 @@ class Workload(workloads.Workload):
         """Share of the target that is spread over all classes."""
 
     options: Options
-    best = ("top1_pct", "higher")
-    inputs = ("images",)
+    best: workloads.Best = ("top1_pct", "higher")
+    inputs: tuple[str, ...] = ("images",)
 
     def __init__(self, options: Options, train: Dataset, val: Dataset):
         """Raises UserError if the rows are not images with labels, or not alike."""
@@ -114,7 +114,8 @@ class Workload(workloads.Workload):
             return nn.Sequential(self.normalize(), network)
         # timm is not installed, knows no such network, or cannot load its weights.
         except (ImportError, RuntimeError, OSError) as error:
-            raise UserError(f"model.timm is {o.timm}: {error}; pip install timm; see timm.list_models()") from None
+            cure = "pip install -c constraints.txt -e '.[timm]', or see timm.list_models()"
+            raise UserError(f"model.timm is {o.timm}: {error}; {cure}") from None
 
     def transform(self, batch: Rows, rng: torch.Generator) -> Rows:
         """Augment on the device, in the dtype of the file."""
@@ -210,7 +211,7 @@ def count_classes(source: Dataset) -> int:
     names = source.attributes.get("class_names") or []
     if n_classes := len(names) or source.attributes.get("n_classes"):
         return int(n_classes)
-    labels = source.column("labels")
+    labels = source.stored_column("labels")
     if labels is None:
         raise UserError(f"{source.name}: the number of classes is unknown; give it the attribute n_classes")
     return int(labels.max(initial=0)) + 1
@@ -218,7 +219,7 @@ def count_classes(source: Dataset) -> int:
 
 def check_range(source: Dataset, highest: int) -> None:
     """Raise UserError if labels that are in memory are below 0 or above `highest`."""
-    labels = source.column("labels")
+    labels = source.stored_column("labels")
     if labels is not None and (labels.min() < 0 or labels.max() > highest):
         raise UserError(
             f"{source.name}: labels are {labels.min()} to {labels.max()}; allowed are 0 to {highest}: leave other rows "

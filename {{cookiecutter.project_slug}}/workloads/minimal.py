@@ -25,8 +25,8 @@ class Workload(workloads.Workload):
         """Width of the hidden layer."""
 
     options: Options
-    best = ("mse", "lower")
-    inputs = ("x",)
+    best: workloads.Best = ("mse", "lower")
+    inputs: tuple[str, ...] = ("x",)
 
     def __init__(self, options: Options, train: Dataset, val: Dataset):
         for source in (train, val):

@@ -52,8 +52,8 @@ class Workload(workloads.Workload):
         """Steps (times optim.accumulation_steps) in which the weight rises from 0. Paper: 200,000."""
 
     options: Options
-    best = (f"ndcg_at_{NDCG_AT}", "higher")
-    inputs = ("items",)
+    best: workloads.Best = (f"ndcg_at_{NDCG_AT}", "higher")
+    inputs: tuple[str, ...] = ("items",)
 
     def __init__(self, options: Options, train: Dataset, val: Dataset):
         """Raises UserError if the rows are not items of users, or not of the same items."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -179,9 +180,9 @@ def test_columns_and_classes():
     assert (single.fields["images"].shape, single.attributes) == ((1, 8, 8), {"n_classes": 7})
     source = source_of()
     assert source.attributes == {"class_names": ["a", "b", "c", "d"]}
-    assert numbers_of(source.column("images")) == list(range(N_ROWS))
-    assert source.column("labels") is None  # the Dataset has no such attribute
-    assert source.column("masks") is None  # nor such a field
+    assert numbers_of(source.stored_column("images")) == list(range(N_ROWS))
+    assert source.stored_column("labels") is None  # the Dataset has no such attribute
+    assert source.stored_column("masks") is None  # nor such a field
 
 
 NAMES = ["cat", "dog"]
@@ -243,7 +244,7 @@ CLASSES = np.arange(N_ROWS) % 4
 )
 def test_an_attribute_is_a_field_only_if_it_has_the_values_of_the_items(item, attributes, column):
     source = ItemDataset("mine", Made(item, **attributes), {"labels": "labels"})
-    np.testing.assert_array_equal(source.column("labels"), column)
+    np.testing.assert_array_equal(source.stored_column("labels"), column)
 
 
 def read_odd(usual: object, odd: object, rows: tuple[int, ...] = (7, 3)) -> np.ndarray:
@@ -306,6 +307,69 @@ def test_messages(compare_messages):
     )
 
 
+@pytest.mark.parametrize(
+    "factory",
+    [
+        *("os:system", "subprocess:Popen", "builtins:exec", "shelve:DbfilenameShelf", "mailbox:mbox", "antigravity:x"),
+        *("test.autotest:x", "train:train", "numpy:load", "torch:load", "torch.utils.data:IterableDataset"),
+        *("harmful:run", "harmful:system", "harmful:Popen", "harmful:Shelf", "harmful:Length", "harmful:make"),
+        *("convert:main", "fastgpu.process.files:FolderLock"),
+    ],
+)
+def test_a_config_that_names_no_dataset_runs_nothing(tmp_path, monkeypatch, factory):
+    """Neither a command nor a class that writes when it is made: it is refused before the call."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "harmful", raising=False)
+    Path("harmful.py").write_text(HARMFUL)
+    before = {*sys.modules}
+    with pytest.raises(UserError, match=f"data.dataset is {factory}, which is no map-style Dataset; use a class"):
+        open_dataset("data.train", "harm", FIELDS, factory=factory)
+    assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["harmful.py"]
+    assert not {"antigravity", "test.autotest"} & ({*sys.modules} - before)
+
+
+HARMFUL = """
+from os import system
+from pathlib import Path
+from shelve import DbfilenameShelf as Shelf
+from subprocess import Popen
+def run(path: str) -> None:
+    Path(path).touch()
+class Length:
+    def __init__(self, path):
+        Path(path).touch()
+    def __len__(self):
+        return 1
+make = lambda path: 1
+make.__module__ = "os"
+"""
+OWN = """
+from torch.utils.data import Dataset
+from test_dataset import Numbered
+class Plain:
+    def __init__(self, path):
+        self.rows = Numbered()
+    def __len__(self):
+        return len(self.rows)
+    def __getitem__(self, row):
+        return self.rows[row]
+def make(path):
+    return Numbered()
+def typed(path: str) -> Dataset[object]:
+    return Numbered()
+"""
+
+
+@pytest.mark.parametrize("factory", ["own:Plain", "own:make", "own:typed", "own:Numbered", "test_dataset:Numbered"])
+def test_a_class_or_function_of_the_project_and_any_torch_dataset_may_be_named(tmp_path, monkeypatch, factory):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "own", raising=False)
+    Path("own.py").write_text(OWN)
+    assert len(open_dataset("data.train", "x", FIELDS, factory=factory)) == N_ROWS
+
+
 # ---------------------------------------------------------------------------------------------- errors of workers
 
 
@@ -335,6 +399,42 @@ def test_a_worker_that_hangs_is_one_clear_error_and_is_killed(monkeypatch, capfd
             list(pools)
     assert "in __getitem__" in capfd.readouterr().err  # the stack of the worker: where its Dataset hangs
     wait_until_gone(pids)
+
+
+SUSPENDED = """
+import os, signal, sys, time
+from test_dataset import feed_of, source_of
+from fastgpu.dataset.source import ItemDataset
+class Suspended(ItemDataset):
+    # The job is stopped while a row is read, for longer than loader.timeout_s.
+    def read_rows(self, rows, seed, epoch, repeat=0):
+        if 70 in rows:
+            print("reading", flush=True)
+            sys.stdin.readline()
+        return super().read_rows(rows, seed, epoch, repeat)
+source = source_of()
+source.__class__ = Suspended
+feed = feed_of(source, 0, timeout_s=2)
+print(sum(len(pool.rows) for pool in feed.pools(0)), flush=True)
+feed.close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("python_path")
+def test_a_run_that_was_suspended_for_longer_than_its_timeout_goes_on():
+    command = [sys.executable, "-c", SUSPENDED]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin
+        assert process.stdout
+        assert process.stdout.readline() == "reading\n"
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(2.5)  # no condition can be waited for: this is how long the run is suspended
+        process.send_signal(signal.SIGCONT)
+        process.stdin.write("\n")
+        process.stdin.close()
+        assert process.stdout.read() == "144\n"
+        assert process.wait(TIMEOUT_S) == 0
 
 
 def test_workers_go_on_when_torchrun_asks_all_processes_of_a_rank_to_stop():

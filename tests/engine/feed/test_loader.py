@@ -1,9 +1,10 @@
 from contextlib import closing
 from itertools import chain
 
+import h5py
 import numpy as np
 import pytest
-from harness import is_ragged, numbers_of, open_feed, write_ragged, write_rows
+from harness import ITEMS, is_ragged, numbers_of, open_feed, ragged, write_ragged, write_rows
 
 from fastgpu.feed import Passes
 from fastgpu.rows.order import BlockSampler, Shard
@@ -54,6 +55,29 @@ def test_each_pass_has_all_rows_whole_in_an_order_of_its_own(ragged_rows):
     assert sorted(first) == sorted(second) == sorted(third)
     assert len({*map(tuple, (first, second, third))}) == 3
     assert set(first[:8]) != set(second[:8])  # other rows stand together
+
+
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+@pytest.mark.parametrize("dtype", [bool, *"bBhHiIlLefd"])
+@pytest.mark.parametrize("passes", [1, 2.5])
+def test_every_type_of_numbers_is_read_on_every_tier_echoed_or_not(tmp_path, tier, dtype, passes):
+    dtype = np.dtype(dtype)
+    numbers, (items, offsets) = np.arange(N_ROWS).astype(dtype), ragged(range(N_ROWS))
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["x"], file["number"] = np.stack([numbers] * 9, 1), np.arange(N_ROWS)
+        file["words/indptr"], file["words/values"] = offsets.astype("u8"), items.astype(dtype)
+        if dtype.kind == "u" and dtype.itemsize > 1:
+            file["items/indptr"], file["items/indices"] = offsets.astype(dtype), items.astype(dtype)
+            file["items"].attrs["shape"] = (N_ROWS, ITEMS)
+        fields = {name: name for name in file}
+    source = open_store("data.train", str(tmp_path / "x.h5"), fields)
+    with closing(open_feed(source, order_of(source), tier, passes=Passes(passes))) as loader:
+        for batch in loader.batches(0):
+            rows = batch["number"].tolist()
+            assert batch["x"].numpy().dtype == batch["words"].values.numpy().dtype == dtype
+            assert (batch["x"].numpy() == numbers[rows][:, None]).all()
+            assert batch["words"].values.tolist() == ragged(rows).values.astype(dtype).tolist()
+            assert "items" not in fields or is_ragged(batch["items"], rows)
 
 
 @pytest.mark.parametrize("n_rows", [1, 2, 13, 24, 50])

@@ -128,7 +128,7 @@ def test_a_dataset_is_read_by_worker_processes_and_stays_on_the_disk_tier():
 def test_ragged_rows_with_more_values_than_offsets_can_count_stay_on_the_disk_tier(monkeypatch):
     source = Shape(2000)
     source.fields = {"items": Field(np.dtype(np.int32), (), mean_values=3)}
-    source.lengths = {"items": np.full(2000, 3, np.int32)}
+    source.stored_lengths = {"items": np.full(2000, 3, np.int32)}
     for max_values, tier in ((6000, "device"), (5999, "disk")):
         monkeypatch.setattr(sizes, "MAX_VALUES", max_values)
         assert sizes_of(source).tier == tier
@@ -148,7 +148,7 @@ def test_ragged_rows_with_more_values_than_offsets_can_count_stay_on_the_disk_ti
 )
 def test_a_file_in_class_order_is_told(capsys, labels, pool_batches, is_told):
     source = Shape(1000)
-    source.column = lambda name: labels
+    source.stored_column = lambda name: labels
     sizes_of(source, pool_batches=pool_batches)
     told = "warning: x.h5 is sorted by class: 99% of neighbouring rows share a label"
     assert (told in capsys.readouterr().out) == is_told

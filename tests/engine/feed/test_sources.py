@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from harness import numbered
 
+from fastgpu.dataset.source import ItemDataset
 from fastgpu.feed.sources import open_splits
 from fastgpu.process.config import Data, Loader
+from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.selection import Share
 
@@ -71,6 +73,36 @@ def test_classes_are_groups_of_equal_weight(write):
     assert val.selection is None
 
 
+@pytest.mark.parametrize(
+    ("named", "options"),
+    [
+        ("a.h5", {}),
+        ("a.h5", {"balance": "classes"}),
+        (["a.h5", "b.h5"], {}),
+        ({"a.h5": 1, "b.h5": 3}, {}),
+        ("a", {"dataset": "test_sources:ten"}),
+    ],
+)
+@pytest.mark.parametrize("val", ["20%", None])
+def test_columns_and_lengths_are_of_the_rows_that_a_source_counts(write_ragged, named, options, val):
+    for name, first in (("a.h5", 0), ("b.h5", 100)):
+        write_ragged(90, name, first)
+        with h5py.File(name, "a") as file:
+            file["labels"] = np.arange(90) % 3
+    fields = {"x": "x"} if "dataset" in options else {"number": "number", "labels": "labels", "items": "items"}
+    for part in open_both(named, val or (named if isinstance(named, str) else [*named]), fields, **options):
+        for field in {*fields} - {"items"}:
+            rows = np.arange(len(part)) if part.selection is None else part.selection.rows()
+            np.testing.assert_array_equal(part.column(field), part.stored_column(field)[rows])
+            assert len(part.column(field)) == len(part) == len(np.unique(rows))
+        assert [*map(len, part.lengths.values())] == [len(part)] * ("items" in fields)
+
+
+def test_a_column_that_is_not_in_memory_is_an_error_with_its_cure():
+    with pytest.raises(UserError, match="x is not in memory.*a torch Dataset has to have .* `x` or `targets`"):
+        ItemDataset("mine", range(10), {"x": "x"}).column("x")
+
+
 def test_messages(compare_messages, write):
     """Data that cannot be."""
     write(90, name="rows.h5")
@@ -99,9 +131,15 @@ def test_messages(compare_messages, write):
     )
 
 
-def ten(path: str) -> range:
+class Ten(list):
+    """A Dataset of ten numbers, which it has as an attribute, too."""
+
+    targets = property(np.array)
+
+
+def ten(path: str) -> Ten:
     """A Dataset of ten numbers."""
-    return range(10)
+    return Ten(range(10))
 
 
 @pytest.mark.parametrize(("val", "n_workers"), [("b", 4), ("20%", 2)])

@@ -89,14 +89,17 @@ def test_exponents_make_numbers_and_anchors_and_merge_keys_work(load):
     assert config.model == {"a": [1e-3] * 5, "b": [1e-3] * 5, "c": {"batch_size": 8, "echo": 2}}
 
 
-def test_a_run_is_resumed_with_the_config_that_it_recorded(load):
+def test_a_run_is_resumed_with_the_config_that_it_recorded_and_says_what_it_will_import(load, capsys):
     config = load_config(["data.batch_size=8"])  # without --config, config.yaml is read
     run = Path("runs/7")
     run.mkdir(parents=True)
     for name, lr in (("config", 0.1), ("config-2", 0.2), ("config-10", 0.5)):
-        recorded = config.resolved(run={"name": "other"}, optim={"lr": lr})
+        recorded = config.resolved(run={"name": "other"}, optim={"lr": lr}, data={"dataset": "mine:Rows"})
         (run / f"{name}.yaml").write_text(yaml.safe_dump(recorded.model_dump()))
+    assert capsys.readouterr().out == ""
     resumed = load_config(["run.resume=runs/7", "train.epochs=7"])
+    told = "runs/7/config-10.yaml names the code that will be imported: workload=minimal data.dataset=mine:Rows\n"
+    assert capsys.readouterr().out == told
     assert (resumed.run.folder, resumed.run.name, resumed.run.resume) == ("runs", "7", "auto")
     assert (resumed.optim.lr, resumed.train.epochs, resumed.data.batch_size) == (0.5, 7, 8)
 

@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+import shutil
 import tempfile
 from contextlib import suppress
 from itertools import count, product
@@ -125,7 +126,11 @@ FILES = ("model.pt", "optimizer.pt", "state.json")
 
 
 @pytest.mark.parametrize(
-    ("file", "damage"), [*product(FILES, ("flip", "cut", "empty", "nested", "remove")), ("state.json", "another step")]
+    ("file", "damage"),
+    [
+        *product(FILES, ("flip", "cut", "empty", "nested", "remove", "endless")),
+        *product(["state.json"], ("another step", "another format", "another key", "no files", "a file elsewhere")),
+    ],
 )
 def test_damage_is_found_and_the_one_before_is_taken_and_kept(run, capsys, file, damage):
     for step in (1, 2):
@@ -138,19 +143,56 @@ def test_damage_is_found_and_the_one_before_is_taken_and_kept(run, capsys, file,
         "cut": content[:middle],
         "nested": b"[" * 99_999,
         "another step": content.replace(b'"step": 2', b'"step": 3'),
+        "another format": content.replace(b'"format": 4', b'"format": 5'),
+        "another key": content.replace(b'"format": 4', b'"fmrmat": 4'),
     }
     path.write_bytes(damaged.get(damage, b""))
-    if damage == "remove":
+    if damage in ("no files", "a file elsewhere"):  # with a digest that fits
+        write_state(path, json.loads(content) | {"sha256": {"/dev/zero": ""} if damage == "a file elsewhere" else {}})
+    if damage in ("remove", "endless"):
         path.unlink()
+    if damage == "endless":
+        path.symlink_to("/dev/zero")
     assert resume(run) == (1, 1.0)
     assert "is damaged" in capsys.readouterr().out
     write(run, "last", 3)
     assert names(run) == ["damaged-last-000002", "last-000001", "last-000002"]
 
 
+@pytest.mark.parametrize("in_the_way", ["folder", "link", "broken link"])
+def test_a_damaged_checkpoint_is_renamed_whatever_has_its_new_name_and_a_broken_link_is_one(run, in_the_way):
+    for step in (1, 2):
+        write(run, "last", step)
+    (run / "checkpoints/last-000002/state.json").unlink()
+    (run / "checkpoints/last-000003").symlink_to("nowhere")
+    damaged = run / "checkpoints/damaged-last-000002"
+    if in_the_way == "folder":
+        damaged.mkdir()
+    else:
+        damaged.symlink_to("last-000001" if in_the_way == "link" else "nowhere")
+    assert resume(run) == (1, 1.0)
+    assert names(run) == ["damaged-last-000002", "damaged-last-000003", "last-000001"]
+    assert (damaged / "model.pt").exists()
+
+
+def test_a_damaged_checkpoint_that_cannot_be_renamed_is_one_line(run, monkeypatch):
+    write(run, "last", 1)
+    (run / "checkpoints/last-000001/state.json").unlink()
+    monkeypatch.setattr(Path, "rename", Mock(side_effect=PermissionError(13, "Permission denied")))
+    with pytest.raises(UserError, match=r"last-000001 cannot be renamed \(Permission denied\); rename it"):
+        find_intact(run)
+
+
+def test_a_folder_of_checkpoints_that_was_removed_is_made_again(run):
+    write(run, "last", 1)
+    shutil.rmtree(run / "checkpoints")
+    assert write(run, "last", 2)
+    assert resume(run) == (2, 2.0)
+
+
 def test_a_run_without_an_intact_checkpoint_is_not_started_anew_and_one_of_another_version_is_left_alone(run):
     write(run, "last", 1)
-    for content in ({}, {"format": 2}):  # version 0.1.0 wrote no format
+    for content in ({}, {"format": 2, "digest": checkpoint.digest_of({"format": 2})}):  # 0.1.0 wrote neither of them
         (run / "checkpoints/last-000001/state.json").write_text(json.dumps(content))
         with pytest.raises(UserError, match=r"last-000001 is of another version: resume it with that version"):
             resume(run)
@@ -168,7 +210,8 @@ def test_code_in_a_checkpoint_is_not_run(run):
     path = run / "checkpoints/last-000001/model.pt"
     torch.save({"weight": Attack()}, path)
     state = path.with_name("state.json")
-    write_state(state, json.loads(state.read_text()) | {"sha256": {"model.pt": checkpoint.sha256_of(path)}})
+    content = json.loads(state.read_text())
+    write_state(state, content | {"sha256": content["sha256"] | {"model.pt": checkpoint.sha256_of(path)}})
     with pytest.raises(UserError, match=r"model.pt does not fit: .*[Ww]eights"):
         resume(run)
     assert not (run / "ran").exists()
@@ -194,13 +237,15 @@ def test_another_model_or_optimizer_is_refused_in_one_short_line(run, state, mes
 def test_a_file_that_cannot_be_read_for_a_moment_damages_no_checkpoint(run, monkeypatch):
     write(run, "last", 1)
 
-    def refuse(path: Path) -> str:
-        raise OSError(errno.EIO, "Input/output error", str(path))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "sha256_of", refuse)
-        with pytest.raises(UserError, match=r"cannot read .*\(Input/output error\); start again"):
-            find_intact(run)
+    passing = OSError(errno.EIO, "Input/output error", "x")
+    for error, raised, message in (
+        (passing, UserError, r"cannot read x \(Input/output error\); start again"),
+        (MemoryError(), MemoryError, None),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint, "sha256_of", Mock(side_effect=error))
+            with pytest.raises(raised, match=message):
+                find_intact(run)
     assert resume(run)[0] == 1
 
 

@@ -59,6 +59,8 @@ def test_resuming_takes_the_run_that_saved_last_or_starts_one_and_removes_what_a
         os.utime(make_run(tmp_path / name) / "checkpoints/last-000001", (number, number))
     (tmp_path / "d").mkdir()
     (tmp_path / "a/checkpoints/.partial-x").mkdir()
+    (tmp_path / "d/checkpoints").mkdir()
+    (tmp_path / "d/checkpoints/last-9").symlink_to("nowhere")
     assert locked(tmp_path, resume="auto").name == "a"
     assert checkpoints(tmp_path / "a") == ["last-000001"]
     assert locked(tmp_path, "c", "auto").name == "c"
@@ -92,12 +94,14 @@ def test_a_run_is_saved_after_each_epoch_and_inside_it_and_continued_where_it_wa
 
 
 def test_what_has_a_state_is_saved_and_comes_back_and_the_weights_are_saved_once(tmp_path):
+    """The rate of a scheduler comes back, too; other options of an optimizer are those of the config of today."""
     model = nn.Linear(2, 2)
     for epoch in range(2):
-        second = torch.optim.SGD(model.parameters(), lr=0.1)
+        second = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5 * epoch)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(second, 0.5)
         with started_run(tmp_path, model, resume="auto", state={"second": second, "scheduler": scheduler}) as run:
             assert (scheduler.last_epoch, second.param_groups[0]["lr"]) == (epoch, 0.1 * 0.5**epoch)
+            assert second.param_groups[0]["weight_decay"] == 0.5 * epoch
             second.step()
             scheduler.step()
             train_epoch(run)
@@ -177,6 +181,16 @@ def test_a_disk_that_refuses_a_file_that_a_run_does_not_need_costs_a_warning(tmp
         write_or_warn(target, "{}")
     assert re.fullmatch(r"warning: cannot write .*No space left.*; training goes on\n", capsys.readouterr().out)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_refuses_all_but_checkpoints_costs_a_warning_for_each_file(tmp_path, monkeypatch, capsys):
+    for name in ("touch", "unlink"):
+        monkeypatch.setattr(Path, name, Mock(side_effect=PermissionError(13, "Permission denied")))
+    with started_run(tmp_path) as run:
+        train_epoch(run)
+    warned = re.findall(r"warning: cannot write .*/a/(\S+) .*; training goes on", capsys.readouterr().out)
+    assert warned == ["stopped.json", "run.json", "config.yaml"]
+    assert checkpoints(tmp_path / "a") == ["best-000001", "last-000002"]
 
 
 def lose_a_value(world: World, folder: Path, name: str = "queue") -> str:

@@ -2,6 +2,8 @@ import errno
 import fcntl
 import mmap
 import os
+import resource
+from collections.abc import Callable
 from io import FileIO
 from pathlib import Path
 
@@ -126,9 +128,16 @@ def overwrite(path: str) -> None:
         raw.write(b"x")
 
 
+def overwrite_with_its_old_time(path: str) -> None:
+    old = Path(path).stat()
+    while Path(path).stat().st_ctime_ns == old.st_ctime_ns:  # which is that of the last tick of the kernel
+        overwrite(path)
+        os.utime(path, ns=(old.st_mtime_ns, old.st_mtime_ns))
+
+
 @pytest.mark.usefixtures("either_cached_or_not")
 @pytest.mark.parametrize("options", [{"chunk": 8}, {"chunk": None}, {"compression": "gzip"}])
-@pytest.mark.parametrize("change", [cut, grow, overwrite])
+@pytest.mark.parametrize("change", [cut, grow, overwrite, overwrite_with_its_old_time])
 @pytest.mark.parametrize("n_checks_before", [0, 1])
 def test_a_file_changed_before_or_while_rows_are_read_is_an_error(write, monkeypatch, options, change, n_checks_before):
     path = write(40, BIG, **options)
@@ -146,6 +155,60 @@ def test_a_file_changed_before_or_while_rows_are_read_is_an_error(write, monkeyp
     monkeypatch.setattr(OpenFile, "check_unchanged", check)
     with pytest.raises(UserError, match="was changed while in use; restore the file"):
         read_by_jobs(opened, np.arange(8))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda path: path.chmod(0o600),
+        lambda path: path.with_name("link").hardlink_to(path),
+        lambda path: path.rename(path.with_name("moved")),
+        lambda path: path.unlink(),
+        lambda path: path.with_name("new").rename(path),
+    ],
+    ids=["mode", "link", "moved", "removed", "replaced"],
+)
+def test_a_file_with_another_mode_or_name_is_read_to_its_end(write, change):
+    write(40, BIG, name="new", start=40)
+    path = Path(write(40, BIG))
+    os.utime(path, (0, 0))  # written long ago
+    opened = open_store("data.train", str(path), {"images": "images"})
+    change(path)
+    assert rows_are_right(opened)
+    with Path(f"/proc/self/fd/{opened.file._raw.fileno()}").open("r+b") as raw:
+        raw.write(b"x")
+    with pytest.raises(UserError, match="was changed while in use"):
+        rows_are_right(opened)
+
+
+@pytest.fixture
+def n_open() -> Callable[[], int]:
+    """How many descriptors more than now are open."""
+    descriptors = Path("/proc/self/fd")
+    before = len([*descriptors.iterdir()])
+    return lambda: len([*descriptors.iterdir()]) - before
+
+
+@pytest.mark.parametrize("options", [{}, {"compression": "gzip", "fletcher32": True}])
+def test_of_many_files_few_have_more_than_one_descriptor(write, tmp_path, monkeypatch, n_open, options):
+    for number in range(100):
+        write(4, name=f"{number:03d}.h5", start=4 * number, **options)
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
+    opened = open_store("data.train", str(tmp_path / "*.h5"), {"images": "images", "labels": "labels"})
+    assert rows_are_right(opened)
+    assert 100 <= n_open() <= 100 + 2 * 256 / 16
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (128, 128))
+    with pytest.raises(UserError, match="h5 is one file too many for the limit of 128 open files; raise it by ulimit"):
+        open_store("data.train", str(tmp_path / "*.h5"), {"images": "images"})
+
+
+def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be(write, monkeypatch):
+    limits = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (32, 4096))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limit: limits.append(limit))
+    open_store("data.train", write(4), {"images": "images"})
+    assert limits == [(4096, 4096)]
 
 
 def test_bytes_behind_the_end_of_a_file_are_an_error(tmp_path):

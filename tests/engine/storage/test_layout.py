@@ -1,8 +1,10 @@
+from collections.abc import Callable
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
+from h5py import h5d, h5p, h5s, h5t
 from harness import by_h5py, numbered, numbers_of
 from scattered import read_scattered
 
@@ -44,6 +46,90 @@ def test_every_layout_gives_the_rows_without_the_hdf5_library_if_that_can_be(ope
     rows = read_scattered(store)["x"]
     assert rows.dtype.isnative
     np.testing.assert_array_equal(rows, values)
+
+
+def changed(kind: h5t.TypeID, **settings: object) -> h5t.TypeID:
+    """A copy of an HDF5 type with other settings, each of them the arguments of `set_...`, in this order."""
+    copy = kind.copy()
+    for name, value in settings.items():
+        getattr(copy, f"set_{name}")(*(value if isinstance(value, tuple) else (value,)))
+    return copy
+
+
+def enum(base: h5t.TypeID, *names: bytes) -> h5t.TypeID:
+    kind = h5t.enum_create(base)
+    for number, name in enumerate(names):
+        kind.enum_insert(name, number)
+    return kind
+
+
+AS_SHOWN = {
+    "float16, big-endian": h5t.IEEE_F16BE,
+    "enum": enum(h5t.STD_I16BE, b"no", b"yes"),
+    "bool": enum(h5t.STD_I8LE, b"FALSE", b"TRUE"),
+}
+SHOWN_AS_ANOTHER = {
+    "bfloat16": changed(h5t.IEEE_F32LE, fields=(15, 7, 8, 0, 7), size=2, ebias=127),
+    "float8": changed(h5t.IEEE_F16LE, fields=(7, 3, 4, 0, 3), size=1, ebias=7),
+    "float16 with another bias": changed(h5t.IEEE_F16LE, ebias=20),
+    "12 bits at bit 5": changed(h5t.STD_I32LE, precision=12, offset=5),
+    "bits": h5t.STD_B16BE,
+    "wide bool": enum(h5t.STD_I32LE, b"FALSE", b"TRUE"),
+    "bool without a sign": enum(h5t.STD_U8LE, b"FALSE", b"TRUE"),
+}
+WITHOUT_NUMBERS = {
+    "time": h5t.UNIX_D32LE,
+    "24 bits": changed(h5t.STD_U32LE, size=3),
+    "128 bits": changed(h5t.STD_U64LE, size=16),
+    "long double": h5t.NATIVE_LDOUBLE,
+    "vlen": h5t.vlen_create(h5t.STD_I32LE),
+    "array": h5t.array_create(h5t.STD_I32LE, (3,)),
+    "complex": h5t.py_create(np.dtype("c8")),
+    "reference": h5t.STD_REF_OBJ,
+}
+
+
+@pytest.fixture
+def store_type(tmp_path) -> Callable[..., str]:
+    """store_type(kind, **dcpl) is a file with 64 rows `x` of that HDF5 type."""
+
+    def write(kind: h5t.TypeID, **settings: object) -> str:
+        path = str(tmp_path / "x.h5")
+        plan = changed(h5p.create(h5p.DATASET_CREATE), **settings)
+        with h5py.File(path, "w") as file:
+            data = h5d.create(file.id, b"x", kind, h5s.create_simple((64, 2)), plan)
+            if kind.get_class() == h5t.ENUM:
+                data.write(h5s.ALL, h5s.ALL, (np.arange(128) % 2).astype(kind.get_super().dtype), kind)
+            elif kind.get_class() not in (h5t.VLEN, h5t.REFERENCE):
+                data.write(h5s.ALL, h5s.ALL, np.arange(128 * kind.get_size(), dtype=np.uint8) % 113, kind)
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("kind", AS_SHOWN | SHOWN_AS_ANOTHER)
+@pytest.mark.parametrize("settings", [{}, {"chunk": ((16, 2),)}, {"chunk": ((16, 2),), "deflate": 4}], ids=str)
+def test_values_are_those_that_h5py_shows_whatever_type_they_are_stored_as(store_type, kind, settings):
+    path = store_type((AS_SHOWN | SHOWN_AS_ANOTHER)[kind], **settings)
+    store = open_store("data.train", path, {"x": "x"})
+    assert by_h5py(store) == (kind in SHOWN_AS_ANOTHER)
+    with h5py.File(path) as file:
+        np.testing.assert_array_equal(read_scattered(store)["x"], file["x"][:])
+        assert len(np.unique(file["x"])) > 1
+
+
+@pytest.mark.parametrize("kind", WITHOUT_NUMBERS)
+def test_a_type_that_torch_does_not_have_is_one_line(store_type, kind):
+    path = store_type(WITHOUT_NUMBERS[kind])
+    with pytest.raises(UserError, match=r"x is .* \(64, 2\); allowed are rows of bool, integers and floats up to 64"):
+        open_store("data.train", path, {"x": "x"})
+
+
+def test_rows_in_the_header_of_a_file_are_read_by_the_hdf5_library(store_type):
+    path = store_type(h5t.STD_I16LE, layout=h5d.COMPACT)
+    store = open_store("data.train", path, {"x": "x"})
+    with h5py.File(path) as file:
+        np.testing.assert_array_equal(read_scattered(store)["x"], file["x"][:])
 
 
 def test_a_filter_left_out_for_a_chunk_is_not_undone(tmp_path):

@@ -1,13 +1,16 @@
+import json
 from typing import Any
 
 import h5py
 import numpy as np
 import pytest
+from h5py import h5a, h5s, h5t
 from harness import numbered, numbers_of
 from scattered import read_by_jobs, read_scattered
 
 from fastgpu.storage import store as module
 from fastgpu.storage.arrays import ArrayDataset
+from fastgpu.storage.hdf5 import attributes_of
 from fastgpu.storage.layout import DIGESTS
 from fastgpu.storage.store import open_store
 
@@ -22,7 +25,7 @@ def test_several_files_are_one(write, tmp_path):
     assert store.name == f"{tmp_path}/part-0.h5 and 2 more"
     assert store.block_rows.tolist() == [8, 8, 4, 8, 5, 7]
     assert numbers_of(read_scattered(store)["images"]) == list(range(40))
-    assert store.column("labels").tolist() == [n % 4 for n in range(40)]
+    assert store.stored_column("labels").tolist() == [n % 4 for n in range(40)]
 
 
 def test_arrays_are_rows_in_blocks_of_two_mib():
@@ -46,6 +49,38 @@ def test_files_of_the_same_rows_have_one_digest_and_others_another_one(write):
     assert digest() == digests[0]
 
 
+def test_attributes_that_json_cannot_have_are_left_out(tmp_path):
+    unequal = np.array([np.arange(2), np.arange(3)], object)
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["x"] = np.arange(3)
+        left_out = {
+            "empty": h5py.Empty("S1"),
+            "reference": file["x"].ref,
+            "references": np.array([file["x"].ref], h5py.ref_dtype),
+            "region": file["x"].regionref[:2],
+            "complex": 1j,
+            "long double": np.longdouble(1) / 3,
+            "date": np.array(["2020-01-01"], "M8[D]").astype(h5py.opaque_dtype("M8[D]")),
+        }
+        kept = {
+            "compound": np.array([(1, 2.5, b"a")], [("a", "i4"), ("b", "f8"), ("c", "S2")]),
+            "opaque": np.void(b"\xff"),
+            "none": np.zeros(0),
+            "enum": np.array(1, h5py.enum_dtype({"a": 0, "b": 1})),
+            "unsigned": np.uint64(2**64 - 1),
+            "infinite": [np.inf],
+            "no UTF-8": np.bytes_(b"\xff"),
+        }
+        file.attrs.update(left_out | kept)
+        file.attrs.create("unequal", unequal, dtype=h5py.vlen_dtype("i4"))
+        h5a.create(file.id, b"time", h5t.UNIX_D32LE, h5s.create(h5s.SCALAR))
+        h5a.create(file.id, b"name\xff", h5t.STD_I32LE, h5s.create(h5s.SCALAR)).write(np.zeros((), np.int32))
+        found = attributes_of(file)
+    json.dumps(found, ensure_ascii=False).encode()
+    assert {*found} == {*kept, r"name\xff"}
+    assert (found["compound"], found["unsigned"], found["infinite"]) == ([[1, 2.5, "a"]], 2**64 - 1, [np.inf])
+
+
 def test_a_group_has_attributes_of_plain_python(tmp_path):
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["train/images"] = numbered(5)
@@ -65,8 +100,8 @@ def test_only_small_fields_are_in_memory_and_others_have_chunks_and_names_of_the
     for is_small in (True, False):
         monkeypatch.setattr(module, "COLUMN_BYTES", 400 * is_small)
         store = open_store("data.train", str(tmp_path / "x.h5"), {"images": "/pixels", "labels": "labels"})
-        assert store.column("images") is None
-        assert (store.column("labels") is not None) == is_small
+        assert store.stored_column("images") is None
+        assert (store.stored_column("labels") is not None) == is_small
         rows = read_scattered(store)
         assert numbers_of(rows["images"]) == rows["labels"].tolist() == list(range(50))
 

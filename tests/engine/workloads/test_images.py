@@ -80,7 +80,7 @@ def test_a_network_of_timm_takes_the_place_of_the_one_here(monkeypatch):
 
     made = {}
     monkeypatch.setitem(sys.modules, "timm", None)  # as if it were not installed
-    with pytest.raises(UserError, match=r"^model\.timm is resnet50: .*timm.*; pip install timm; "):
+    with pytest.raises(UserError, match=r"^model\.timm is resnet50: .*timm.*; pip install .*\[timm\]"):
         make_workload(timm="resnet50").model()
     monkeypatch.setitem(sys.modules, "timm", SimpleNamespace(create_model=create_model))
     model = make_workload(timm="resnet50", pretrained=True).model()
@@ -205,7 +205,9 @@ def test_fields_attributes_and_the_card_are_enough_to_build_the_model_again(labe
     store = rows_of(labels=labels)
     workload = make_workload(store)
     attributes = store.attributes | workload.card()
-    described = SimpleNamespace(name="model.json", fields=store.fields, attributes=attributes, column=lambda name: None)
+    described = SimpleNamespace(
+        name="model.json", fields=store.fields, attributes=attributes, stored_column=lambda name: None
+    )
     make_workload(described).model().load_state_dict(workload.model().state_dict())
 
 

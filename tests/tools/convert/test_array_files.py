@@ -63,6 +63,21 @@ def test_a_sparse_matrix_becomes_ragged_rows(tmp_path, convert, kind, ones):
         np.testing.assert_array_equal(rows.values, expected.indices if name == "items" else expected.data)
 
 
+@pytest.mark.parametrize("source", ["x=x.h5::/link", "x=x.h5::/virtual", "x=x.h5::/external", "x.h5::/g"])
+def test_bytes_of_other_files_are_not_read(tmp_path, convert, source):
+    (tmp_path / "secret").write_bytes(bytes(4))
+    layout = h5py.VirtualLayout((4,), "u1")
+    layout[:] = h5py.VirtualSource("y.h5", "x", (4,))
+    with h5py.File(tmp_path / "y.h5", "w") as file:
+        file["x"] = np.arange(4, dtype="u1")
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["link"] = h5py.ExternalLink("y.h5", "x")
+        file.create_virtual_dataset("virtual", layout)
+        file.create_dataset("external", (4,), "u1", external=[("secret", 0, 4)])
+        file["g/x"], file["g/y"] = np.arange(4), h5py.ExternalLink("y.h5", "x")
+    assert "takes its bytes from other files; name those files" in convert("arrays", source, "out.h5", code=2).err
+
+
 def test_a_library_that_is_missing_is_named(tmp_path, monkeypatch, convert):
     sparse.save_npz(tmp_path / "x.npz", sparse.eye_array(3, format="csr"))
     monkeypatch.setitem(sys.modules, "scipy", None)

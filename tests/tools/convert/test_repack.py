@@ -10,6 +10,7 @@ from harness import is_ragged, numbered, numbers_of
 from fastgpu.convert.summary import fields_of, inspect
 from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage.hdf5 import attributes_of
+from fastgpu.storage.layout import Layout
 from fastgpu.storage.store import open_store
 
 
@@ -119,6 +120,24 @@ def test_check_tells_what_has_no_checksums_and_finds_chunks_that_cannot_be_decod
     assert "/images was read, but has no checksums" in convert("check", path).out
     damage(path, "images", 16, data=b"\xff" * 20)
     assert "rows 16 to 23: " in convert("check", path, code=1).out
+
+
+def test_check_compares_with_what_the_hdf5_library_reads(write, monkeypatch, convert):
+    path = write(2000, (1, 4, 4), 8)
+    monkeypatch.setattr(Layout, "read_by_library", lambda layout, chunk: np.full(layout.field.shape, chunk))
+    found = convert("check", path, code=1).out
+    assert "block 128 has other values than h5py reads" in found
+    assert 10 < found.count("other values") < 40  # of some blocks of each field
+
+
+def test_repack_reads_rows_in_the_header_of_a_file(tmp_path, convert):
+    plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    plan.set_layout(h5py.h5d.COMPACT)
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file.create_dataset("x", (40, 2), "i4", dcpl=plan)[:] = np.arange(80).reshape(40, 2)
+    convert("repack x.h5 y.h5 --keep-order")
+    with h5py.File(tmp_path / "y.h5") as file:
+        assert file["x"][:].ravel().tolist() == list(range(80))
 
 
 def test_info_shows_the_layout_and_what_the_rows_hold(tmp_path, convert):

@@ -1,11 +1,14 @@
 import pytest
 import torch
 from harness import ALONE, in_world
+from torch import Tensor, nn
 
 from fastgpu.diagnose.bench import Bench
 from fastgpu.process.config import Config
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.world import World
+from fastgpu.rows.rows import Rows
+from workloads import minimal
 
 
 @pytest.fixture
@@ -30,6 +33,20 @@ def test_measuring_does_not_change_the_weights(config, tmp_path):
     assert setting == f"loader.num_readers={2 * bench.sizes.n_readers}"
     assert step_s > 0
     assert (tmp_path / "new" / "trace.json").read_text().count('"Optimizer.step') == 3
+
+
+def test_a_workload_whose_transform_renames_its_fields_is_measured(config, monkeypatch):
+    loss = minimal.Workload.loss
+
+    def renamed(_: object, batch: Rows, rng: torch.Generator) -> Rows:
+        return Rows({"first": batch["x"], "second": batch["y"]})
+
+    def loss_of_renamed(workload: minimal.Workload, model: nn.Module, batch: Rows) -> Tensor:
+        return loss(workload, model, Rows({"x": batch["first"], "y": batch["second"]}))
+
+    monkeypatch.setattr(minimal.Workload, "transform", renamed)
+    monkeypatch.setattr(minimal.Workload, "loss", loss_of_renamed)
+    assert open_bench(config).measure().supply
 
 
 def gradients(world: World, config: Config) -> tuple[list[float], list[float]]:

@@ -75,7 +75,7 @@ def test_the_first_blocks_of_a_source_are_its_first_rows(ragged_rows):
     assert 2 * 8 <= few.n_rows < len(ragged_rows)
     batch = read_pool(ragged_rows, BlockSampler(few.selection, few.n_rows, seed=None), 1)
     assert batch["number"].tolist() == list(range(few.n_rows))
-    np.testing.assert_array_equal(batch["items"].offsets.diff(), ragged_rows.lengths["items"][: few.n_rows])
+    np.testing.assert_array_equal(batch["items"].offsets.diff(), ragged_rows.stored_lengths["items"][: few.n_rows])
 
 
 @pytest.mark.gpu

@@ -237,6 +237,16 @@ def test_onnx(tmp_path, trained):
     assert [path.name for path in tmp_path.iterdir()] == ["a.onnx"]
 
 
+def test_onnx_without_its_packages_says_how_to_get_them(tmp_path, trained, monkeypatch):
+    def refuse(*_: object, **options: object) -> None:
+        raise ImportError("No module named 'onnxscript'")
+
+    monkeypatch.setattr(torch.onnx, "export", refuse)  # as torch does without them
+    with pytest.raises(UserError, match=r"a\.onnx was not written: .*onnx.*; pip install .*\.\[export\]"):
+        export(trained(Mean()), tmp_path / "a.onnx")
+    assert not any(tmp_path.iterdir())
+
+
 def test_what_cannot_be_exported_is_one_line_and_no_file(tmp_path, trained):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     for model, n_bytes, reason in (

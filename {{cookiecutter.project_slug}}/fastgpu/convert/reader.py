@@ -52,7 +52,7 @@ class Reader(ItemSource):
     def __getitem__(self, row: int) -> dict[str, Any]:
         raise NotImplementedError
 
-    def column(self, name: str) -> np.ndarray | None:
+    def stored_column(self, name: str) -> np.ndarray | None:
         return self.labels if name == "labels" else None
 
     def where(self, row: int) -> str:
@@ -124,7 +124,7 @@ def split_rows(source: Dataset, shares: Sequence[float] | None, seed: int) -> di
     if shares:
         if splits is not None:
             raise UserError(f"--split is given, but {source.name} is split already; drop one")
-        labels = source.column("labels")
+        labels = source.stored_column("labels")
         splits = draw_splits(np.zeros(len(source)) if labels is None else labels, shares, seed)
     if splits is None:
         return {"": source}

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from hashlib import sha256
-from math import prod
+from math import ceil, prod
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
@@ -12,14 +12,17 @@ import h5py
 import numpy as np
 from tqdm import tqdm
 
-from fastgpu.convert.reader import list_first, rows_of
+from fastgpu.convert.reader import list_first
 from fastgpu.process.launch import UserError
 from fastgpu.process.machine import available_cpus
 from fastgpu.rows.contract import Dataset
 from fastgpu.storage.file import OpenFile, split_group
 from fastgpu.storage.filters import filters_of
-from fastgpu.storage.hdf5 import find, open_file
+from fastgpu.storage.hdf5 import dtype_of, find, open_file
 from fastgpu.storage.layout import DIGESTS, Layout, open_layout
+
+SAMPLE_BLOCKS = 16
+"""`damaged` has the HDF5 library read so many blocks of a dataset, or fewer."""
 
 
 class Stored(NamedTuple):
@@ -36,7 +39,7 @@ def _open(path: str) -> Iterator[list[h5py.Dataset]]:
     datasets: list[h5py.Dataset] = []
 
     def note(name: str, item: h5py.Group | h5py.Dataset) -> None:
-        has_rows = isinstance(item, h5py.Dataset) and item.ndim and len(item) and item.dtype.kind in "buif"
+        has_rows = isinstance(item, h5py.Dataset) and item.ndim and len(item) and dtype_of(item).kind in "buif"
         if not has_rows or not isinstance(name, str) or DIGESTS in name.split("/"):  # bytes: a name that is not UTF-8
             return
         # The values of a CSR matrix of ones are a fill value, and no bytes in the file.
@@ -82,7 +85,10 @@ def fields_of(stored: Sequence[Stored]) -> dict[str, dict[str, str]]:
 
 
 def damaged(path: str) -> list[str]:
-    """A line for each block that cannot be read, or that has another SHA-256 than the recorded one, if there is one."""
+    """A line for each block that cannot be read, or has another SHA-256 than the recorded one, if there is one.
+
+    Some blocks of each dataset are also compared with what the HDF5 library reads.
+    """
 
     def check(layout: Layout, block: int) -> str:
         start = block * layout.chunk_rows
@@ -92,6 +98,9 @@ def damaged(path: str) -> list[str]:
             layout.read([(start, range(n_rows))], out)
             if layout.digests is not None and sha256(out.data).digest() != layout.digests[block].tobytes():
                 raise UserError(f"{layout.name}: block {block} is damaged: its SHA-256 is another one")
+            is_in_sample = block % ceil(len(layout) / layout.chunk_rows / SAMPLE_BLOCKS) == 0
+            if is_in_sample and layout.read_by_library(block).astype(out.dtype).tobytes() != out.tobytes():
+                raise UserError(f"{layout.name}: block {block} has other values than h5py reads")
         except (UserError, OSError) as error:
             reason = str(error).partition(";")[0]  # without the cure of a run
             return f"rows {start:,} to {start + n_rows - 1:,}: {reason}"
@@ -111,11 +120,11 @@ def describe_rows(parts: Mapping[str, Dataset]) -> Iterator[str]:
     yield "  rows     " + ", ".join(f"{len(part):,} {name}".strip() for name, part in parts.items())
     for name, field in source.fields.items():
         yield f"  {name:<8} {field}"
-    labels = source.column("labels")
+    labels = source.stored_column("labels")
     if labels is not None and labels.ndim <= 2:
         names = list(map(str, source.attributes.get("class_names", ())))
         for name, part in parts.items():
-            yield f"  {name or 'labels':<8} {_describe_labels(labels[rows_of(part)], names)}"
+            yield f"  {name or 'labels':<8} {_describe_labels(part.column('labels'), names)}"
     for name, value in source.attributes.items():
         yield f"  {name}: {' '.join(str(value).split())[:100]}"
 

@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from importlib import import_module
+from importlib.util import find_spec
+from inspect import isclass, isfunction
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin, get_type_hints
 
 import numpy as np
 import torch
@@ -139,7 +141,7 @@ class ItemDataset(ItemSource):
         columns = zip(self.fields.items(), self._values(rows), strict=True)
         return {name: to_column(name, field, values, rows, source=self.name) for (name, field), values in columns}
 
-    def column(self, name: str) -> np.ndarray | None:
+    def stored_column(self, name: str) -> np.ndarray | None:
         """One field of all rows, if an attribute of the Dataset begins with the item of the first row: others are file
         names, or classes that the items number in another way."""
         for attribute in (name, "targets") if name in self.fields else ():
@@ -160,14 +162,38 @@ def rows_per_ask(source: Dataset, order: BlockSampler) -> int:
 
 
 def open_dataset(key: str, path: str | Sequence[str], fields: Mapping[str, str], *, factory: str) -> ItemDataset:
-    """Call `factory` ("package.module:Class") with `path`. Raises UserError if there is no such class.
+    """Call `factory` ("package.module:Class") with `path`. Raises UserError if that would be no map-style Dataset.
 
-    key: the config key that holds `path`, for messages.
+    A config may come from anybody, so it must not name a command. key: the config key of `path`, for messages.
     """
     module, _, name = factory.partition(":")
     sys.path.append(str(Path.cwd()))  # torchrun names the folder of the script only
+    refusal = UserError(
+        f"data.dataset is {factory}, which is no map-style Dataset; use a class (__getitem__ and __len__) or a "
+        "function of a file beside train.py, or an installed class that is a torch.utils.data.Dataset"
+    )
+    # Nothing in the standard library is a Dataset, and importing some of its modules starts a program.
+    if module.partition(".")[0] in {*sys.stdlib_module_names, "test"} and not _is_of_project(module):
+        raise refusal
     try:
         make = getattr(import_module(module), name)
     except (ModuleNotFoundError, AttributeError) as error:
         raise UserError(f"data.dataset is {factory}: {error}; name a class as package.module:Class") from None
+    # A function is called unless it says that it returns something else, as those of this project all do.
+    is_function = isfunction(make) and _is_of_project(make.__module__)
+    kind = get_type_hints(make).get("return", TorchDataset) if is_function else make
+    kind = get_origin(kind) or kind
+    if not isclass(kind) or not (issubclass(kind, TorchDataset) or _is_of_project(kind.__module__)):
+        raise refusal
+    has_length = is_function or hasattr(kind, "__len__")
+    if not has_length or not hasattr(kind, "__getitem__") or issubclass(kind, IterableDataset):
+        raise refusal
     return ItemDataset(f"{name}({path!r}) of {key}", make(path), fields)
+
+
+def _is_of_project(module: str) -> bool:
+    """Whether a module, or the package that it is in, is in the folder of train.py or the current one."""
+    top = module.partition(".")[0]
+    spec = None if top == "__main__" else find_spec(top)  # which does not import it
+    places = (spec.submodule_search_locations or [str(spec.origin)]) if spec else []
+    return any(Path(place).parent in (Path(__file__).parents[2], Path.cwd()) for place in places)

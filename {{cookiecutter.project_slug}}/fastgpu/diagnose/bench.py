@@ -51,7 +51,7 @@ class Bench:
             batch = read_pool(parts.data.train, self._next_order(), self.sizes.n_readers).to(world.device)
         self.loop = _make_loop(self.parts, batch, world)._replace(other=self._other)
         self.loop.step()  # DDP needs a step before the bare model runs, so this is the first
-        self.loop.local_step(self.loop.batch)
+        self.loop.local_step(self.loop.transform(self.loop.batch))
         slowest_s = max(self.meter.run(partial(repeat, self.loop.step))[2])
         if self.sizes.tier == "disk" and not self._other:
             slowest_s = max(slowest_s, self._supply_s(self.sizes.n_readers))

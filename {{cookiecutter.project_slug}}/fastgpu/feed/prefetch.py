@@ -25,6 +25,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -45,6 +46,9 @@ from fastgpu.storage.store import HDF5Dataset
 
 JOB_BYTES = 1 << 20
 """A job of a reader thread is at least so large, and a pool has at most 8 jobs for each thread."""
+WAITS = 100
+"""`loader.timeout_s` is waited for in so many parts, since clocks go on while a run is suspended (Ctrl-Z, `scontrol
+suspend`): when it wakes up, one of the parts has passed, and the others are left."""
 DEFAULTS = config.Loader()
 
 
@@ -195,7 +199,7 @@ class PrefetchLoader(PoolLoader):
                 torch.cuda.set_device(self._device)
             has_more = True
             while has_more or filling:
-                message = self._inbox.get(timeout=self._timeout_s if filling else None)
+                message = self._next_message() if filling else self._inbox.get()
                 # While the loader is being closed, readers leave jobs out.
                 if message is None or self._closing.is_set():
                     break
@@ -218,12 +222,19 @@ class PrefetchLoader(PoolLoader):
         else:
             self._ready.put(None)
 
+    def _next_message(self) -> _Slot | BaseException | None:
+        """The next message of the readers. Raises Empty if they hang."""
+        for _ in range(WAITS - 1):
+            with suppress(Empty):
+                return self._inbox.get(timeout=self._timeout_s / WAITS)
+        return self._inbox.get(timeout=self._timeout_s / WAITS)
+
     def _fill(self, slot: _Slot, plan: PoolPlan) -> None:
         if slot.copied:
             slot.copied.synchronize()  # afterwards the readers may overwrite the staging memory
         source, n_rows = self._source, self._rows_per_job
-        row_ids = plan.row_ids if source.lengths else None
-        for name, lengths in source.lengths.items():
+        row_ids = plan.row_ids if source.stored_lengths else None
+        for name, lengths in source.stored_lengths.items():
             self._set_lengths(slot, name, lengths[row_ids])
         slot.plan = plan
         slot.items.clear()

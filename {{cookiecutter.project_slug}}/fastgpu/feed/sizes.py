@@ -158,9 +158,9 @@ def _why_not_kept(source: Dataset, data: config.Data) -> str:
     if source.decoding and data.min_crop_scale < 1:
         return f"each epoch decodes other parts of the images of {source.name} (data.min_crop_scale)"
     for name, field in source.fields.items():
-        if field.is_ragged and name not in source.lengths:
+        if field.is_ragged and name not in source.stored_lengths:
             return f"nobody knows how many values {name} of {source.name} have before they are read"
-        if field.is_ragged and source.lengths[name].sum(dtype=np.int64) > MAX_VALUES:
+        if field.is_ragged and source.stored_lengths[name].sum(dtype=np.int64) > MAX_VALUES:
             return f"{source.name} has more than {MAX_VALUES:,} values of {name}"
     return ""
 
@@ -175,7 +175,7 @@ def _describe_memory(need: int, tier: Tier, free: Mapping[str, int]) -> str:
 
 def class_labels(source: Dataset) -> np.ndarray | None:
     """(rows,) whole numbers: the field `labels` of all rows. None: there is no such field in memory."""
-    labels = source.column("labels")
+    labels = source.stored_column("labels")
     return labels if labels is not None and labels.ndim == 1 and labels.dtype.kind in "bui" else None
 
 

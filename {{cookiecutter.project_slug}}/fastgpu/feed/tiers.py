@@ -26,7 +26,7 @@ class ResidentLoader(PoolLoader):
         """rows: those of `source`, on the device."""
         super().__init__(order, passes, source)
         self._rows = rows
-        self._lengths = source.lengths
+        self._lengths = source.stored_lengths
         # Memory for one pool is enough: kernels that fill and use it run in order.
         self._pool = Rows.empty(source.fields, order.max_pool_rows, rows.device)
 
@@ -75,9 +75,9 @@ def open_loaders(
 def _read_all(source: Dataset, device: torch.device, n_readers: int, loader: Loader) -> Rows:
     """All rows of the files, also those that are not selected, in their order. Two pools of host memory are enough."""
     n_rows = int(source.block_rows.sum())
-    n_values = {name: int(lengths.sum(dtype=np.int64)) for name, lengths in source.lengths.items()}
+    n_values = {name: int(lengths.sum(dtype=np.int64)) for name, lengths in source.stored_lengths.items()}
     rows = Rows.empty(source.fields, n_rows, device, n_values=n_values)
-    for name, lengths in source.lengths.items():
+    for name, lengths in source.stored_lengths.items():
         np.cumsum(lengths, out=rows[name].host_offsets[1:])
         rows[name].offsets.copy_(torch.from_numpy(rows[name].host_offsets))
     # A worker process of a Dataset is asked for one batch at a time: 4 MiB.

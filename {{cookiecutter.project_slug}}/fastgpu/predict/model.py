@@ -93,7 +93,7 @@ def training_rows(card: Mapping[str, Any]) -> Dataset:
         name: Field(np.dtype(each["dtype"]), tuple(each["shape"]), 0.0 if each["is_ragged"] else None, each["n_items"])
         for name, each in card["fields"].items()
     }
-    rows.lengths = {name: rows.block_rows for name, field in rows.fields.items() if field.is_ragged}
+    rows.stored_lengths = {name: rows.block_rows for name, field in rows.fields.items() if field.is_ragged}
     return rows
 
 
@@ -234,8 +234,10 @@ def export(trained: Trained, path: Path, *, replace: bool = False) -> None:
                 torch.export.save(program, content, extra_files={DESCRIPTION: text})
                 partial.write_bytes(content.getbuffer())
         except Exception as error:  # the exporters raise errors of many kinds
-            reason = " ".join(str(error.__cause__ or error).split())[:300] or type(error).__name__
-            raise UserError(f"{path} was not written: {reason}") from error
+            cause = error.__cause__ or error
+            reason = " ".join(str(cause).split())[:300] or type(error).__name__
+            cure = "; pip install -c constraints.txt -e '.[export]'" if isinstance(cause, ImportError) else ""
+            raise UserError(f"{path} was not written: {reason}{cure}") from error
 
 
 def make_rows(trained: Trained, n_rows: int) -> Rows:

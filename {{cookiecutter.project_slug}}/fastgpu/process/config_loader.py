@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from fastgpu.process.config import Config, Section
-from fastgpu.process.launch import SharedError
+from fastgpu.process.launch import SharedError, read_launch, say
 
 SectionT = TypeVar("SectionT", bound=Section)
 COMMAND_LINE = "command line"
@@ -43,6 +43,7 @@ def load_config(argv: list[str]) -> Config:
         if not equals or key in words:
             parser.error(f"{key} {'is given twice' if equals else 'has no value'}")
         words[key] = value
+    recorded: list[Path] = []
     if words.get("run.resume", "auto") not in ("auto", "never", ""):
         run = Path(words["run.resume"])
         recorded = sorted(run.glob("config*.yaml"), key=lambda path: (len(path.name), path.name))
@@ -68,6 +69,9 @@ def load_config(argv: list[str]) -> Config:
         origins.setdefault(section, COMMAND_LINE)
     config = _check(Config, tree, origins)
     config._origins.update(origins)
+    if recorded and read_launch().rank == 0:
+        code = f"workload={config.workload} data.dataset={config.data.dataset}"
+        say(f"{recorded[-1]} names the code that will be imported: {code}")
     return config
 
 

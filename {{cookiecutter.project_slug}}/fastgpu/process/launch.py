@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TextIO, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -75,10 +75,21 @@ def show_any_text() -> None:
             setattr(sys, name, _Terminal(stream.buffer, stream.encoding, "backslashreplace", **how))
 
 
+def say(text: str, file: TextIO | None = None) -> None:
+    """Print a line to stdout, or to `file`. On a full disk or to a closed pipe, it and all later output is dropped."""
+    file = file or sys.stdout
+    try:
+        print(text, file=file, flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())  # what Python has kept of it goes there, too
+        if file is not sys.stderr:
+            say(f"warning: stdout is lost from here on ({error.strerror}); training goes on", sys.stderr)
+
+
 def warn(text: str) -> None:
     """Print a warning once for the whole job. Every warning of the project goes through here."""
     if read_launch().rank == 0:
-        print(f"warning: {text}", flush=True)
+        say(f"warning: {text}")
 
 
 def attempt(function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> Callable[[], T]:
@@ -114,7 +125,7 @@ def exit_with_message(*others: type[Exception]) -> Iterator[None]:
         is_shared = isinstance(error, SharedError)
         if launch.local_rank == 0 or not is_shared:
             rank = "" if is_shared or launch.world_size == 1 else f"[rank {launch.rank}] "
-            print(f"error: {rank}{error}", file=sys.stderr, flush=True)
+            say(f"error: {rank}{error}", sys.stderr)
         elif launch.is_launched:
             time.sleep(EXIT_DELAY_S)
         if isinstance(error, HangError):
@@ -123,7 +134,7 @@ def exit_with_message(*others: type[Exception]) -> Iterator[None]:
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         if launch.local_rank == 0:
-            print("\ninterrupted", file=sys.stderr, flush=True)
+            say("\ninterrupted", sys.stderr)
         raise SystemExit(130) from None
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastgpu.process.config import Dist
-from fastgpu.process.launch import HangError, Launch, SharedError, UserError, read_launch
+from fastgpu.process.launch import HangError, Launch, SharedError, UserError, read_launch, say
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class World:
     def print_once(self, text: str) -> None:
         """Print once for the whole job, if there is something to print."""
         if self.is_main and text:
-            print(text, flush=True)
+            say(text)
 
     # Collectives of tensors: the training loop has no others.
 

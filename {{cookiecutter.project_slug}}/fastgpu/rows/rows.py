@@ -22,6 +22,8 @@ LONG_ROW_BYTES = 4096
 """Ragged rows of this size in the mean are copied one by one, shorter ones by one indexed copy."""
 OFFSET_DTYPE = np.dtype(np.int32)
 """Type of offsets of ragged rows on the device: torch's embedding_bag wants that of the values."""
+SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+"""Types that torch cannot index, and those as which their bytes are moved."""
 MAX_VALUES = np.iinfo(OFFSET_DTYPE).max
 """Maximum number of ragged values that lie together on a device."""
 
@@ -129,7 +131,7 @@ class Ragged:
         n_values = int(host_offsets[-1])
         places = torch.arange(n_values, dtype=torch.int32, device=self.device)
         places += moves[0].repeat_interleave(moves[1], output_size=n_values)
-        values = torch.index_select(self.values, 0, places, out=None if out is None else out[:n_values])
+        values = _take(self.values, places, None if out is None else out[:n_values])
         return Ragged(values, to_device(torch.from_numpy(host_offsets), self.device), host_offsets)
 
     def to(self, device: torch.device) -> "Ragged":
@@ -252,6 +254,9 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 def _take(column: Tensor, index: Tensor, target: Tensor | None) -> Tensor:
     """Copy the rows at `index`, in their memory format."""
+    if signed := SIGNED.get(column.dtype):
+        target = None if target is None else target.view(signed)
+        return _take(column.view(signed), index, target).view(column.dtype)
     if column.ndim == 4 and column.stride(1) == 1:  # channels last
         target_NHWC = None if target is None else target.permute(0, 2, 3, 1)
         return torch.index_select(column.permute(0, 2, 3, 1), 0, index, out=target_NHWC).permute(0, 3, 1, 2)

@@ -106,7 +106,7 @@ class Mixture:
 
     def _order_rows(self, seed: int) -> list[np.ndarray]:
         """For each group, its rows in the order in which epochs take them."""
-        rows = np.flatnonzero(self.groups.groups >= 0)
+        rows = self.rows()
         groups = self.groups.groups[rows]
         starts_block = np.diff(np.searchsorted(self._block_start, rows, "right"), prepend=-1) != 0
         starts_group = np.diff(groups, prepend=-1) != 0
@@ -126,6 +126,10 @@ class Mixture:
 
     def __len__(self) -> int:
         return sum(map(len, self._rows_of_groups))
+
+    def rows(self) -> np.ndarray:
+        """(n,) int64: the rows of all groups, each once, in the order of the file."""
+        return np.flatnonzero(self.groups.groups >= 0)
 
     def in_epoch(self, epoch: int) -> EpochRows:
         """The rows that come at least once, then those that come at least twice, and so on."""

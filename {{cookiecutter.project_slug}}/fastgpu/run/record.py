@@ -37,9 +37,12 @@ def write_record(folder: Path, config: Mapping[str, Any], gpu: str, best: Sequen
     write_or_warn(folder / f"config{suffix}.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
 
 
-def write_or_warn(path: Path, text: str) -> None:
-    """Write a file that a run does not need. If the disk refuses, training goes on."""
+def write_or_warn(path: Path, text: str | None) -> None:
+    """Write a file that a run does not need, or remove it (None). If the disk refuses, training goes on."""
     try:
+        if text is None:
+            path.unlink(missing_ok=True)
+            return
         with new_file(path, replace=True) as partial:
             partial.write_text(text, encoding="utf-8")
     except (OSError, UserError) as error:

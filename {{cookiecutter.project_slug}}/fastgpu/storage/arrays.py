@@ -38,14 +38,16 @@ class ArrayDataset(Dataset):
             else:
                 self.columns[field_name] = InMemory(array)
         self.fields = {field_name: column.field for field_name, column in self.columns.items()}
-        self.lengths = {name: each.lengths for name, each in self.columns.items() if isinstance(each, RaggedColumn)}
+        self.stored_lengths = {
+            name: each.lengths for name, each in self.columns.items() if isinstance(each, RaggedColumn)
+        }
         if block_rows is None:
             step = max(1, BLOCK_BYTES // max(1, self.row_bytes))
             n_rows = len(next(iter(arrays.values())))
             block_rows = np.diff(np.arange(0, n_rows, step), append=n_rows).astype(np.int32)
         self.block_rows = block_rows
 
-    def column(self, name: str) -> np.ndarray | None:
+    def stored_column(self, name: str) -> np.ndarray | None:
         column = self.columns.get(name)
         return column.rows if isinstance(column, InMemory) else None
 

@@ -3,11 +3,14 @@
 import mmap
 import os
 import random
+import resource
 import threading
 from contextlib import suppress
 from functools import cached_property
 from io import FileIO
 from math import ceil
+from operator import attrgetter
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -19,6 +22,10 @@ READ_AHEAD_BYTES = 128 << 10
 PAGE_BYTES = 4096
 """Reads around the page cache begin and end at multiples of this. No common disk asks for more."""
 HUGE_PAGE_BYTES = 2 << 20
+FEW_FILES, MANY_FILES = 1 / 16, 3 / 4
+"""Shares of the descriptors that a process may have. Files of the first share may have several each, for a mapping or
+for h5py. Those of the second one are refused: the rest is for checkpoints and for connections between ranks."""
+OWNERS = attrgetter("st_mode", "st_uid", "st_gid", "st_nlink")
 RESTORE = "restore the file, then go on with run.resume=auto"
 
 _thread_local = threading.local()
@@ -41,23 +48,37 @@ class OpenFile:
         self.path = path
         self._raw = FileIO(path)
         self._source = self._raw
-        if around_page_cache:
+        # Descriptors are numbered from 0 on. Of many files, the later ones have to do with one each.
+        number, (soft, hard) = self._raw.fileno(), resource.getrlimit(resource.RLIMIT_NOFILE)
+        if number > soft * FEW_FILES:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        if number > hard * MANY_FILES:
+            cure = "raise it by ulimit -n, or write some hundred files each into one: python convert.py repack"
+            raise UserError(f"{path} is one file too many for the limit of {hard} open files; {cure}")
+        self._is_among_few = number <= hard * FEW_FILES
+        if around_page_cache and self._is_among_few:
             with suppress(OSError):  # raised by a file system that has no such reads
                 direct = FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT), "rb")
                 os.preadv(direct.fileno(), [mmap.mmap(-1, PAGE_BYTES)], 0)
                 self._source = direct
         self.is_direct = self._source is not self._raw
-        status = os.fstat(self._raw.fileno())
-        self.size = status.st_size
-        self._changed_ns = status.st_mtime_ns
+        self._status = os.fstat(self._raw.fileno())
+        self.size = self._status.st_size
         self._rng = random.Random(0)
         self._h5: h5py.File | None = None
 
     def check_unchanged(self) -> None:
         """Raise UserError if somebody has written to the file since it was opened."""
-        status = os.fstat(self._raw.fileno())
-        if (status.st_size, status.st_mtime_ns) != (self.size, self._changed_ns):
+        old, new = self._status, os.fstat(self._raw.fileno())
+        if (new.st_mtime_ns, new.st_ctime_ns, new.st_size) == (old.st_mtime_ns, old.st_ctime_ns, old.st_size):
+            return
+        # A program that writes can set st_mtime back, but not st_ctime, which a new mode, owner or name changes, too.
+        path = Path(self.path)
+        is_renamed = not path.exists() or not os.path.samestat(path.stat(), new)
+        has_old_content = (new.st_mtime_ns, new.st_size) == (old.st_mtime_ns, old.st_size)
+        if not has_old_content or not (is_renamed or OWNERS(new) != OWNERS(old)):
             raise UserError(f"{self.path} was changed while in use; {RESTORE}")
+        self._status = new
 
     def preadv(self, targets: list[memoryview], offset: int) -> None:
         """Fill the targets, one after the other, with the bytes from `offset` on.
@@ -102,12 +123,12 @@ class OpenFile:
             return None
         byte = offset + self._rng.randrange(count)
         try:
-            if os.preadv(self._raw.fileno(), [bytearray(1)], byte, os.RWF_NOWAIT):  # 0: it was cut just now
-                return self.mapped[offset : offset + count]
+            is_cached = os.preadv(self._raw.fileno(), [bytearray(1)], byte, os.RWF_NOWAIT)  # 0: it was cut just now
+            return self.mapped[offset : offset + count] if is_cached and self._is_among_few else None
         except OSError:  # not in memory, or on a network, of which Linux does not tell
             for start in range(offset, offset + count, READ_AHEAD_BYTES):
                 os.posix_fadvise(self._raw.fileno(), start, READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
-        return None
+            return None
 
     @cached_property
     def mapped(self) -> np.ndarray:
@@ -117,9 +138,10 @@ class OpenFile:
     def read_h5(self, dataset: str, start: int, n_rows: int) -> np.ndarray:
         """The rows start, start + 1, ... as far as there are any, by the HDF5 library, which holds its one lock."""
         try:
-            self._h5 = self._h5 or h5py.File(self.path, "r")
-            return np.asarray(self._h5[dataset][start : start + n_rows])
-        except (OSError, RuntimeError, ValueError, KeyError) as error:
+            h5 = self._h5 or h5py.File(self.path, "r")
+            self._h5 = h5 if self._is_among_few else None
+            return np.asarray(h5[dataset][start : start + n_rows])
+        except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
             text = " ".join(str(error).split())
             raise UserError(f"{self.path}: {dataset} from row {start} on cannot be read ({text}); {RESTORE}") from None
 

@@ -1,7 +1,8 @@
 """Open HDF5 files with h5py, find what they should have, and say in one line what is wrong with them."""
 
+import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,6 +13,8 @@ from fastgpu.process.launch import UserError
 
 OR_CONVERT = "or convert it once: python convert.py --help says how"
 """The cure for files of images, tables and arrays."""
+SOURCES = "fastgpu_source"
+"""Dataset of texts beside the fields of a file: where each of its rows came from. Training does not read it."""
 Member = TypeVar("Member", h5py.Group, h5py.Dataset)
 
 
@@ -39,20 +42,44 @@ def find(root: h5py.Group, name: str, kind: type[Member], where: str) -> Member:
     if not isinstance(item, kind):
         names = ", ".join(sorted(map(str, root))) or "nothing"  # one that is not UTF-8 is bytes
         raise UserError(f"{where} has no {kind.__name__.lower()} {name}; it has {names}")
-    if item.file.filename != root.file.filename:
-        raise UserError(f"{where}: {name} takes its bytes from other files; name those files")
+    refuse_other_files(item, root, f"{where}: {name}")
     return item
 
 
+def refuse_other_files(item: h5py.Group | h5py.Dataset, root: h5py.Group, where: str) -> None:
+    """Raise UserError if the bytes of an item of `root` are in files that a person has not named."""
+    is_elsewhere = isinstance(item, h5py.Dataset) and (item.is_virtual or item.external)
+    if is_elsewhere or item.file.filename != root.file.filename:
+        raise UserError(f"{where} takes its bytes from other files; name those files")
+
+
+def dtype_of(data: h5py.Dataset) -> np.dtype:
+    """The type as h5py shows it. Numbers for which NumPy or torch have no type are opaque bytes."""
+    with suppress(TypeError):
+        if data.dtype.kind not in "buif" or data.dtype.itemsize <= 8:
+            return data.dtype
+    return np.dtype((np.void, data.id.get_type().get_size()))
+
+
 def attributes_of(item: h5py.Group) -> dict[str, Any]:
-    """The attributes as plain Python values: str, int, float, bool, and lists of them."""
-    return {name: _to_python(value) for name, value in item.attrs.items()}
+    """The attributes as plain Python values: str, int, float, bool, and lists of them.
+
+    Others, such as references and lists of unequal length, are left out: no model needs them.
+    """
+    attributes = {}
+    for name in item.attrs:
+        with suppress(TypeError, ValueError):  # of h5py, JSON and NumPy, for types that they do not have
+            value = _to_python(item.attrs[name])
+            json.dumps(value)
+            np.asarray(value)
+            attributes[_to_python(name)] = value
+    return attributes
 
 
 def _to_python(value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_to_python(element) for element in value]
     if isinstance(value, str):  # h5py keeps damaged bytes as surrogates
         value = value.encode(errors="surrogateescape")

@@ -17,6 +17,7 @@ from fastgpu.rows.contract import PoolPlan
 from fastgpu.rows.rows import Field
 from fastgpu.storage.file import RESTORE, OpenFile
 from fastgpu.storage.filters import DECODERS, Bytes, decode, filters_of
+from fastgpu.storage.hdf5 import dtype_of
 
 BLOCK_BYTES = 2 << 20
 """Size of a block: random pieces of 2 MiB are read as fast as a cold disk can."""
@@ -29,8 +30,6 @@ SCATTER_BYTES = 8192
 are read a block at a time, and copied by index."""
 IOV_MAX = 1024
 """Maximum number of targets of one preadv on Linux."""
-SOURCES = "fastgpu_source"
-"""Dataset of texts beside the fields of a file: where each of its rows came from. Training does not read it."""
 DIGESTS = "fastgpu_sha256"
 """Group beside the datasets. It has (blocks, 32) uint8 for each of them: the SHA-256 of the rows of each block."""
 
@@ -72,18 +71,20 @@ class Layout:
     def _find_chunks(self, data: h5py.Dataset) -> np.ndarray:
         first_rows = np.arange(0, self._n_rows, self.chunk_rows)
         chunks = np.zeros((len(first_rows), 3), np.int64)
+        value_bytes = data.id.get_type().get_size()
 
         def note(chunk: h5py.h5d.StoreInfo) -> None:
             # In a damaged file, these may be any numbers.
             offset = min(chunk.byte_offset, self._file.size)
-            n_bytes = chunk.size if self._filters else math.prod(data.chunks) * data.dtype.itemsize
+            n_bytes = chunk.size if self._filters else math.prod(data.chunks) * value_bytes
             chunks[chunk.chunk_offset[0] // self.chunk_rows] = offset, n_bytes, chunk.filter_mask
 
         if data.chunks:
             data.id.chunk_iter(note)
         else:
-            chunks[:, 0] = (data.id.get_offset() or 0) + first_rows * self.field.row_bytes
-            chunks[:, 1] = np.diff(first_rows, append=self._n_rows) * self.field.row_bytes
+            row_bytes = math.prod(self.field.shape) * value_bytes
+            chunks[:, 0] = (data.id.get_offset() or 0) + first_rows * row_bytes
+            chunks[:, 1] = np.diff(first_rows, append=self._n_rows) * row_bytes
         if (chunks[:, 0] + chunks[:, 1]).max(initial=0) > self._file.size:
             raise UserError(f"{self.name}: the file is truncated: copy or write it again")
         return chunks
@@ -134,6 +135,10 @@ class Layout:
 
     def _decode(self, chunk: int, content: np.ndarray | None) -> np.ndarray:
         """The rows of a chunk, (rows, *shape), which are valid until the next one. content: its bytes, if in memory."""
+        return self.read_by_library(chunk)
+
+    def read_by_library(self, chunk: int) -> np.ndarray:
+        """The rows of a chunk, (rows, *shape), as the HDF5 library has them."""
         return self._file.read_h5(self._path, chunk * self.chunk_rows, self.chunk_rows)
 
     def _as_rows(self, content: Bytes | np.ndarray) -> np.ndarray:
@@ -214,18 +219,23 @@ class PlainRows(Layout):
 
 def open_layout(name: str, data: h5py.Dataset, file: OpenFile, n_items: int | None = None) -> Layout:
     """The rows of an HDF5 dataset; see `Layout` for the arguments. Raises UserError if a person has to change it."""
-    if not data.ndim or data.dtype.kind not in "buif":
-        raise UserError(f"{name} is {data.dtype} {data.shape}; allowed are rows of bool, integers and floats")
+    dtype = dtype_of(data)
+    if not data.ndim or dtype.kind not in "buif":
+        raise UserError(f"{name} is {dtype} {data.shape}; allowed are rows of bool, integers and floats up to 64 bits")
+    is_compact = data.id.get_create_plist().get_layout() == h5py.h5d.COMPACT
     if data.chunks:
         n_chunks = math.prod(-(-length // chunk) for length, chunk in zip(data.shape, data.chunks, strict=True))
         n_missing = n_chunks - data.id.get_num_chunks()
         if n_missing:
             raise UserError(f"{name}: {n_missing} of {n_chunks} chunks were never written")
-    elif len(data) and data.id.get_offset() is None:
+    elif len(data) and data.id.get_offset() is None and not is_compact:
         raise UserError(f"{name} was never written, or takes its bytes from other files; name those files")
     filters = filters_of(data)
+    # h5py shows bfloat16 as float32, say: only values whose bytes are those that it shows can be read without it.
+    is_as_shown = data.id.get_type() == h5py.h5t.py_create(dtype, logical=True)
     has_whole_rows = not data.chunks or data.chunks[1:] == data.shape[1:]
-    if has_whole_rows and math.prod(data.shape[1:]) and all(code in DECODERS for code, _, _ in filters):
+    is_known = is_as_shown and not is_compact and all(code in DECODERS for code, _, _ in filters)
+    if is_known and has_whole_rows and math.prod(data.shape[1:]):
         return (CompressedRows if filters else PlainRows)(name, data, file, n_items)
     for code, _, filter_name in filters:
         if not h5py.h5z.filter_avail(code):

@@ -23,17 +23,8 @@ from fastgpu.rows.contract import Dataset, Out, PoolPlan, Reads
 from fastgpu.rows.rows import MAX_VALUES, OFFSET_DTYPE, Field
 from fastgpu.storage.columns import Codec, DecodedColumn, InMemory, RaggedColumn
 from fastgpu.storage.file import OpenFile, split_group
-from fastgpu.storage.hdf5 import attributes_of, find, open_file
-from fastgpu.storage.layout import (
-    BLOCK_BYTES,
-    COLUMN_BYTES,
-    MIN_BLOCKS,
-    SOURCES,
-    Layout,
-    PlainRows,
-    Range,
-    open_layout,
-)
+from fastgpu.storage.hdf5 import SOURCES, attributes_of, dtype_of, find, open_file
+from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, MIN_BLOCKS, Layout, PlainRows, Range, open_layout
 from fastgpu.storage.meaning import check_meaning
 
 AROUND_PAGE_CACHE = 1.5
@@ -65,11 +56,11 @@ class HDF5Dataset(Dataset):
         """(path, group) of each file."""
         self.attributes = attributes
         self.fields = {field_name: column.field for field_name, column in parts[0].items()}
-        self.lengths = {}
+        self.stored_lengths = {}
         for field_name, field in self.fields.items():
             if field.is_ragged:
                 lengths = np.concatenate([part[field_name].lengths for part in parts])
-                self.lengths[field_name] = lengths
+                self.stored_lengths[field_name] = lengths
                 self.fields[field_name] = field._replace(mean_values=float(lengths.mean()))
 
     @cached_property
@@ -93,7 +84,7 @@ class HDF5Dataset(Dataset):
         fingerprints = [column.fingerprint() for part in self.parts for column in part.values()]
         return hashlib.sha256(b"".join(fingerprints)).hexdigest()[:12]
 
-    def column(self, name: str) -> np.ndarray | None:
+    def stored_column(self, name: str) -> np.ndarray | None:
         arrays = [column.rows for part in self.parts if isinstance(column := part.get(name), InMemory)]
         return np.concatenate(arrays) if len(arrays) == len(self.parts) else None
 
@@ -269,10 +260,10 @@ def _read_n_items(group: h5py.Group, indices: h5py.Dataset, where: str) -> int:
     kind = attributes.get("encoding-type", "csr_matrix")
     shape = attributes.get("shape")
     n_items = shape[1] if isinstance(shape, list) and len(shape) == 2 else None
-    is_csr = kind == "csr_matrix" and indices.dtype.kind in "ui" and indices.ndim == 1
+    is_csr = kind == "csr_matrix" and dtype_of(indices).kind in "ui" and indices.ndim == 1
     if is_csr and isinstance(n_items, int) and 1 <= n_items <= MAX_VALUES:
         return n_items
     raise UserError(
         f"{where} should be a CSR matrix with the attribute shape, (rows, items), and whole numbers as indices; it is "
-        f"a {kind} with {shape}, {indices.dtype}: `python convert.py arrays` writes one"
+        f"a {kind} with {shape}, {dtype_of(indices)}: `python convert.py arrays` writes one"
     )

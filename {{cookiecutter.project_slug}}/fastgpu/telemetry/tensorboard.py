@@ -15,7 +15,7 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
-from fastgpu.process.launch import UserError, warn
+from fastgpu.process.launch import UserError, say, warn
 from fastgpu.process.world import World
 from fastgpu.telemetry.clock import Throughput
 
@@ -46,7 +46,7 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
             mininterval=1,
             miniters=0,  # it moves in an epoch of few steps, too
             smoothing=0,
-            disable=not world.is_main or not sys.stderr.isatty(),
+            disable=not (world.is_main and sys.stderr and sys.stderr.isatty()),
         )
         with world.raise_on_all_ranks():
             if self._folder and config["log.wandb"]:
@@ -86,7 +86,7 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
             self._bar.set_postfix_str(text)
             if self._bar.disable and time.monotonic() - self._printed >= LINE_EVERY_S:
                 self._printed = time.monotonic()
-                print(f"{text}, {100 * self._n_done / self._n_steps:.0f} % done", flush=True)
+                say(f"{text}, {100 * self._n_done / self._n_steps:.0f} % done")
             values = {**values, **interval.scalars()}
             point |= interval._asdict()
         with self._forgiving():
@@ -111,7 +111,7 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
             if total.wait_s > 0.1 * total.seconds:
                 text += " (input-bound: run `python diagnose.py`)"
         self._bar.clear()
-        print(f"epoch {epoch} {text}", flush=True)
+        say(f"epoch {epoch} {text}")
         self._epoch.clear()
 
     @contextmanager

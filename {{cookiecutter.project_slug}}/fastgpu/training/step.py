@@ -1,10 +1,12 @@
-"""The precision of an optimizer step. The step itself is in train.py."""
+"""The precision and the learning rates of an optimizer step. The step itself is in train.py."""
 
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from fastgpu.process.config import Auto, Precision
+from fastgpu.process.launch import warn
 
 
 class MixedPrecision(NamedTuple):
@@ -32,3 +34,17 @@ def mixed_precision(
     dtype = torch.float16 if is_fp16 else torch.bfloat16
     autocast = torch.autocast(device.type, dtype, enabled=precision != "fp32")
     return MixedPrecision(precision, autocast, torch.amp.GradScaler(device.type, enabled=is_fp16))
+
+
+def set_initial_rates(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+    """Keep the rate of each group as its `initial_lr`, as torch's schedulers do: the schedule is a factor of it.
+
+    Warns of parameters that no group has.
+    """
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    for group in groups:
+        group["initial_lr"] = group["lr"]
+    grouped = {id(parameter) for group in groups for parameter in group["params"]}
+    named = model.named_parameters()
+    if missing := [name for name, each in named if each.requires_grad and id(each) not in grouped]:
+        warn(f"no group of the optimizer has {', '.join(missing)}: training does not change them")

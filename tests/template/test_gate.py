@@ -1,0 +1,34 @@
+"""Code of the pages and the examples passes the gate that a project ships."""
+
+import shutil
+import subprocess
+
+import pytest
+from template import ROOT
+from test_another_loader import use_torch_loader
+from test_baked import run_in
+from test_documents import read_blocks
+
+
+@pytest.mark.slow
+def test_code_of_pages_and_examples_passes_ruff_and_mypy_beside_that_of_a_project(own_copy):
+    project = own_copy("both")
+    for page in ("tutorial.md", "code.md"):
+        for block in read_blocks(project / "docs" / page):
+            if block.language == "python" and block.target:
+                (project / block.target).write_text(block.text)
+    for example in (ROOT / "docs/examples").glob("*.py"):
+        is_dataset = example.stem == "published"
+        shutil.copyfile(example, project / ("" if is_dataset else "workloads") / example.name)
+    mypy = ("mypy", "--ignore-missing-imports")  # torchvision is not installed here
+    for command in (("ruff", "check"), ("ruff", "format", "--check"), mypy):
+        run_in(project, "-m", *command)
+
+    # Two that change train.py, each in its own way.
+    program = (project / "train.py").read_text()
+    subprocess.run(["git", "apply", ROOT / "docs/examples/gan.diff"], cwd=project, check=True)
+    run_in(project, "-m", *mypy)
+    (project / "train.py").write_text(program)
+    use_torch_loader(project)
+    for command in (("ruff", "check", "--fix"), mypy):  # two imports of train.py are no longer used
+        run_in(project, "-m", *command)
