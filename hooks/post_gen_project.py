@@ -14,7 +14,10 @@ answers = json.loads(r"""{{ cookiecutter | tojson }}""")
 KEEP = [
     ({"tools": ["all"]}, "convert.py diagnose.py predict.py report.py"),
     ({"tools": ["all"]}, "fastgpu/convert fastgpu/diagnose fastgpu/predict fastgpu/report"),
-    ({"tools": ["all"]}, "docs/data.md docs/measuring.md docs/troubleshooting.md docs/why-is-my-gpu-idle.md"),
+    (
+        {"tools": ["all"]},
+        "docs/data.md docs/python.md docs/measuring.md docs/troubleshooting.md docs/why-is-my-gpu-idle.md",
+    ),
     ({"tools": ["all"], "workload": ["images", "recsys", "both"]}, "docs/tutorial.md docs/ko"),
     ({"launch": ["slurm", "kubernetes", "both"]}, "launch docs/clusters.md"),
     ({"launch": ["slurm", "both"]}, "launch/slurm.sh"),

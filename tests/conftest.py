@@ -59,6 +59,9 @@ def own_copy(baked: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
     return copy
 
 
+# A shell lets its children in the background ignore SIGINT, nohup lets them ignore SIGHUP, and so would theirs.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 HANDLERS = {number: signal.getsignal(number) for number in STOP}
 
 

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from fastgpu.process.launch import UserError, exit_with_message, show_any_text
+from fastgpu.process.launch import UserError, exit_on_signals, exit_with_message, show_any_text
 
 COMMANDS = {
     "commands.arrays": "x.npy, y.npz, z.npz::x, scipy's sparse m.npz, x.h5::/x: arrays images=x.npy y.npz train.h5",
@@ -134,7 +134,7 @@ def main(args: Namespace) -> int:
 
 if __name__ == "__main__":
     args = parse(sys.argv[1:])
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what is not complete is removed
+    exit_on_signals()
     if args.run in ("commands.info", "commands.check"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends them, which write no files
     show_any_text()

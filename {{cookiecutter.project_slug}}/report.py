@@ -11,7 +11,8 @@ import signal
 import sys
 from pathlib import Path
 
-from fastgpu.process.launch import UserError, exit_with_message
+from fastgpu.process.files import csv_cell
+from fastgpu.process.launch import UserError, exit_on_signals, exit_with_message
 from fastgpu.report import page, results
 
 
@@ -26,7 +27,8 @@ def main(argv: list[str]) -> None:
     if not runs:
         raise UserError(f"{args.runs[0]} has no points in metrics.jsonl; name the folder of a run, such as runs/first")
     if args.csv:
-        csv.writer(sys.stdout, lineterminator="\n").writerows(results.compare(runs, str))
+        compared = results.compare(runs, str)
+        csv.writer(sys.stdout, lineterminator="\n").writerows(map(csv_cell, line) for line in compared)
     elif args.compare:
         print(results.as_text(results.compare(runs, results.number)))
     else:
@@ -38,5 +40,6 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the program
+    exit_on_signals()
     with exit_with_message(OSError):
         main(sys.argv[1:])

@@ -5,6 +5,8 @@ import os
 import re
 import shutil
 import sys
+import sysconfig
+import venv
 from pathlib import Path
 
 import pytest
@@ -109,6 +111,19 @@ def change(project: Path, workload: str) -> None:
     # A hasty person writes no docstrings, and reads a setting from the environment.
     minimal = re.sub(r'(?ms)^ *""".*?"""\n', "", (project / "workloads/minimal.py").read_text())
     (project / "workloads/mine.py").write_text(f'import os\n\n{minimal}\nDEBUG = os.environ.get("DEBUG")\n')
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_an_installed_project_is_imported_from_any_folder_with_the_modules_of_its_owner(own_copy, tmp_path):
+    project = own_copy("own")
+    (project / "mine.py").write_text("import workloads.minimal\n")
+    venv.create(tmp_path / "venv", with_pip=True)
+    (site,) = tmp_path.glob("venv/lib/python*/site-packages")
+    (site / "others.pth").write_text(sysconfig.get_paths()["purelib"])  # behind its own
+    printed_by([tmp_path / "venv/bin/pip", "install", "-q", "--no-deps", "-e", project], tmp_path)
+    code = "import fastgpu.feed, mine; print(fastgpu.__file__)"
+    assert str(project) in printed_by([tmp_path / "venv/bin/python", "-c", code], tmp_path)
 
 
 COMMANDS_OF = {"images": {"images", "pixels"}, "recsys": {"events"}}

@@ -6,7 +6,8 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from harness import numbered
+from harness import numbered, ragged
+from torch.utils.data import Dataset as TorchDataset
 
 from fastgpu.dataset.source import ItemDataset
 from fastgpu.feed.sources import open_splits
@@ -80,7 +81,7 @@ def test_classes_are_groups_of_equal_weight(write):
         ("a.h5", {"balance": "classes"}),
         (["a.h5", "b.h5"], {}),
         ({"a.h5": 1, "b.h5": 3}, {}),
-        ("a", {"dataset": "test_sources:ten"}),
+        ("a", {"dataset": "test_sources:Ten"}),
     ],
 )
 @pytest.mark.parametrize("val", ["20%", None])
@@ -96,6 +97,30 @@ def test_columns_and_lengths_are_of_the_rows_that_a_source_counts(write_ragged, 
             np.testing.assert_array_equal(part.column(field), part.stored_column(field)[rows])
             assert len(part.column(field)) == len(part) == len(np.unique(rows))
         assert [*map(len, part.lengths.values())] == [len(part)] * ("items" in fields)
+
+
+@pytest.mark.parametrize("named", ["a.h5", ["a.h5", "b.h5"]])
+def test_rows_are_looked_at_by_their_places_in_a_column(write_ragged, named):
+    for name, first in (("a.h5", 0), ("b.h5", 100)):
+        write_ragged(90, name, first)
+    for part in open_both(named, "20%", {"number": "number", "items": "items"}):
+        numbers = part.column("number")
+        for index in (0, 5, -1, np.int64(7)):
+            row = part[index]
+            assert row["number"] == numbers[index]
+            np.testing.assert_array_equal(row["items"], ragged([numbers[index]]).values)
+        some = part[2:9:3]
+        np.testing.assert_array_equal(some["number"], numbers[2:9:3])
+        np.testing.assert_array_equal(some["items"].values, ragged(numbers[2:9:3]).values)
+        assert len(part[5:5]) == 0
+        assert len([*part]) == len(part)  # the row after the last one is an IndexError
+        assert f"{len(part):,} rows (number: int64 (N), items: int32 (N, any number)" in repr(part)
+
+
+def test_items_of_a_dataset_are_looked_at_by_their_places_in_a_column():
+    for part in open_both("a", "20%", {"x": "x"}, dataset="test_sources:Ten"):
+        assert [part[0], part[-1]] == part.column("x")[[0, -1]].tolist()
+        assert part[1:3] == part.column("x")[1:3].tolist()
 
 
 def test_a_column_that_is_not_in_memory_is_an_error_with_its_cure():
@@ -131,20 +156,22 @@ def test_messages(compare_messages, write):
     )
 
 
-class Ten(list):
+class Ten(TorchDataset):
     """A Dataset of ten numbers, which it has as an attribute, too."""
 
-    targets = property(np.array)
+    def __init__(self, path: str):
+        self.targets = np.arange(10)
 
+    def __len__(self) -> int:
+        return 10
 
-def ten(path: str) -> Ten:
-    """A Dataset of ten numbers."""
-    return Ten(range(10))
+    def __getitem__(self, row: int) -> int:
+        return row
 
 
 @pytest.mark.parametrize(("val", "n_workers"), [("b", 4), ("20%", 2)])
 def test_a_dataset_is_opened_with_its_workers_which_a_share_has_in_common(val, n_workers):
-    data = Data(train="a", val=val, fields={"x": "x"}, dataset="test_sources:ten")
+    data = Data(train="a", val=val, fields={"x": "x"}, dataset="test_sources:Ten")
     splits = open_splits(data, Loader(num_workers=2), 0)
     assert len(active_children()) == n_workers
     for part in splits:
@@ -163,11 +190,11 @@ def test_a_dataset_is_opened_with_its_workers_which_a_share_has_in_common(val, n
         ("groups.h5::/train", "groups.h5::/train", "groups.h5/train", {}),
         (["q.h5", "./q.h5"], "10%", "q.h5", {}),  # what is held out of one copy is trained on in the other
         (["groups.h5::train", "groups.h5::/train"], "10%", "groups.h5/train", {}),
-        ("a", "a", "a", {"dataset": "test_sources:ten"}),
+        ("a", "a", "a", {"dataset": "test_sources:Ten"}),
         ("groups.h5::/train", "groups.h5::/val", "", {}),
         ("p-*.h5", "10%", "", {}),
         ("q.h5", "q.h5", "", {"val_fields": {"images": "labels"}}),  # other fields of the same rows
-        ("a", "b", "", {"dataset": "test_sources:ten"}),
+        ("a", "b", "", {"dataset": "test_sources:Ten"}),
     ],
 )
 def test_validation_rows_that_are_trained_on_are_warned_of(write, capsys, train, val, shared, options):

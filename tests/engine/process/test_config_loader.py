@@ -24,6 +24,7 @@ MISTAKES_IN_A_FILE = (
     "data: [",
     "run:\n  seed: 2026-13-45",
     "run: {folder: !!python/object:os.system x}",
+    "run: {seed: !!int ''}",
 )
 MISTAKES_IN_WORDS = (
     "data.echo=0.5 data.val=10 optim.lr=-1 optim.warmup_share=2 train.epochs=-1 run.seed=-1 workload=Mine",

@@ -91,6 +91,30 @@ with exit_with_message():
 """
 
 
+INTERRUPTED = """
+import os, signal, sys
+from contextlib import suppress
+from fastgpu.process.launch import exit_with_message
+with exit_with_message():
+    pass
+if sys.argv[1] == "import":
+    with suppress(BaseException):  # as a module does that tries to import another one
+        os.kill(os.getpid(), signal.SIGINT)
+with exit_with_message():
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        print("tidied up")
+"""
+
+
+@pytest.mark.parametrize(("when", "printed"), [("import", ""), ("later", "tidied up\n")])
+def test_an_interrupt_is_one_line_and_never_lost_also_where_modules_are_imported(when, printed):
+    with start_python(INTERRUPTED, when) as process:
+        output = process.communicate(timeout=TIMEOUT_S)
+    assert (process.returncode, output) == (130, (printed, "\ninterrupted\n"))
+
+
 def test_a_thread_that_holds_the_lock_of_hdf5_does_not_keep_the_process():
     with start_python(HANGS) as process:
         printed = process.communicate(timeout=TIMEOUT_S)

@@ -40,6 +40,13 @@ def test_a_single_process_is_told_at_once_whichever_signal_came(number):
     assert stop_signal.number == number
 
 
+def test_nohup_keeps_a_run_from_stopping_with_its_terminal():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    stop_signal = StopSignal(ALONE)
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert not stop_signal.is_asked_to_stop()
+
+
 def calls_to_stop(world: World, step_s: float, n_before: int) -> tuple[int, int, int]:
     """Calls, and questions among them, until a rank knows of a signal that the last rank got after `n_before` calls."""
     questions: list[tuple[float, ...]] = []

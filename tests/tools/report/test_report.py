@@ -9,10 +9,12 @@ import subprocess
 import sys
 from math import inf, nan
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from harness import ROOT
 
+from fastgpu.process import files
 from fastgpu.report.page import MAX_POINTS, write_report
 from fastgpu.report.results import changed_settings, compare, number, over_run, read_run, summary
 from fastgpu.telemetry.clock import Throughput
@@ -197,10 +199,96 @@ def test_what_cannot_be_read_or_written_is_one_line(tmp_path):
     (write_run(tmp_path / "a") / "report.html").mkdir()
     for folder, message in (
         ("nowhere", "nowhere has no points in metrics.jsonl; name the folder of a run, such as runs/first"),
-        (tmp_path / "a", f"[Errno 21] Is a directory: '{tmp_path}/a/report.html'"),
+        (tmp_path / "a", f"{tmp_path}/a/report.html is a folder; name a file in it, or another one"),
     ):
         done = run(folder)
         assert (done.returncode, done.stderr) == (2, f"error: {message}\n")
+
+
+ODD_LINES = (
+    *(
+        b"5",
+        b"null",
+        b"{}",
+        b"[1]",
+        b'"text"',
+        b"\xff\xfe",
+        b"[" * 99_999,
+        b'{"step": 1, "part"',
+        b'{"step": "x", "part": 1}',
+    ),
+    *(
+        b'{"step": NaN, "part": 1}',
+        b'{"step": 1, "part": null}',
+        b'{"step": 1' + b"0" * 400 + b', "part": 1}',
+        b"\0",
+        b"",
+    ),
+)
+ODD_CONFIGS = (
+    *(
+        "5",
+        "a: &a [*a]",
+        "a: " + "[" * 9999,
+        "? [1, 2]\n: 3",
+        "1: 2",
+        "a: 2024-11-27",
+        "a: !!float ''",
+        "a: !!binary aGk=",
+    ),
+    'a: "\\ud800"',
+    "a: &a {x: 1}\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}' if n else '*a'] * 9)}]\n" for n in range(12)),
+    "a: &a {x: 1}\n"
+    + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}' if n else '*a'] * 9)}]}}\n" for n in range(12)),
+)
+
+
+@pytest.mark.parametrize("kind", ["lines", "configs", "descriptions", "fifos"])
+def test_whatever_a_folder_holds_is_reported_as_far_as_it_is_a_run(tmp_path, kind):
+    good = write_run(tmp_path / "good")
+    if kind == "lines":
+        folders = [write_run(tmp_path / "a")]
+        odd = b'{"step": 6, "part": 1, "val/a": "text", "val/b": true, "val/\\ud800": 2.5, "val/c": []}'
+        folders[0].joinpath("metrics.jsonl").open("ab").write(b"\n".join([*ODD_LINES, odd]))
+    elif kind == "fifos":
+        folders = [write_run(tmp_path / "a")]
+        for name in ("config-2.yaml", "run-2.json"):
+            os.mkfifo(folders[0] / name)
+    else:
+        texts = ODD_CONFIGS if kind == "configs" else ('{"best": 5}', '{"best": [1, {}]}', '{"gpu": [], "started": {}}')
+        folders = [write_run(tmp_path / str(number)) for number in range(len(texts))]
+        for folder, text in zip(folders, texts, strict=True):
+            (folder / ("config-2.yaml" if kind == "configs" else "run-2.json")).write_text(text)
+    for words in ((), ("--compare",), ("--csv",)):
+        done = run(*words, *folders, good)
+        assert done.returncode == 0, done.stderr
+        warning = f"warning: {len(ODD_LINES)} lines of {tmp_path}/a/metrics.jsonl are no points, such as one that"
+        assert done.stderr.startswith(warning if kind == "lines" else ""), done.stderr
+        assert done.stderr.count("\n") == (kind == "lines")
+
+
+def test_the_page_takes_the_place_of_a_link_and_a_full_disk_keeps_the_old_one(tmp_path, monkeypatch):
+    folder = write_run(tmp_path / "a")
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (folder / "report.html").symlink_to(victim)
+    write_report(read_run(folder))
+    assert victim.read_text() == "mine"
+    page = (folder / "report.html").read_text()
+    monkeypatch.setattr(files, "flush", Mock(side_effect=OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space left"):
+        write_report(read_run(folder))
+    assert (folder / "report.html").read_text() == page
+    assert not list(folder.glob(".*"))
+
+
+def test_no_cell_of_a_csv_is_a_formula_and_numbers_stay_numbers(tmp_path):
+    for name, note in (("a", "=1+1"), ("b", "-2"), ("c", "-2+1"), ("d", "x")):
+        folder = write_points(tmp_path / name, [{"step": 1, "train/loss": -0.5}])
+        folder.joinpath("config.yaml").write_text(f"model: {{note: '{note}', '@n': {name}}}\n")
+    head, *lines = csv.reader(run("--csv", *sorted(tmp_path.iterdir())).stdout.splitlines())
+    assert head == ["run", "train/loss", "steps", "model.note", "model.@n"]
+    assert [line[1:4] for line in lines] == [["-0.5", "1", note] for note in ("'=1+1", "-2", "'-2+1", "x")]
 
 
 def test_it_starts_without_torch():

@@ -80,6 +80,13 @@ class ItemDataset(ItemSource):
             self._first[field] = arrays[0]
             self.fields[field] = field_of(arrays, is_ragged=field in getattr(dataset, "ragged", ()))
 
+    def __getitem__(self, index: int | slice) -> Any:
+        """The item of a row of `column` as the Dataset gives it, or a list of items."""
+        numbers = self._selected(np.arange(len(self.block_rows)))[index]
+        return (
+            [self.dataset[row] for row in numbers.tolist()] if isinstance(index, slice) else self.dataset[int(numbers)]
+        )
+
     def _values(self, row_ids: np.ndarray) -> list[Sequence[Any]]:
         """For each field, what the Dataset gives for these rows."""
         items = []

@@ -1,2 +1,1 @@
-"""What predict.py is made of. In a program of yours: `from fastgpu.predict.model import load_model`, then
-`model = load_model("runs/first").model`."""
+"""What predict.py is made of. docs/python.md uses it in programs of your own."""

@@ -55,6 +55,13 @@ class Trained(NamedTuple):
     rows: Dataset  # see `training_rows`
     folder: Path  # the checkpoint
 
+    @torch.inference_mode()
+    def predict(self, **columns: Any) -> Mapping[str, Tensor]:
+        """What `predict` of the workload gives for arrays or tensors (rows, *shape) of its `inputs`, by their names."""
+        device = next(self.model.parameters()).device
+        rows = Rows({name: torch.as_tensor(column) for name, column in columns.items()}).to(device)
+        return self.workload.predict(self.model, rows)
+
 
 def load_model(path: str | Path) -> Trained:
     """Build the model of a checkpoint, a copy of its model.json and model.safetensors, or the best (or last) of a run.

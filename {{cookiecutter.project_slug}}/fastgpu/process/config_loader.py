@@ -126,7 +126,7 @@ def _parse(text: str, place: str, origins: dict[str, str], prefix: str = "") -> 
             lines[key] = at.line + 1
         origins |= {key: f"{place}:{line}" for key, line in lines.items()}
         return loader.construct_document(node) if node else None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # such as a date in month 13
+    except (yaml.YAMLError, ValueError, LookupError, RecursionError) as error:  # such as a date in month 13
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         problem = " ".join(str(getattr(error, "problem", None) or error).split())

@@ -1,15 +1,23 @@
-"""Atomic writes of files and folders, and a lock file: what a killed process leaves is complete or absent."""
+"""Atomic writes of files and folders, and a lock file: what a killed process leaves is complete or absent.
+
+Also the cells of CSV files.
+"""
 
 import fcntl
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
-from fastgpu.process.launch import UserError
+from fastgpu.process.launch import ESCAPES, UserError
+
+FORMULA = re.compile(r"[=@\t\r]|[+-](?!([\d.]+(e[+-]?\d+)?)?$)")
+"""Beginning of a formula: a sign, unless only a number follows."""
 
 
 def rename_folder(partial: Path, target: Path) -> None:
@@ -53,6 +61,14 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def csv_cell(value: Any) -> Any:
+    """A value for a CSV file: escaped text, with a ' before what a spreadsheet would take for a formula."""
+    if not isinstance(value, str):
+        return value
+    guard = "'" if FORMULA.match(value) else ""
+    return guard + value.translate(ESCAPES)
 
 
 class FolderLock:

@@ -59,6 +59,17 @@ def read_launch() -> Launch:
     return Launch._make([*numbers, "TORCHELASTIC_RUN_ID" in os.environ])
 
 
+def say(text: str, file: TextIO | None = None) -> None:
+    """Print a line to stdout, or to `file`. On a full disk or to a closed pipe, it and all later output is dropped."""
+    file = file or sys.stdout
+    try:
+        print(text, file=file, flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())  # what Python has kept of it goes there, too
+        if file is not sys.stderr:
+            say(f"warning: stdout is lost from here on ({error.strerror}); training goes on", sys.stderr)
+
+
 class _Terminal(io.TextIOWrapper):
     def write(self, text: str) -> int:
         return super().write(text.translate(ESCAPES))
@@ -73,17 +84,6 @@ def show_any_text() -> None:
         if stream := getattr(sys, name):  # None: it was closed
             how = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
             setattr(sys, name, _Terminal(stream.buffer, stream.encoding, "backslashreplace", **how))
-
-
-def say(text: str, file: TextIO | None = None) -> None:
-    """Print a line to stdout, or to `file`. On a full disk or to a closed pipe, it and all later output is dropped."""
-    file = file or sys.stdout
-    try:
-        print(text, file=file, flush=True)
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())  # what Python has kept of it goes there, too
-        if file is not sys.stderr:
-            say(f"warning: stdout is lost from here on ({error.strerror}); training goes on", sys.stderr)
 
 
 def warn(text: str) -> None:
@@ -105,22 +105,45 @@ def attempt(function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -
     return outcome.result
 
 
+def exit_on_signals() -> None:
+    """Let SIGTERM and SIGHUP end a program by an exception, so that files that are not complete are removed."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets it
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+    end_on_interrupt()
+
+
+def end_on_interrupt() -> None:
+    """Let Ctrl-C end the process at once: a KeyboardInterrupt may be lost in one of the modules that are imported."""
+
+    def end(number: int, frame: object) -> None:
+        if read_launch().local_rank == 0:
+            say("\ninterrupted", sys.stderr)
+        os._exit(130)
+
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        signal.signal(signal.SIGINT, end)
+
+
 @contextmanager
 def exit_with_message(*others: type[Exception]) -> Iterator[None]:
     """Turn a `UserError` into one line on stderr and exit code 2. Bugs keep their traceback.
 
     A rank prints its own error with its number before it; a SharedError is printed once for each machine. others: types
     of errors that are no bugs either, such as OSError if a disk is full. A fatal signal (a bug in a driver, a mapped
-    file that was truncated) leaves a traceback, too.
+    file that was truncated) leaves a traceback, too. After the block, Ctrl-C ends the process at once.
     """
     expected: tuple[type[Exception], ...] = (UserError, *others)
     faulthandler.enable(sys.__stderr__ or 2)
     launch = read_launch()
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         if launch.is_launched:
             end_with_parent()
             check_parent()
         yield
+        end_on_interrupt()
     except expected as error:
         is_shared = isinstance(error, SharedError)
         if launch.local_rank == 0 or not is_shared:

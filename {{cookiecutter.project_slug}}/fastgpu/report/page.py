@@ -13,6 +13,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from fastgpu.process.files import new_file
 from fastgpu.report import results
 from fastgpu.report.results import Point, Run
 
@@ -21,7 +22,7 @@ MAX_POINTS = 1000
 
 
 def write_report(run: Run) -> Path:
-    """Write report.html into the folder of a run. Raises OSError if the disk refuses."""
+    """Write report.html into the folder of a run. Raises UserError or OSError if the disk refuses."""
     here = Path(__file__).parent
     began, device = run.description.get("started", ""), run.description.get("gpu") or "CPU"
     summary = results.summary(run)
@@ -39,7 +40,8 @@ def write_report(run: Run) -> Path:
         uplot_js=(here / "vendor/uPlot.iife.min.js").read_text(encoding="utf-8"),
     )
     path = run.folder / "report.html"
-    path.write_text(text, encoding="utf-8")
+    with new_file(path, replace=True) as partial:
+        partial.write_text(text, encoding="utf-8", errors="replace")
     return path
 
 

@@ -1,10 +1,11 @@
 """What a run did, read from the files that it left. It does not import torch, so `python report.py` answers at once."""
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import pairwise
-from math import inf, isnan, nan
+from math import inf, isfinite, isnan, nan
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from fastgpu.process.config_loader import keys
+from fastgpu.process.launch import say
 
 Point = dict[str, float]
 """A line of metrics.jsonl: step, time_s, part, the sums of a `Throughput`, and scalars, named `group/name_unit`."""
@@ -31,18 +33,26 @@ class Run(NamedTuple):
     description: dict[str, Any]
     """The newest run.json"""
 
+    @property
+    def best(self) -> tuple[str, str]:
+        """The metric that decides which checkpoint is the best one, and its direction. Empty if they are not known."""
+        best = self.description.get("best")
+        return (str(best[0]), str(best[1])) if isinstance(best, list) and len(best) == 2 else ("", "")
+
 
 def read_run(folder: Path) -> Run:
     """Points that a resumed run trained again, because they came after its checkpoint, are left out."""
     points: list[Point] = []
     path = folder / "metrics.jsonl"
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        with suppress(ValueError):  # a line that a kill has cut
-            point = {name: value for name, value in json.loads(line).items() if value is not None}
-            if points and point["part"] != points[-1]["part"]:
-                resumed_at = point["step"] - point.get("steps", 0)
-                points = [earlier for earlier in points if earlier["step"] <= resumed_at]
-            points.append(point)
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    read = [point for point in map(_read_point, lines) if point]
+    for point in read:
+        if points and point["part"] != points[-1]["part"]:
+            resumed_at = point["step"] - point.get("steps", 0)
+            points = [earlier for earlier in points if earlier["step"] <= resumed_at]
+        points.append(point)
+    if n_others := len(lines) - len(read):
+        say(f"warning: {n_others} lines of {path} are no points, such as one that a kill has cut", sys.stderr)
     config: dict[str, Any] = {}
     for name, value in _read_newest(folder, "config*.yaml").items():
         is_section = isinstance(value, dict)
@@ -50,13 +60,26 @@ def read_run(folder: Path) -> Run:
     return Run(folder, points, config, _read_newest(folder, "run*.json"))
 
 
+def _read_point(line: bytes) -> Point | None:
+    """The numbers of a line of metrics.jsonl. None: it has no step, or is no JSON."""
+    with suppress(AttributeError, LookupError, OverflowError, RecursionError, ValueError):
+        numbers = {name: value for name, value in json.loads(line).items() if isinstance(value, int | float)}
+        point = {name.encode(errors="replace").decode(): float(value) for name, value in numbers.items()}
+        return point if isfinite(point["step"]) and isfinite(point["part"]) else None
+    return None
+
+
 def _read_newest(folder: Path, pattern: str) -> dict[str, Any]:
     """The newest whole file of those that the parts of a run wrote, such as config-2.yaml. Empty if there is none."""
     for path in sorted(folder.glob(pattern), key=lambda path: (len(path.name), path.name), reverse=True):
-        with suppress(OSError, ValueError, yaml.YAMLError):
-            content = yaml.safe_load(path.read_text(encoding="utf-8"))  # JSON is YAML, too
+        with suppress(Exception):  # of many kinds: whatever the bytes have become
+            text = path.read_text(encoding="utf-8") if path.is_file() else ""  # a fifo would never end
+            # A few aliases can stand for an endless text. No run writes one.
+            has_aliases = any(isinstance(token, yaml.AliasToken) for token in yaml.scan(text))
+            content = None if has_aliases else yaml.safe_load(text)  # JSON is YAML, too
             if isinstance(content, dict):
-                return content
+                text = json.dumps(content, default=str, skipkeys=True, ensure_ascii=False)  # such as dates
+                return dict(json.loads(text.encode(errors="replace")))
     return {}
 
 
@@ -80,7 +103,7 @@ def over_run(points: Sequence[Point], name: str) -> float:
 def summary(run: Run) -> dict[str, float]:
     """{name: value}: the best value of the metric that counts (of equal ones the first, whose checkpoint is the best),
     then each scalar over the whole run: quality first, then speed, then the rest."""
-    metric, direction = run.description.get("best", ("", ""))
+    metric, direction = run.best
     values = [(point.get(f"val/{metric}", nan), point["step"]) for point in run.points]
     scored = [(value, step) for value, step in values if not isnan(value)]
     best = (max if direction == "higher" else min)(scored, key=itemgetter(0), default=None)
@@ -104,7 +127,7 @@ def compare(runs: Sequence[Run], text_of: Callable[[float], str]) -> list[list[s
     differing = [key for key in every if len({json.dumps(run.config.get(key)) for run in runs}) > 1]
     ranked = []
     for run in runs:
-        metric, direction = run.description.get("best", ("", ""))
+        metric, direction = run.best
         values = summary(run)
         line = {"run": str(run.folder)}
         line |= {name: text_of(values[name]) for name in (f"best {metric}", *SPEED) if name in values}
