@@ -257,6 +257,16 @@ def test_a_batch_with_rows_of_several_types_keeps_their_values():
     assert read_odd(np.int64(300), np.uint8(7)).tolist() == [7, 300]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e5m2, torch.float32, torch.float16])
+def test_floats_that_numpy_lacks_become_float32_exactly(dtype):
+    rows = torch.arange(N_ROWS * 4).view(-1, 4).to(dtype).requires_grad_()
+    source = ItemDataset("mine", Made(lambda row: (rows[row], rows[row, 0])), {"x": "x", "y": "y"})
+    columns = source.read_rows(np.arange(N_ROWS), seed=0, epoch=0)
+    assert source.fields["x"].dtype == (np.float16 if dtype == torch.float16 else np.float32)
+    assert torch.equal(torch.from_numpy(columns["x"]), rows.to(torch.from_numpy(columns["x"]).dtype))
+    assert columns["y"].tolist() == rows[:, 0].tolist()
+
+
 class Endless(Made, IterableDataset):
     def __iter__(self):
         return iter(())
@@ -276,6 +286,8 @@ def test_messages(compare_messages):
             "a tensor is one value": lambda: open_items(SINGLE, "images", "labels"),  # its first axis are no fields
             "other names": lambda: open_items(Made(lambda _: {"x": 1}), "x", "y"),
             "text": lambda: open_items(Made(lambda _: "a"), "x"),
+            "a sparse tensor": lambda: open_items(Made(lambda _: torch.eye(2).to_sparse()), "x"),
+            "a tensor without values": lambda: open_items(Made(lambda _: torch.ones(2, device="meta")), "x"),
             "a row of a wider type": lambda: read_odd(np.uint8(0), np.int64(256)),
             "a tensor of a wider type": lambda: read_odd(torch.zeros(2), torch.zeros(2, dtype=torch.int64)),
             "a row of another shape": lambda: read_odd(np.uint8(0), np.zeros(2, np.uint8)),
@@ -370,6 +382,30 @@ def test_a_class_or_function_of_the_project_and_any_torch_dataset_may_be_named(t
     assert len(open_dataset("data.train", "x", FIELDS, factory=factory)) == N_ROWS
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("import no_such_library", r"ModuleNotFoundError: No module named 'no_such_library' \(own.py:1\)$"),
+        ("x = 1\nx.missing", r"AttributeError: 'int' object has no attribute 'missing' \(own.py:2\)$"),
+        ("def f(:", r"SyntaxError: .* \(own.py, line 1\)$"),
+        ("import sys\nsys.exit(3)", r"SystemExit: 3 \(own.py:2\)$"),
+        ("", "own has no Rows; use package.module:Class$"),
+        (
+            OWN + "class Rows(Numbered):\n    def __init__(self): ...",
+            r"\('x'\) cannot be called: too many .* one argument",
+        ),
+        (OWN + "class Rows(Numbered):\n    def __init__(self, a, b): ...", r"cannot be called: missing .* 'b'; give"),
+    ],
+)
+def test_a_module_or_class_that_cannot_be_used_is_one_line_with_the_true_reason(tmp_path, monkeypatch, text, reason):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "own", raising=False)
+    Path("own.py").write_text(text)
+    with pytest.raises(UserError, match=f"^data.dataset.*{reason}"):
+        open_dataset("data.train", "x", FIELDS, factory="own:Rows")
+
+
 # ---------------------------------------------------------------------------------------------- errors of workers
 
 
@@ -384,6 +420,37 @@ def test_a_class_or_function_of_the_project_and_any_torch_dataset_may_be_named(t
 def test_an_error_of_the_dataset_reaches_the_loop_from_a_worker_as_one_line(kind, n_workers, error, message):
     with closing(feed_of(source_of(kind), n_workers)) as feed, pytest.raises(error, match=message):
         list(feed.pools(0))
+
+
+def test_a_slow_worker_is_a_warning_and_not_the_end(monkeypatch, capsys):
+    monkeypatch.setattr(workers, "SLOW_S", 0.0)
+    with closing(feed_of(source_of("slow"), 1)) as feed:
+        assert rows_are_right(feed)
+    told = capsys.readouterr().out
+    assert told.startswith("warning: Numbered: a worker has been reading for 0 s, from row ")
+    assert told.endswith("use loader.num_workers=0\n")
+    assert told.count("warning") == 1
+
+
+class OfOneThread(Numbered):
+    """As a connection to SQLite is."""
+
+    def __getitem__(self, row: int):
+        assert threading.current_thread() is threading.main_thread()
+        return super().__getitem__(row)
+
+
+@pytest.mark.parametrize("tier", ["disk", "host"])
+def test_without_workers_rows_are_read_in_the_main_thread_which_may_pause(tier, monkeypatch):
+    monkeypatch.setattr(prefetch, "WAITS", 1)
+    source = ItemDataset("mine", OfOneThread(), FIELDS)
+    with closing(feed_of(source, 0, tier, timeout_s=1)) as feed:
+        pools = feed.pools(0)
+        next(pools)
+        if tier == "disk":
+            time.sleep(1.2)  # at a breakpoint, for longer than timeout_s
+        assert len([*pools]) == feed.order.pools_per_epoch - 1
+        assert rows_are_right(feed, 1)
 
 
 @pytest.mark.slow

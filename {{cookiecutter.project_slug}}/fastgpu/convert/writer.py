@@ -22,7 +22,8 @@ import numpy as np
 
 from fastgpu.process.launch import ESCAPES
 from fastgpu.rows.rows import CODECS, Field, RaggedArray
-from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, DIGESTS, MIN_BLOCKS, SOURCES
+from fastgpu.storage.hdf5 import SOURCES
+from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, DIGESTS, MIN_BLOCKS
 
 Compression = Literal["none", "gzip"]
 RAGGED_BLOCK_BYTES = BLOCK_BYTES // 8

@@ -54,7 +54,7 @@ def to_column(
         array = to_array(value)
         fits = array is not None and (array.ndim, array.shape[n_free:]) == (n_free + len(field.shape), field.shape)
         if array is None or not fits or not np.can_cast(array.dtype, field.dtype, "safe"):
-            found = type(value).__name__ if array is None else str(Field(array.dtype, array.shape))
+            found = describe_value(value) if array is None else str(Field(array.dtype, array.shape))
             cure = "give all rows the same type and shape"
             if field.shape and not field.is_ragged:
                 cure += f", or the Dataset an attribute ragged = ({name!r},) if only the length differs"
@@ -66,13 +66,24 @@ def to_column(
 
 
 def to_array(value: object) -> np.ndarray | None:
-    """A value of an item as NumPy sees it. None: it is no number, array or tensor of the CPU that torch knows."""
+    """A value of an item as NumPy sees it. None: it is no number, array or tensor of the CPU that torch knows.
+
+    NumPy lacks bfloat16 and the floats of 8 bits. They become float32, which holds them exactly.
+    """
     try:
         if isinstance(value, np.ndarray | np.generic):
             torch.from_numpy(np.empty(0, value.dtype))
             return np.asarray(value)
         if type(value) is int:  # most labels; torch takes 5 us for one
             return np.asarray(value, np.int64)
-        return torch.as_tensor(value).resolve_conj().resolve_neg().numpy()
+        tensor = torch.as_tensor(value).detach().resolve_conj().resolve_neg()
+        is_known = tensor.dtype in (torch.float16, torch.float32, torch.float64) or not tensor.is_floating_point()
+        return (tensor if is_known else tensor.float()).numpy()
     except NO_ARRAY:
         return None
+
+
+def describe_value(value: object) -> str:
+    """The type of a value that is no array, with what may be wrong with it."""
+    details = [str(getattr(value, name)) for name in ("dtype", "layout", "device") if hasattr(value, name)]
+    return " ".join([type(value).__name__, *details])

@@ -12,7 +12,7 @@ from contextlib import suppress
 from copy import copy
 from importlib import import_module
 from importlib.util import find_spec
-from inspect import isclass, isfunction
+from inspect import isclass, isfunction, signature
 from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
@@ -22,8 +22,8 @@ from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset
 
 from fastgpu.dataset.classes import read_classes
-from fastgpu.dataset.items import NO_ARRAY, Columns, field_of, to_array, to_column
-from fastgpu.dataset.workers import Workers
+from fastgpu.dataset.items import NO_ARRAY, Columns, describe_value, field_of, to_array, to_column
+from fastgpu.dataset.workers import Workers, describe_error
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler
@@ -75,8 +75,9 @@ class ItemDataset(ItemSource):
         for field, values in zip(names, self._values(samples), strict=True):
             arrays = [array for value in values if (array := to_array(value)) is not None]
             if to_array(values[0]) is None:
-                found = type(values[0]).__name__
-                raise UserError(f"data.dataset: {name} has {field} as {found}; use numbers, arrays or CPU tensors")
+                found = describe_value(values[0])
+                cure = "use numbers, or arrays and dense tensors of numbers on the CPU"
+                raise UserError(f"data.dataset: {name} has {field} as {found}; {cure}")
             self._first[field] = arrays[0]
             self.fields[field] = field_of(arrays, is_ragged=field in getattr(dataset, "ragged", ()))
 
@@ -183,9 +184,13 @@ def open_dataset(key: str, path: str | Sequence[str], fields: Mapping[str, str],
     if module.partition(".")[0] in {*sys.stdlib_module_names, "test"} and not _is_of_project(module):
         raise refusal
     try:
-        make = getattr(import_module(module), name)
-    except (ModuleNotFoundError, AttributeError) as error:
-        raise UserError(f"data.dataset is {factory}: {error}; name a class as package.module:Class") from None
+        make = getattr(import_module(module), name, None)
+    except (Exception, SystemExit) as error:  # the module of a person may do anything while it is imported
+        is_missing = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
+        reason = f"{error}; name a class as package.module:Class" if is_missing else describe_error(error)
+        raise UserError(f"data.dataset is {factory}: {reason}") from None
+    if make is None:
+        raise UserError(f"data.dataset is {factory}: {module} has no {name or 'class'}; use package.module:Class")
     # A function is called unless it says that it returns something else, as those of this project all do.
     is_function = isfunction(make) and _is_of_project(make.__module__)
     kind = get_type_hints(make).get("return", TorchDataset) if is_function else make
@@ -195,6 +200,11 @@ def open_dataset(key: str, path: str | Sequence[str], fields: Mapping[str, str],
     has_length = is_function or hasattr(kind, "__len__")
     if not has_length or not hasattr(kind, "__getitem__") or issubclass(kind, IterableDataset):
         raise refusal
+    try:
+        signature(make).bind(path)
+    except TypeError as error:
+        cure = f"give its __init__ one argument, which is the value of {key}"
+        raise UserError(f"data.dataset: {name}({path!r}) cannot be called: {error}; {cure}") from None
     return ItemDataset(f"{name}({path!r}) of {key}", make(path), fields)
 
 

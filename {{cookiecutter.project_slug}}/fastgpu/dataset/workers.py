@@ -24,11 +24,13 @@ import torch
 from torch import Tensor
 
 from fastgpu.dataset.items import Columns
-from fastgpu.process.launch import UserError, end_with_parent
+from fastgpu.process.launch import UserError, end_with_parent, warn
 from fastgpu.process.signals import STOP
 
 READERS_NICE = 5
 """Workers and reader threads have a lower priority than the training loop, by so many steps of nice(1)."""
+SLOW_S = 30.0
+"""After this time, a person is told that a worker may hang. Only `loader.timeout_s` ends the run."""
 CLOSE_S = 3.0
 """How long closing waits for the end of workers and threads. Those that hang are left behind."""
 ReadRows = Callable[[np.ndarray, int, int, int], Columns]
@@ -45,6 +47,7 @@ class Workers:
         """
         self._name = name
         self.processes: list[ForkProcess] = []
+        self._is_warned = False
         self._idle: SimpleQueue[Connection] = SimpleQueue()
         """Pipes to the workers that have nothing to do."""
         # multiprocessing would send SIGTERM at the exit, which workers ignore, and wait for ever.
@@ -67,6 +70,12 @@ class Workers:
         pipe = self._idle.get()
         try:
             pipe.send((rows, seed, epoch, repeat))
+            if not pipe.poll(SLOW_S) and not self._is_warned:
+                self._is_warned = True
+                warn(
+                    f"{self._name}: a worker has been reading for {SLOW_S:g} s, from row {rows[0]} on. If it hangs, as "
+                    "libraries with threads of their own (polars) do in a fork, use loader.num_workers=0"
+                )
             answer: Columns | str = pipe.recv()
         except (OSError, EOFError):
             raise UserError(
@@ -104,11 +113,17 @@ def _work(pipe: Connection, name: str, read_rows: ReadRows, timeout_s: float) ->
         except UserError as error:
             pipe.send(str(error))
         except Exception as error:
-            line = " ".join("".join(format_exception_only(error)).split())  # with its notes
-            place = extract_tb(error.__traceback__)[-1]
-            line = f"{name}: {line} ({Path(place.filename).name}:{place.lineno})"
-            pipe.send(f"{line}; loader.num_workers=0 shows the whole traceback")
+            pipe.send(f"{name}: {describe_error(error)}; loader.num_workers=0 shows the whole traceback")
         faulthandler.cancel_dump_traceback_later()
+
+
+def describe_error(error: BaseException) -> str:
+    """An error of a person's code with its notes, its file and its line."""
+    if isinstance(error, SyntaxError):  # which names them
+        return f"SyntaxError: {error}"
+    line = " ".join("".join(format_exception_only(error)).split())
+    places = [place for place in extract_tb(error.__traceback__) if not place.filename.startswith("<frozen")]
+    return f"{line} ({Path(places[-1].filename).name}:{places[-1].lineno})"
 
 
 def _pickle_array(array: np.ndarray) -> tuple[Callable[[Tensor], np.ndarray], tuple[Tensor]]:

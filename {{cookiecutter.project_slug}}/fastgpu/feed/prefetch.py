@@ -49,6 +49,7 @@ JOB_BYTES = 1 << 20
 WAITS = 100
 """`loader.timeout_s` is waited for in so many parts, since clocks go on while a run is suspended (Ctrl-Z, `scontrol
 suspend`): when it wakes up, one of the parts has passed, and the others are left."""
+POLL_S = 0.01
 DEFAULTS = config.Loader()
 
 
@@ -103,8 +104,9 @@ class PrefetchLoader(PoolLoader):
             self._rows_per_job = rows_per_ask(source, order)
             if n_readers and not source.n_workers:  # a training run has started them when it opened the Dataset
                 source = source.with_workers(n_readers, self._timeout_s)
-            # While one thread of a worker copies rows to their places, the worker reads for the other.
-            self._n_threads = max(1, 2 * source.n_workers)
+            # While one thread of a worker copies rows to their places, the worker reads for the other. Without workers,
+            # the loop itself reads: a Dataset may belong to its thread, as a connection to SQLite does.
+            self._n_threads = 2 * source.n_workers
         self._source = source
         self._threads: list[threading.Thread] = []
         self._next: tuple[int, int] | None = None  # (epoch, number) of the pools that are being read now
@@ -129,6 +131,10 @@ class PrefetchLoader(PoolLoader):
             self._start(chain(self.order.pools(epoch, first_pool), chain.from_iterable(later)))
         self._next = None  # until all pools of this epoch have been taken
         while True:
+            while not self._n_threads and self._ready.empty():
+                with suppress(Empty):
+                    if item := self._jobs.get(timeout=POLL_S):
+                        self._do(*item)
             slot = self._ready.get()
             if not isinstance(slot, _Slot):
                 self._ready.put(slot)  # for a caller that asks again
@@ -200,7 +206,7 @@ class PrefetchLoader(PoolLoader):
                 torch.cuda.set_device(self._device)
             has_more = True
             while has_more or filling:
-                message = self._next_message() if filling else self._inbox.get()
+                message = self._next_message() if filling and self._n_threads else self._inbox.get()
                 # While the loader is being closed, readers leave jobs out.
                 if message is None or self._closing.is_set():
                     break
@@ -251,12 +257,14 @@ class PrefetchLoader(PoolLoader):
     def _read_rows(self) -> None:
         os.nice(READERS_NICE)  # of this thread: the loop wakes up to queue a step that the device is waiting for
         while (item := self._jobs.get()) and not self._closing.is_set():
-            job, slot = item
-            try:
-                job()
-                self._inbox.put(slot)
-            except BaseException as error:
-                self._inbox.put(error)
+            self._do(*item)
+
+    def _do(self, job: Callable[[], None], slot: _Slot) -> None:
+        try:
+            job()
+            self._inbox.put(slot)
+        except BaseException as error:
+            self._inbox.put(error)
 
     def _hand_over(self, slot: _Slot) -> None:
         if slot.items:

@@ -101,7 +101,7 @@ class Loader(Section):
     """Pools prepared ahead of the one in use; for validation it is always 1. Each has its own staging memory. No effect
     on the device tier."""
     num_workers: CountOrZero | Auto = "auto"
-    """Worker processes of each rank for data.dataset. auto: the CPUs of this rank. 0: read in the main process, to
+    """Worker processes of each rank for data.dataset. auto: the CPUs of this rank. 0: read in the main thread, to
     debug; random numbers that steps draw on a CPU then differ from run to run."""
     timeout_s: Count = 300
     """Stop the run if a reader thread or the worker processes deliver nothing for this many seconds."""

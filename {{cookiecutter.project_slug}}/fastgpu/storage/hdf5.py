@@ -13,6 +13,8 @@ from fastgpu.process.launch import UserError
 
 OR_CONVERT = "or convert it once: python convert.py --help says how"
 """The cure for files of images, tables and arrays."""
+SOURCES = "fastgpu_source"
+"""Dataset of texts beside the fields of a file: where each of its rows came from. Training does not read it."""
 Member = TypeVar("Member", h5py.Group, h5py.Dataset)
 
 

@@ -30,8 +30,6 @@ SCATTER_BYTES = 8192
 are read a block at a time, and copied by index."""
 IOV_MAX = 1024
 """Maximum number of targets of one preadv on Linux."""
-SOURCES = "fastgpu_source"
-"""Dataset of texts beside the fields of a file: where each of its rows came from. Training does not read it."""
 DIGESTS = "fastgpu_sha256"
 """Group beside the datasets. It has (blocks, 32) uint8 for each of them: the SHA-256 of the rows of each block."""
 

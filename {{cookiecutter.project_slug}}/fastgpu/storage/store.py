@@ -23,17 +23,8 @@ from fastgpu.rows.contract import Dataset, Out, PoolPlan, Reads
 from fastgpu.rows.rows import MAX_VALUES, OFFSET_DTYPE, Field
 from fastgpu.storage.columns import Codec, DecodedColumn, InMemory, RaggedColumn
 from fastgpu.storage.file import OpenFile, split_group
-from fastgpu.storage.hdf5 import attributes_of, dtype_of, find, open_file
-from fastgpu.storage.layout import (
-    BLOCK_BYTES,
-    COLUMN_BYTES,
-    MIN_BLOCKS,
-    SOURCES,
-    Layout,
-    PlainRows,
-    Range,
-    open_layout,
-)
+from fastgpu.storage.hdf5 import SOURCES, attributes_of, dtype_of, find, open_file
+from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, MIN_BLOCKS, Layout, PlainRows, Range, open_layout
 from fastgpu.storage.meaning import check_meaning
 
 AROUND_PAGE_CACHE = 1.5
