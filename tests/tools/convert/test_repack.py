@@ -124,10 +124,9 @@ def test_check_tells_what_has_no_checksums_and_finds_chunks_that_cannot_be_decod
 
 def test_check_compares_with_what_the_hdf5_library_reads(write, monkeypatch, convert):
     path = write(2000, (1, 4, 4), 8)
-    monkeypatch.setattr(Layout, "read_by_library", lambda layout, chunk: np.full(layout.field.shape, chunk))
-    found = convert("check", path, code=1).out
-    assert "block 128 has other values than h5py reads" in found
-    assert 10 < found.count("other values") < 40  # of some blocks of each field
+    assert convert("check", path).out.startswith(f"{path}: whole")
+    monkeypatch.setattr(Layout, "read_chunk", lambda layout, chunk: np.full(layout.field.shape, 1000))
+    assert "/images: block 128 has other values than h5py reads" in convert("check", path, code=1).out
 
 
 def test_repack_reads_rows_in_the_header_of_a_file(tmp_path, convert):

@@ -62,23 +62,17 @@ def open_arrays(sources: Sequence[str], *, channels_last: bool = False) -> Array
     return ArrayDataset(", ".join(sources), columns, fields=fields)
 
 
-def _open_h5(path: str, name: str) -> h5py.Group | h5py.Dataset:
-    """A group or dataset of an HDF5 file that has the bytes of all its members."""
-    root = h5py.File(path, "r")
-    content = root[name]
-    for item in (content, *content.values()) if isinstance(content, h5py.Group) else (content,):
-        refuse_other_files(item, root, f"{path}: {item.name}")
-    return content
-
-
 def load(path: str) -> Any:
     """An array, {name: array}, or a sparse matrix of scipy in CSR format, each place of it once and none of 0."""
     file, _, member = path.partition("::")
     with explain_errors(path, "NumPy arrays of numbers, or a sparse matrix"):
         is_h5 = h5py.is_hdf5(file)
-        content = _open_h5(file, member or "/") if is_h5 else np.load(file, mmap_mode="r", allow_pickle=False)
+        content = h5py.File(file)[member or "/"] if is_h5 else np.load(file, mmap_mode="r", allow_pickle=False)
         if member and not is_h5:
             content = content[member]
+        members = content.values() if isinstance(content, h5py.Group) else ()
+        for item in (content, *members) if is_h5 else ():
+            refuse_other_files(item, file, f"{file}: {item.name}")
         if hasattr(content, "dtype"):  # TypeError: HDF5 has types that NumPy does not have
             return content
         if is_h5 or not {"shape", "data", "format"} <= {*content}:

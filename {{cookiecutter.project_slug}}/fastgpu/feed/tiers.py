@@ -27,7 +27,6 @@ class ResidentLoader(PoolLoader):
         """rows: those of `source`, on the device."""
         super().__init__(order, passes, source)
         self._rows = rows
-        self._lengths = source.stored_lengths
         # Memory for one pool is enough: kernels that fill and use it run in order.
         self._pool = Rows.empty(source.fields, order.max_pool_rows, rows.device)
 
@@ -35,7 +34,7 @@ class ResidentLoader(PoolLoader):
         self.prepare()
         for plan in self.order.pools(epoch, first_pool):
             row_ids = plan.row_ids
-            for name, lengths in self._lengths.items():
+            for name, lengths in self.rows.stored_lengths.items():
                 self._pool.make_room(name, int(lengths[row_ids].sum(dtype=np.int64)))
             yield Pool(plan, self._rows.take(torch.from_numpy(row_ids), out=self._pool))
 

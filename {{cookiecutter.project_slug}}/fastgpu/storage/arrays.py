@@ -38,9 +38,7 @@ class ArrayDataset(Dataset):
             else:
                 self.columns[field_name] = InMemory(array)
         self.fields = {field_name: column.field for field_name, column in self.columns.items()}
-        self.stored_lengths = {
-            name: each.lengths for name, each in self.columns.items() if isinstance(each, RaggedColumn)
-        }
+        self.stored_lengths = {name: each.lengths for name, each in self.columns.items() if hasattr(each, "lengths")}
         if block_rows is None:
             step = max(1, BLOCK_BYTES // max(1, self.row_bytes))
             n_rows = len(next(iter(arrays.values())))

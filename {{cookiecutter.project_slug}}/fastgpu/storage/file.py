@@ -10,7 +10,6 @@ from functools import cached_property
 from io import FileIO
 from math import ceil
 from operator import attrgetter
-from pathlib import Path
 
 import h5py
 import numpy as np
@@ -70,13 +69,10 @@ class OpenFile:
     def check_unchanged(self) -> None:
         """Raise UserError if somebody has written to the file since it was opened."""
         old, new = self._status, os.fstat(self._raw.fileno())
-        if (new.st_mtime_ns, new.st_ctime_ns, new.st_size) == (old.st_mtime_ns, old.st_ctime_ns, old.st_size):
-            return
-        # A program that writes can set st_mtime back, but not st_ctime, which a new mode, owner or name changes, too.
-        path = Path(self.path)
-        is_renamed = not path.exists() or not os.path.samestat(path.stat(), new)
-        has_old_content = (new.st_mtime_ns, new.st_size) == (old.st_mtime_ns, old.st_size)
-        if not has_old_content or not (is_renamed or OWNERS(new) != OWNERS(old)):
+        # A program that writes can set st_mtime back, but not st_ctime. This one changes with mode, owner and number of
+        # names, too: a file that is removed or replaced is read to its end.
+        is_rewritten = new.st_ctime_ns != old.st_ctime_ns and OWNERS(new) == OWNERS(old)
+        if is_rewritten or (new.st_mtime_ns, new.st_size) != (old.st_mtime_ns, old.st_size):
             raise UserError(f"{self.path} was changed while in use; {RESTORE}")
         self._status = new
 

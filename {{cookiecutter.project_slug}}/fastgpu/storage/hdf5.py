@@ -42,14 +42,14 @@ def find(root: h5py.Group, name: str, kind: type[Member], where: str) -> Member:
     if not isinstance(item, kind):
         names = ", ".join(sorted(map(str, root))) or "nothing"  # one that is not UTF-8 is bytes
         raise UserError(f"{where} has no {kind.__name__.lower()} {name}; it has {names}")
-    refuse_other_files(item, root, f"{where}: {name}")
+    refuse_other_files(item, root.file.filename, f"{where}: {name}")
     return item
 
 
-def refuse_other_files(item: h5py.Group | h5py.Dataset, root: h5py.Group, where: str) -> None:
-    """Raise UserError if the bytes of an item of `root` are in files that a person has not named."""
+def refuse_other_files(item: h5py.Group | h5py.Dataset, path: str, where: str) -> None:
+    """Raise UserError if the bytes of an item of the file `path` are in other files."""
     is_elsewhere = isinstance(item, h5py.Dataset) and (item.is_virtual or item.external)
-    if is_elsewhere or item.file.filename != root.file.filename:
+    if is_elsewhere or item.file.filename != path:
         raise UserError(f"{where} takes its bytes from other files; name those files")
 
 
@@ -70,8 +70,7 @@ def attributes_of(item: h5py.Group) -> dict[str, Any]:
     for name in item.attrs:
         with suppress(TypeError, ValueError):  # of h5py, JSON and NumPy, for types that they do not have
             value = _to_python(item.attrs[name])
-            json.dumps(value)
-            np.asarray(value)
+            json.dumps(np.asarray(value).tolist())
             attributes[_to_python(name)] = value
     return attributes
 

@@ -129,16 +129,12 @@ class Layout:
         """
         contents = {chunk: self._file.cached(*self._chunks[chunk, :2].tolist()) for chunk in by_chunk}
         for chunk, ranges in by_chunk.items():
-            rows = self._decode(chunk, contents[chunk])
+            rows = self.read_chunk(chunk, contents[chunk])
             for row, places in ranges:
                 self._place(rows[row : row + len(places)], places, out)
 
-    def _decode(self, chunk: int, content: np.ndarray | None) -> np.ndarray:
+    def read_chunk(self, chunk: int, content: np.ndarray | None = None) -> np.ndarray:
         """The rows of a chunk, (rows, *shape), which are valid until the next one. content: its bytes, if in memory."""
-        return self.read_by_library(chunk)
-
-    def read_by_library(self, chunk: int) -> np.ndarray:
-        """The rows of a chunk, (rows, *shape), as the HDF5 library has them."""
         return self._file.read_h5(self._path, chunk * self.chunk_rows, self.chunk_rows)
 
     def _as_rows(self, content: Bytes | np.ndarray) -> np.ndarray:
@@ -159,7 +155,7 @@ class Layout:
 class CompressedRows(Layout):
     """Rows in chunks that each reader thread decompresses for itself."""
 
-    def _decode(self, chunk: int, content: np.ndarray | None) -> np.ndarray:
+    def read_chunk(self, chunk: int, content: np.ndarray | None = None) -> np.ndarray:
         offset, n_bytes, skipped = self._chunks[chunk].tolist()
         content = self._file.read(offset, n_bytes) if content is None else content
         try:
