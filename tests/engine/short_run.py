@@ -39,13 +39,13 @@ def started_run(
     *,
     best: tuple[str, str] = ("score", "higher"),
     state: dict[str, Any] | None = None,
-    source: ArrayDataset = SOURCE,
+    splits: tuple[ArrayDataset, ArrayDataset] = (SOURCE, SOURCE),
     world: World = ALONE,
     **settings: Any,
 ) -> Run:
     """A run of this process. settings: of section `run`. state: more than the model."""
     cfg = CONFIG.resolved(run={"folder": str(folder), "name": "a", **settings})
-    card = describe_model(cfg.flat(), Data(source, SOURCE, SIZES), {"classes": ["a", "b"]}, ORDER.fingerprint)
+    card = describe_model(cfg.flat(), Data(*splits, SIZES), {"classes": ["a", "b"]}, ORDER.fingerprint)
     state = {"model": model or nn.Linear(2, 2), **(state or {})}
     return Run(cfg.run, world, state, card, values=cfg.model_dump(), best=best)
 

@@ -9,9 +9,10 @@ import sysconfig
 import venv
 from pathlib import Path
 
+import h5py
 import pytest
 import yaml
-from harness import printed_by
+from harness import printed_by, run_to_end
 from template import FOLDER, ROOT, WORKLOAD_ANSWERS
 from test_documents import convert_commands
 from test_template import expected, files, parses
@@ -157,6 +158,26 @@ def test_a_project_installs_is_clean_trains_and_passes_its_tests_whatever_its_ow
     if workload in WORDS_OF_THE_OTHER:
         change(project, workload)
         run_pytest(project)
+
+
+@pytest.mark.slow
+def test_the_tests_of_a_project_find_validation_rows_that_are_trained_on(own_copy):
+    """A few equal rows are no mistake, 6 % are, whatever their labels are."""
+    project = own_copy("images")
+    test = ("tests/test_data.py", "-k", "most_validation_rows")
+
+    def leak(share: float) -> None:
+        with h5py.File(project / "data/digits.h5", "r+") as file:
+            n_rows = round(share * len(file["val/images"]))
+            file["val/images"][-n_rows:] = file["train/images"][:n_rows]
+            file["val/labels"][-n_rows:] = 0
+
+    leak(0.03)
+    run_pytest(project, *test)
+    leak(0.06)
+    done = run_to_end([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *test], project)
+    assert done.returncode == 1
+    assert "6 % of the validation rows are trained on, such as [334, 335, " in done.stdout
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import h5py
+import numpy as np
 import pytest
 import torch
 
@@ -29,13 +30,13 @@ def values_of(column: torch.Tensor | Ragged) -> torch.Tensor:
     return column.values if isinstance(column, Ragged) else column
 
 
-def row_keys(rows: Rows, names: list[str]) -> set[int]:
+def row_keys(rows: Rows, names: list[str]) -> list[int]:
     """A number for the bytes of each row."""
     columns = [rows[name] for name in names]
-    keys = set()
+    keys = []
     for number in range(len(rows)):
         row = [values_of(column[number : number + 1]).contiguous().numpy().tobytes() for column in columns]
-        keys.add(hash(tuple(row)))
+        keys.append(hash(tuple(row)))
     return keys
 
 
@@ -91,13 +92,15 @@ def test_labels_that_are_whole_numbers_fit_the_class_names(parts):
             assert not names or rows["labels"].dim() > 1 or int(rows["labels"].max()) < len(names)
 
 
-def test_most_validation_rows_are_not_trained_on(parts):
-    """A few equal rows are no mistake: pictures repeat, and users like the same two items."""
-    names = sorted(parts.data.train.fields.keys() & parts.data.val.fields.keys())
-    trained_on: set[int] = set()
-    for rows in first_pools(parts.loader):
-        trained_on |= row_keys(rows, names)
-    validated: set[int] = set()
-    for rows in first_pools(parts.val_loader):
-        validated |= row_keys(rows, names)
-    assert len(validated & trained_on) < 0.5 * len(validated)
+def test_most_validation_rows_are_not_trained_on(build):
+    """A few equal rows are no mistake: pictures repeat, and users like the same two items. 5 % are a leak."""
+    parts = build("data.min_crop_scale=1")  # of encoded images, both splits have the centre
+    train, val = parts.data.train, parts.data.val
+    shared = sorted(train.fields.keys() & val.fields.keys())
+    names = [name for name in shared if train.fields[name].shape or train.fields[name].is_ragged] or shared
+    trained_on = [key for rows in first_pools(parts.loader, 4 * MAX_ROWS) for key in row_keys(rows, names)]
+    validated = [key for rows in first_pools(parts.val_loader) for key in row_keys(rows, names)]
+    equal = np.flatnonzero(np.isin(validated, trained_on))
+    # Of a large file, only a part of the training rows was looked at.
+    leaked_pct = 100 * len(equal) / len(validated) * max(1, len(train) / len(trained_on))
+    assert leaked_pct < 5, f"{leaked_pct:.0f} % of the validation rows are trained on, such as {equal[:9].tolist()}"

@@ -32,7 +32,10 @@ class Workload(Protocol):
     """Their values. Declare `options: Options`, so that mypy knows them; set it in `__init__`."""
 
     best: Best
-    """The metric that selects the best checkpoint."""
+    """The metric that selects the best checkpoint, and which of its values are better.
+
+    Of equal values, the last one without a higher `loss` among the metrics counts.
+    """
 
     inputs: tuple[str, ...] = ()
     """The fields that `predict` needs: predict.py reads these. To evaluate, it reads all fields."""

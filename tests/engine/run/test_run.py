@@ -90,7 +90,7 @@ def test_a_run_is_saved_after_each_epoch_and_inside_it_and_continued_where_it_wa
     assert description["best"] == ["score", "higher"]
     assert {"command", "started", "gpu", "git_commit", "versions"} < description.keys()
     with started_run(tmp_path, resume="auto") as run:
-        assert run.progress == checkpoint.Progress(2, 0, 8, 2.0, 1, run.progress.metric)
+        assert run.progress == checkpoint.Progress(2, 0, 8, 2.0, 0.5, 1, run.progress.metric)
 
 
 def test_what_has_a_state_is_saved_and_comes_back_and_the_weights_are_saved_once(tmp_path):
@@ -111,7 +111,7 @@ def test_what_has_a_state_is_saved_and_comes_back_and_the_weights_are_saved_once
 
 @pytest.mark.parametrize(
     ("direction", "scores", "epochs"),
-    [("higher", [nan, 3, 1, nan, 4, 2, 4], [0, 2, 2, 2, 5, 5, 5]), ("lower", [inf, 1, 2, nan, 0.5], [0, 2, 2, 2, 5])],
+    [("higher", [nan, 3, 1, nan, 4, 2, 4], [0, 2, 2, 2, 5, 5, 7]), ("lower", [inf, 1, 2, nan, 0.5], [0, 2, 2, 2, 5])],
 )
 def test_the_best_checkpoint_is_kept_by_the_value_of_the_metric(tmp_path, direction, scores, epochs):
     kept = []
@@ -122,6 +122,27 @@ def test_the_best_checkpoint_is_kept_by_the_value_of_the_metric(tmp_path, direct
             best = [step_of(path) // STEPS_PER_EPOCH for path in (tmp_path / "a").glob("checkpoints/best-*")]
             assert best == [epoch for epoch in kept[-1:] if epoch]
     assert kept == epochs
+
+
+@pytest.mark.parametrize(
+    ("losses", "best_epoch"),
+    [((0.3, 0.1, 0.2), 2), ((0.2, 0.2, 0.3), 2), ((0.3, 0.3, 0.3), 3), ((0.1, nan, 0.2), 1), ((None, None, None), 3)],
+)
+def test_of_equal_values_the_last_without_a_higher_loss_is_the_best_also_after_a_resume(tmp_path, losses, best_epoch):
+    for loss in losses:
+        with started_run(tmp_path, resume="auto") as run:
+            run.progress.epoch += 1
+            run.save({"val/score": 1.0} | ({} if loss is None else {"val/loss": loss}))
+    assert run.progress.best_epoch == best_epoch
+
+
+@pytest.mark.parametrize(("n_rows", "is_told"), [(199, True), (200, False)])
+def test_it_is_told_if_few_rows_choose_the_best_checkpoint(tmp_path, capsys, n_rows, is_told):
+    rows = ArrayDataset("few", {"x": np.zeros((n_rows, 100), np.uint8)})
+    with started_run(tmp_path, splits=(rows, rows)):
+        pass
+    line = f"warning: {n_rows} validation rows choose the best checkpoint, one of them is 0.5 %; use more\n"
+    assert (line in capsys.readouterr().out) == is_told
 
 
 def test_of_several_validations_in_an_epoch_the_best_one_is_kept(tmp_path):
@@ -153,7 +174,7 @@ def test_the_newest_run_is_not_taken_for_one_of_other_rows(tmp_path):
         train_epoch(run)
     others = ArrayDataset("others", {"x": np.ones((9, 100), np.uint8)})
     with pytest.raises(UserError, match="run.name: the newest run, .*/a, has other rows; name the one to resume"):
-        started_run(tmp_path, name="auto", resume="auto", source=others)
+        started_run(tmp_path, name="auto", resume="auto", splits=(others, others))
 
 
 def test_a_full_disk_costs_the_description_of_a_run_but_not_its_last_checkpoint(tmp_path, monkeypatch, capsys):

@@ -86,10 +86,15 @@ def test_points_that_were_trained_again_count_once_and_a_line_that_was_cut_not_a
     assert read == [(n, 1.0 if n <= 5 else 2.0) for n in range(1, 12)]
 
 
-@pytest.mark.parametrize(("metric", "direction", "step"), [("a", "higher", 3), ("a", "lower", 4), ("b", "lower", 3)])
+@pytest.mark.parametrize(("metric", "direction", "step"), [("a", "higher", 6), ("a", "lower", 4), ("b", "lower", 6)])
 def test_the_best_value_is_that_of_the_metric_that_chooses_checkpoints(tmp_path, metric, direction, step):
-    values = (nan, 2.0, 3.0, 5.0, 1.0, 5.0)
-    write_points(tmp_path, [{"step": n, "val/a": value, "val/b": -value} for n, value in enumerate(values)])
+    values = (nan, 2.0, 3.0, 5.0, 1.0, 5.0, 5.0, 5.0)
+    losses = (9.0, 9.0, 9.0, 2.0, 1.0, 1.0, 1.0, 3.0)  # of equal values the last one without a higher loss
+    points = [
+        {"step": n, "val/a": value, "val/b": -value, "val/loss": loss}
+        for n, (value, loss) in enumerate(zip(values, losses, strict=True))
+    ]
+    write_points(tmp_path, points)
     assert next(iter(summary(read_run(tmp_path)))) == "val/a"
     (tmp_path / "run.json").write_text(json.dumps({"best": [metric, direction]}))
     best = values[step] if metric == "a" else -values[step]

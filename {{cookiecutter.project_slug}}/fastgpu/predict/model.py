@@ -29,7 +29,7 @@ from fastgpu.rows.rows import Field, Ragged, Rows
 from fastgpu.run.checkpoint import DESCRIPTION, WEIGHTS, newest_first, sha256_of
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.storage.meaning import check_meaning
-from fastgpu.storage.store import HDF5Dataset, open_store
+from fastgpu.storage.store import HDF5Dataset, expand, open_store
 
 
 class _Card(BaseModel, extra="allow"):
@@ -144,7 +144,7 @@ def open_inputs(paths: Sequence[str], trained: Trained, *, ids: Sequence[str] = 
     preprocessing = trained.rows.attributes.get("preprocessing")
     if len(paths) == 1 and paths[0].endswith((".npy", ".npz")) and "::" not in paths[0]:
         source = _open_arrays(paths[0], names)
-    elif "::" in paths[0] or paths[0].endswith((".h5", ".hdf5")) or _is_hdf5(paths[0]):
+    elif "::" in paths[0] or paths[0].endswith((".h5", ".hdf5")) or _is_hdf5(expand("INPUT", paths[0])[0][0]):
         sizes = {name: field.shape[1:] for name, field in fields.items() if len(field.shape) == 3}
         codecs = image_codecs(sizes, centre_share=_centre_share(preprocessing))
         source = open_store("INPUT", paths, {name: stored.get(name, name) for name in names}, codecs)

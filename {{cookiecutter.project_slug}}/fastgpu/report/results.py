@@ -101,16 +101,16 @@ def over_run(points: Sequence[Point], name: str) -> float:
 
 
 def summary(run: Run) -> dict[str, float]:
-    """{name: value}: the best value of the metric that counts (of equal ones the first, whose checkpoint is the best),
-    then each scalar over the whole run: quality first, then speed, then the rest."""
+    """{name: value}: the best value of the metric that counts (of equal ones the last without a higher loss, as for
+    checkpoints), then each scalar over the whole run: quality first, then speed, then the rest."""
     metric, direction = run.best
-    values = [(point.get(f"val/{metric}", nan), point["step"]) for point in run.points]
-    scored = [(value, step) for value, step in values if not isnan(value)]
-    best = (max if direction == "higher" else min)(scored, key=itemgetter(0), default=None)
+    name, sign = f"val/{metric}", 1 if direction == "higher" else -1
+    scored = [point for point in reversed(run.points) if not isnan(point.get(name, nan))]
+    best = max(scored, key=lambda point: (sign * point[name], -point.get("val/loss", 0.0)), default=None)
     logged = dict.fromkeys(name for point in run.points for name in point if "/" in name)
     first = [name for name in logged if name.startswith("val/")] + [name for name in SPEED if name in logged]
-    whole = {name: over_run(run.points, name) for name in (*first, *logged)}
-    return ({f"best {metric}": best[0], "at step": best[1]} if best else {}) | whole
+    whole = {tag: over_run(run.points, tag) for tag in (*first, *logged)}
+    return ({f"best {metric}": best[name], "at step": best["step"]} if best else {}) | whole
 
 
 def changed_settings(run: Run) -> dict[str, Any]:

@@ -84,6 +84,7 @@ def describe_model(
         "order": dict(fingerprint),
         "rows": train.fingerprint,
         "val_rows": val.fingerprint,
+        "n_val_rows": len(val),
         "batch_size": config["data.batch_size"],
         "precision": config["train.precision"],
     }
