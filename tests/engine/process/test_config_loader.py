@@ -1,3 +1,4 @@
+import shlex
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ from pydantic import Field
 
 from fastgpu.process.config import Config, Count, Section
 from fastgpu.process.config_loader import load_config, read_options
+from fastgpu.process.launch import SharedError
 
 BASE = "workload: minimal\ndata: {train: a.h5, val: b.h5, fields: {x: x, y: y}}\n"
 """The keys that are required."""
@@ -116,6 +118,14 @@ def test_messages(compare_messages, load):
     checks = {mistake: lambda read=read: read_options(read(), Options) for mistake, read in calls.items()}
     checks["model: {zzz: 1}, of a workload without settings"] = lambda: read_options(load("model: {zzz: 1}"), Section)
     compare_messages(checks)
+
+
+@pytest.mark.parametrize("text", ["*.h5", "[ab]-*.h5", "{a}.h5", "@x.h5"])
+def test_text_that_yaml_cannot_read_is_told_how_to_quote(load, text):
+    with pytest.raises(SharedError, match="quote it twice: data.train=") as told:
+        load("", words=(f"data.train={text}",))
+    (quoted,) = shlex.split(str(told.value).rpartition("quote it twice: ")[2])
+    assert load("", words=(quoted,)).data.train == text
 
 
 def test_a_typo_ends_the_program_before_torch_is_imported(tmp_path):

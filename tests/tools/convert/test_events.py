@@ -7,6 +7,7 @@ from scipy import sparse
 
 from fastgpu.convert.recsys.events import read_events
 from fastgpu.convert.recsys.interactions import PUBLISHED_SEED, hold_out_users
+from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage.store import open_store
 
@@ -38,6 +39,14 @@ def test_columns_may_have_other_names_places_and_separators_and_numbers_be_writt
     users, items = read_events(tmp_path / "x.csv", ["who", "what", "stars"], 3)
     assert (users.tolist(), items.tolist()) == ([7, 1_500_000_000], [70, 90])
     assert read_events(tmp_path / "x.csv", ["who", " what"])[0].tolist() == [7, 8, 1_500_000_000]
+
+
+def test_a_zip_that_does_not_fit_into_memory_is_one_line(tmp_path, monkeypatch):
+    with zipfile.ZipFile(tmp_path / "ml.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("ratings.csv", b"0" * 1_000_000)
+    monkeypatch.setattr("fastgpu.convert.recsys.events.free_host_bytes", lambda: 3_999_999)
+    with pytest.raises(UserError, match="ml.zip holds 0.0 GB of text, and 0.0 GB of memory are free"):
+        read_events(tmp_path / "ml.zip")
 
 
 def test_without_a_header_columns_have_numbers(tmp_path):

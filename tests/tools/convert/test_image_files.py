@@ -13,7 +13,7 @@ from PIL import Image
 from fastgpu.convert.images.readers import ImageFolder, ImageTable, Masks, PixelTable
 from fastgpu.convert.summary import fields_of, inspect
 from fastgpu.dataset.source import open_dataset
-from fastgpu.imagefiles import read_preprocessing
+from fastgpu.imagefiles import read_image, read_preprocessing
 from fastgpu.images.parts import Preprocessing
 from fastgpu.process.launch import UserError
 from fastgpu.storage.hdf5 import attributes_of
@@ -150,6 +150,20 @@ def test_names_that_a_terminal_cannot_show_are_escaped_and_kept_apart(tmp_path, 
     assert "\x1b" not in done.stdout + (tmp_path / "x.h5.skipped.txt").read_text(encoding="utf-8")
     with h5py.File(tmp_path / "x.h5") as file:
         assert {*attributes_of(file)["class_names"]} == {*shown[:2], "\x1b[31m", "é"}
+
+
+@pytest.mark.parametrize("flags", ["", "--keep-encoded"])
+def test_files_that_are_not_regular_are_told_and_not_waited_for(tmp_path, convert, flags):
+    folder = folder_of(tmp_path / "photos", {"a": 200})
+    os.mkfifo(folder / "a/pipe.png")
+    (folder / "a/null.png").symlink_to("/dev/null")
+    (folder / "a/._photo.png").write_text("a part of a file from a Mac")
+    shown = convert("images photos x.h5 --on-error skip", flags).out
+    assert "left out of photos: 1 hidden files (" in shown
+    lines = (tmp_path / "x.h5.skipped.txt").read_text().splitlines()
+    assert lines == [f"photos/a/{name}.png cannot be read: it is no regular file" for name in ("null", "pipe")]
+    with pytest.raises(ValueError, match="it is no regular file"):
+        read_image(folder / "a/pipe.png", Preprocessing(), (3, 8, 10))
 
 
 def test_every_row_says_which_file_it_was(tmp_path, convert):

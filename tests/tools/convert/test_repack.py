@@ -1,11 +1,15 @@
 """convert.py with HDF5 files and Datasets: repack, dataset, info and check."""
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
-from harness import is_ragged, numbered, numbers_of
+from harness import ROOT, is_ragged, numbered, numbers_of
 
 from fastgpu.convert.summary import fields_of, inspect
 from fastgpu.rows.rows import RaggedArray
@@ -156,3 +160,14 @@ def test_info_shows_the_layout_and_what_the_rows_hold(tmp_path, convert):
         "targets from 0.5 to 2.5, 2 NaN or infinite\n",
     ):
         assert part in shown
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["info", "check"])
+def test_a_reader_that_has_seen_enough_ends_it_without_a_message(tmp_path, write, command):
+    read_end, write_end = os.pipe()
+    os.close(read_end)  # as `| head` does
+    words = [sys.executable, str(ROOT / "convert.py"), command, write(50)]
+    done = subprocess.run(words, stdout=write_end, stderr=subprocess.PIPE, cwd=tmp_path, check=False)
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")

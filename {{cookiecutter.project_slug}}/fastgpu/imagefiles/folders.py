@@ -3,6 +3,8 @@
 import os
 from collections import Counter
 from pathlib import Path
+from stat import S_ISREG
+from typing import IO
 
 from PIL import Image
 
@@ -14,6 +16,13 @@ def is_image(name: str) -> bool:
     """Whether a file name has the suffix of an image, and the file is not hidden."""
     kind = Image.registered_extensions().get(Path(name).suffix.lower())
     return kind in (*FORMATS, "MPO") and not name.startswith(".")
+
+
+def open_regular(path: Path) -> IO[bytes]:
+    """Open a file to read. Raises ValueError for a FIFO, a device or a folder: to open one may take for ever."""
+    if not S_ISREG(path.stat().st_mode):
+        raise ValueError("it is no regular file")
+    return path.open("rb")
 
 
 def list_images(root: Path) -> list[str]:
@@ -43,7 +52,9 @@ def list_images(root: Path) -> list[str]:
             seen.add(target)
         images = [name for name in sorted(files) if is_image(name)]
         paths += [os.path.relpath(Path(place, name), root) for name in images]
-        others.update(Path(name).suffix.lower() or name for name in files if not is_image(name))
+        for name in files:
+            if not is_image(name):
+                others["hidden files" if name.startswith(".") else Path(name).suffix.lower() or name] += 1
     if others:
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in others.most_common(10))
         taken = "formats that Pillow reads by itself, such as JPEG and PNG, are taken"

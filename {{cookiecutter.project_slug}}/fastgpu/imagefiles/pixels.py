@@ -15,6 +15,7 @@ import numpy as np
 from PIL import Image, ImageOps
 from torch import Tensor
 
+from fastgpu.imagefiles.folders import open_regular
 from fastgpu.images.decode import EncodedImage, open_image, open_whole, resize_pixels, to_rgb
 from fastgpu.images.parts import Preprocessing, Resize, centre_box
 from fastgpu.process.launch import UserError
@@ -43,7 +44,7 @@ def read_image(path: Path, preprocessing: Preprocessing, shape: tuple[int, ...])
 
     Raises an exception of any kind if the file is damaged, ValueError if its size is another one.
     """
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         image_CHW = decode(file, preprocessing)
     if image_CHW.shape[1:] != shape[-2:]:
         raise ValueError(f"it has {image_CHW.shape[1:]} pixels, the others {shape[-2:]}; resize it")

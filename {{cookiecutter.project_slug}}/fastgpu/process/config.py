@@ -102,7 +102,7 @@ class Loader(Section):
     on the device tier."""
     num_workers: CountOrZero | Auto = "auto"
     """Worker processes of each rank for data.dataset. auto: the CPUs of this rank. 0: read in the main thread, to
-    debug; random numbers that steps draw on a CPU then differ from run to run."""
+    debug."""
     timeout_s: Count = 300
     """Stop the run if a reader thread or the worker processes deliver nothing for this many seconds."""
 

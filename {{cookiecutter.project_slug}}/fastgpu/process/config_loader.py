@@ -130,7 +130,9 @@ def _parse(text: str, place: str, origins: dict[str, str], prefix: str = "") -> 
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         problem = " ".join(str(getattr(error, "problem", None) or error).split())
-        raise SharedError(f"{place}{line}: {problem}") from None
+        is_text = prefix and isinstance(error, yaml.scanner.ScannerError | yaml.parser.ParserError)
+        cure = f"""; if it is text, such as a glob, quote it twice: {prefix}='"{text}"'""" if is_text else ""
+        raise SharedError(f"{place}{line}: {problem}{cure}") from None
 
 
 def _keys_in(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, yaml.Mark]]:

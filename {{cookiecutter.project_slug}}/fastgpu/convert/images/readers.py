@@ -17,7 +17,7 @@ import torch
 from PIL import Image, ImageOps
 
 from fastgpu.convert.reader import SPLIT_OF_WORD, Reader, list_first, read_splits
-from fastgpu.imagefiles.folders import is_image, list_images
+from fastgpu.imagefiles.folders import is_image, list_images, open_regular
 from fastgpu.imagefiles.pixels import UprightImage, decode, fit, orientation_of
 from fastgpu.images.decode import open_image, open_whole
 from fastgpu.images.parts import Box, Preprocessing
@@ -59,7 +59,7 @@ class ImageFiles(Reader):
     def __getitem__(self, row: int) -> dict[str, Any]:
         """Raises an exception of any kind if the file is damaged."""
         size = self.prepared.size
-        with Path(self.folder, self.paths[row]).open("rb") as file:
+        with open_regular(Path(self.folder, self.paths[row])) as file:
             self.losses[row] = describe_losses(file)
             file.seek(0)
             if self.encoded:
@@ -236,7 +236,7 @@ def describe_losses(file: IO[bytes]) -> list[str]:
 
 def read_mask(path: Path, *, is_binary: bool) -> np.ndarray:
     """The values of a grey image or the indices of a palette image, uint8 (H, W); see `Masks`. Raises ValueError."""
-    with path.open("rb") as file, open_whole(file) as mask:
+    with open_regular(path) as file, open_whole(file) as mask:
         ImageOps.exif_transpose(mask, in_place=True)
         values = np.array(mask)
         if mask.format in ("JPEG", "MPO"):

@@ -15,10 +15,13 @@ import polars as pl
 from fastgpu.convert.reader import explain_errors
 from fastgpu.convert.tables import Table
 from fastgpu.process.launch import UserError
+from fastgpu.process.machine import free_host_bytes
 
 COLUMNS = ("userId", "movieId", "rating")
 PUBLISHED = ("ratings.csv", "ratings.dat", "u.data")
 """Names of the ratings in the zip files: of ml-20m and later ones, of ml-1m and ml-10m, and of ml-100k."""
+MEMORY_PER_BYTE = 4
+"""Memory that reading takes for each byte of the text: 3 for a file of zeros."""
 WITHOUT_HEADER = re.compile(rb"\d+(::|\t)\d+\1\d+(\.\d+)?(\1.*)?\s*")
 """The first line of ratings.dat or u.data."""
 
@@ -63,4 +66,8 @@ def _read(source: Path) -> bytes:
             if len(members) != 1:
                 found = f"{source} has {len(members)} files {' or '.join(PUBLISHED)}"
                 raise UserError(f"{found}; give a zip file of MovieLens, or the file itself")
+            size, free = archive.getinfo(members[0]).file_size, free_host_bytes()
+            if size * MEMORY_PER_BYTE > free:
+                found = f"{source} holds {size / 1e9:,.1f} GB of text, and {free / 1e9:,.1f} GB of memory are free"
+                raise UserError(f"{found}, of which it takes {MEMORY_PER_BYTE} times as much; convert a part of it")
             return archive.read(members[0])
