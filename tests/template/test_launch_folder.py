@@ -86,6 +86,23 @@ def test_ranks_are_bound_to_numa_nodes_where_that_is_possible(tmp_path, programs
     assert done.stdout.startswith(f"{expected} run.folder=runs run.name=a run.resume=auto"), done.stderr
 
 
+@pytest.mark.parametrize(
+    ("resolves", "given", "address", "is_warned"),
+    [
+        (True, {}, "", False),
+        (False, {}, "127.0.0.1", False),
+        (False, {"PET_LOCAL_ADDR": "10.0.0.1"}, "10.0.0.1", False),
+        (False, {"PET_NNODES": "2"}, "", True),
+    ],
+)
+def test_a_node_whose_name_has_no_address_gives_its_ranks_one(tmp_path, resolves, given, address, is_warned):
+    write_programs(tmp_path, python=f"exit {int(not resolves)}", torchrun='echo "address $PET_LOCAL_ADDR"')
+    variables = NODE | {"LAUNCH_STEP": "train", "NUMA_BINDING": "", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = run_to_end(["bash", str(LAUNCH / "node.sh")], tmp_path, **variables | given)
+    assert done.stdout == f"address {address}\n"
+    assert ("set PET_LOCAL_ADDR to one that the other nodes can reach" in done.stderr) == is_warned
+
+
 # ---------------------------------------------------------------------------------------------- kubernetes.yaml
 
 KUBERNETES = "1.31"

@@ -19,6 +19,14 @@ fi
 export PET_MAX_RESTARTS=${PET_MAX_RESTARTS:-3}
 export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGUSR2      # to be passed on: the ranks save and stop
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1     # nodes may count restarts differently, so every restart needs a new store
+# torchrun tells the ranks the name of its machine, and waits for ever where this name has no address.
+if [ -z "${PET_LOCAL_ADDR:-}" ] && ! python -c "import socket; socket.getaddrinfo(socket.gethostname(), None)" 2>/dev/null; then
+  if [ "$PET_NNODES" = 1 ]; then
+    export PET_LOCAL_ADDR=127.0.0.1
+  else
+    echo "warning: the host name of this node has no address; set PET_LOCAL_ADDR to one that the other nodes can reach" >&2
+  fi
+fi
 run=${RUN_FOLDER:-runs}/$RUN_NAME
 set -- train.py run.folder="${RUN_FOLDER:-runs}" run.name="$RUN_NAME" run.resume=auto "$@"
 

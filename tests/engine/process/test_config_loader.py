@@ -52,6 +52,8 @@ class Options(Section):
     flip: bool = False
     widths: list[int] = Field(default_factory=lambda: [1, 2])
     anything: Any = None
+    note: str | None = "x"
+    label: str | int = 0
 
 
 @pytest.fixture
@@ -84,6 +86,23 @@ def test_later_files_win_and_the_command_line_wins_over_all_but_a_mapping_is_rep
     by_word = load("data: {echo: 2}", words=("data.fields={items: z}",))
     assert by_file.data == by_word.data
     assert by_file.data.fields == {"items": "z"}
+
+
+@pytest.mark.parametrize(
+    "text", ["20241127", "1e5", "on", "null", "2024-11-27", "0x10", "1_000", "1.5", "007", ".5", "~"]
+)
+def test_a_word_is_text_where_text_is_asked_for_whatever_yaml_sees_in_it(load, text):
+    keys = ("run.folder", "data.train", "data.val", "log.wandb", "model.note")
+    config = load(words=tuple(f"{key}={text}" for key in keys))
+    note = None if text in ("null", "~") else text
+    values = (config.run.folder, config.data.train, config.data.val, config.log.wandb)
+    assert (*values, read_options(config, Options).note) == (text,) * 4 + (note,)
+    if text[0].isalnum():
+        assert load(words=(f"run.name={text}",)).run.name == text
+    config = load(words=("data.train=[1.h5, b]", "run.folder='1'", "log.wandb=", "model.label=5", "model.anything=5"))
+    options = read_options(config, Options)
+    assert (config.data.train, config.run.folder, config.log.wandb) == (["1.h5", "b"], "1", "")
+    assert (options.label, options.anything) == (5, 5)
 
 
 def test_exponents_make_numbers_and_anchors_and_merge_keys_work(load):

@@ -182,6 +182,8 @@ class Config(Section):
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
     """{dotted key: where it was set last}: `config.yaml:12` or `command line`. For messages of the loader."""
+    _words: dict[str, str] = PrivateAttr(default_factory=dict)
+    """{dotted key: text on the command line}, for the settings of the workload, whose types are known later."""
 
     def resolved(self, **sections: dict[str, Any]) -> "Config":
         """A copy with other values: resolved(data={"tier": "disk"})."""

@@ -6,7 +6,7 @@ from argparse import ArgumentParser
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, get_args
 
 import yaml
 from pydantic import ValidationError
@@ -63,12 +63,13 @@ def load_config(argv: list[str]) -> Config:
         _merge(tree, layer)
     for key, text in words.items():
         section, _, name = key.partition(".")
-        value = _parse(text, f"{COMMAND_LINE}: {key}", origins, key)
+        value = _as_asked(keys().get(key), text, _parse(text, f"{COMMAND_LINE}: {key}", origins, key))
         _merge(tree, {section: {name: value} if name else value})
         origins[key] = COMMAND_LINE
         origins.setdefault(section, COMMAND_LINE)
     config = _check(Config, tree, origins)
     config._origins.update(origins)
+    config._words.update(words)
     if recorded and read_launch().rank == 0:
         code = f"workload={config.workload} data.dataset={config.data.dataset}"
         say(f"{recorded[-1]} names the code that will be imported: {code}")
@@ -77,7 +78,10 @@ def load_config(argv: list[str]) -> Config:
 
 def read_options(config: Config, options: type[SectionT]) -> SectionT:
     """The section `model`, checked by the class of the workload. Raises SharedError."""
-    return _check(options, config.model, config._origins, "model")
+    texts = {name: config._words.get(f"model.{name}") for name in config.model}
+    fields = options.model_fields
+    values = {name: _as_asked(fields.get(name), texts[name], value) for name, value in config.model.items()}
+    return _check(options, values, config._origins, "model")
 
 
 def keys(root: type[Section] = Config, prefix: str = "") -> dict[str, FieldInfo]:
@@ -133,6 +137,12 @@ def _parse(text: str, place: str, origins: dict[str, str], prefix: str = "") -> 
         is_text = prefix and isinstance(error, yaml.scanner.ScannerError | yaml.parser.ParserError)
         cure = f"""; if it is text, such as a glob, quote it twice: {prefix}='"{text}"'""" if is_text else ""
         raise SharedError(f"{place}{line}: {problem}{cure}") from None
+
+
+def _as_asked(field: FieldInfo | None, text: str | None, value: Any) -> Any:
+    """The value of a word, or its text if YAML sees another type where text is asked for, as in run.name=20241127."""
+    kinds = (field.annotation, *get_args(field.annotation)) if field else ()
+    return value if text is None or str not in kinds or type(value) in (*kinds, list, dict) else text
 
 
 def _keys_in(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, yaml.Mark]]:
