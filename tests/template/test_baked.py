@@ -4,6 +4,7 @@ updated by cruft."""
 import os
 import re
 import shutil
+import subprocess
 import sys
 import sysconfig
 import venv
@@ -112,6 +113,20 @@ def change(project: Path, workload: str) -> None:
     # A hasty person writes no docstrings, and reads a setting from the environment.
     minimal = re.sub(r'(?ms)^ *""".*?"""\n', "", (project / "workloads/minimal.py").read_text())
     (project / "workloads/mine.py").write_text(f'import os\n\n{minimal}\nDEBUG = os.environ.get("DEBUG")\n')
+
+
+def test_converted_rows_and_logs_of_jobs_stay_out_of_git(own_copy):
+    project = own_copy("both")
+    subprocess.run(["git", "init", "-q"], cwd=project, check=True)
+    for name in ("data/photos-train.h5", "mine.h5", "first-123.out"):
+        (project / name).touch()
+    subprocess.run(["git", "add", "-A"], cwd=project, check=True)
+    listed = subprocess.run(["git", "ls-files"], cwd=project, capture_output=True, text=True, check=True).stdout.split()
+    assert [name for name in listed if name.endswith((".h5", ".out"))] == [
+        "data/digits.h5",
+        "data/interactions-train.h5",
+        "data/interactions-val.h5",
+    ]
 
 
 @pytest.mark.slow

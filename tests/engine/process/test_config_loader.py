@@ -1,3 +1,4 @@
+import re
 import shlex
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +11,7 @@ from harness import run_train, write_minimal
 from pydantic import Field
 
 from fastgpu.process.config import Config, Count, Section
-from fastgpu.process.config_loader import load_config, read_options
+from fastgpu.process.config_loader import PROJECT, load_config, read_options
 from fastgpu.process.launch import SharedError
 
 BASE = "workload: minimal\ndata: {train: a.h5, val: b.h5, fields: {x: x, y: y}}\n"
@@ -103,6 +104,20 @@ def test_a_word_is_text_where_text_is_asked_for_whatever_yaml_sees_in_it(load, t
     options = read_options(config, Options)
     assert (config.data.train, config.run.folder, config.log.wandb) == (["1.h5", "b"], "1", "")
     assert (options.label, options.anything) == (5, 5)
+
+
+def test_in_another_folder_the_folder_of_the_project_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SharedError, match=rf"config.yaml cannot be read .*; start it in {re.escape(str(PROJECT))}, or"):
+        load_config([])
+
+
+def test_settings_of_another_workload_are_one_line_with_its_cure(load):
+    text = "workload: images\nmodel: {a: 1, b: 2, note: 3}"
+    with pytest.raises(SharedError, match=r"^workload=other has no model.a, model.b of the file; write 'model=\{\}' "):
+        read_options(load(text, words=("workload=other",)), Options)
+    config = load(text, words=("workload=other", "model={}", "model.flip=true"))
+    assert read_options(config, Options) == Options(flip=True)
 
 
 def test_exponents_make_numbers_and_anchors_and_merge_keys_work(load):

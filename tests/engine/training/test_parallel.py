@@ -72,6 +72,7 @@ def test_messages(compare_messages, monkeypatch):
         {
             "dp on two ranks": lambda: wrap_in_ddp(model, Dist(strategy="dp"), TWO, ROWS),
             "dp and ragged rows": lambda: wrap_in_ddp(model, Dist(strategy="dp"), ALONE, RAGGED),
+            "SyncBatchNorm on CPUs": lambda: wrap_in_ddp(nn.SyncBatchNorm(1), Dist(), TWO, ROWS),
             "Apex is not installed": lambda: wrap_in_ddp(model, Dist(strategy="apex"), TWO, ROWS),
             "Apex refuses": lambda: make_optimizer(model, Optim(name="fused_adam")),
             "a number that only some steps have": lambda: mean_over_ranks(steps, ALONE),

@@ -17,6 +17,7 @@ from fastgpu.process.launch import SharedError, read_launch, say
 
 SectionT = TypeVar("SectionT", bound=Section)
 COMMAND_LINE = "command line"
+PROJECT = Path(__file__).parents[2]
 HELP = "docs/config.md explains every key, and the class Options in workloads/ those of the section model."
 
 
@@ -57,14 +58,18 @@ def load_config(argv: list[str]) -> Config:
         try:
             layer = _parse(Path(path).read_text(encoding="utf-8"), path, origins) or {}
         except (OSError, UnicodeDecodeError) as error:
-            parser.error(f"{path} cannot be read ({error})")
+            cure = "" if args.config else f"; start it in {PROJECT}, or name a file (--config)"
+            parser.error(f"{path} cannot be read ({error}){cure}")
         if not isinstance(layer, dict):
             raise SharedError(f"{path}: holds {layer!r}; allowed are sections such as `data:` with keys below them")
         _merge(tree, layer)
     for key, text in words.items():
         section, _, name = key.partition(".")
         value = _as_asked(keys().get(key), text, _parse(text, f"{COMMAND_LINE}: {key}", origins, key))
-        _merge(tree, {section: {name: value} if name else value})
+        if name:
+            _merge(tree, {section: {name: value}})
+        else:  # such as model={}, which leaves out what the files have
+            tree[section] = value
         origins[key] = COMMAND_LINE
         origins.setdefault(section, COMMAND_LINE)
     config = _check(Config, tree, origins)
@@ -80,6 +85,10 @@ def read_options(config: Config, options: type[SectionT]) -> SectionT:
     """The section `model`, checked by the class of the workload. Raises SharedError."""
     texts = {name: config._words.get(f"model.{name}") for name in config.model}
     fields = options.model_fields
+    others = [name for name in config.model if name not in fields and texts[name] is None]
+    if others and config._origins.get("workload") == COMMAND_LINE:
+        cure = "write 'model={}' beside it, or a file of its own (--config)"
+        raise SharedError(f"workload={config.workload} has no model.{', model.'.join(others)} of the file; {cure}")
     values = {name: _as_asked(fields.get(name), texts[name], value) for name, value in config.model.items()}
     return _check(options, values, config._origins, "model")
 
