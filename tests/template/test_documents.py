@@ -131,12 +131,14 @@ def test_a_translation_has_the_same_commands(original, translation):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workload", ["images", "recsys", "own"])
+@pytest.mark.parametrize(
+    "workload", ["images", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("recsys", "own"))]
+)
 def test_the_python_of_the_notebook_page_runs(own_copy, workload):
     project = own_copy(workload)
     printed_by([sys.executable, "train.py", "train.epochs=1", "run.name=first"], project)
     blocks = [block.text for block in read_blocks(project / "docs/python.md") if block.language == "python"]
     (project / "page.py").write_text("\n".join(blocks))
     printed = printed_by([sys.executable, "page.py"], project)
-    assert f"{'items' if workload == 'recsys' else 'images' if workload == 'images' else 'x'}" in printed
+    assert {"images": "images", "recsys": "items", "own": "x"}[workload] in printed
     assert (project / "batch.png").exists() == (workload == "images")
