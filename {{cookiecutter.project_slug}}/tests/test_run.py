@@ -78,9 +78,8 @@ def stop_after(step: int) -> None:
     from fastgpu.run import Run
 
     def should_stop(run: Run) -> bool:
-        run._is_asked_to_stop = run.progress.step >= step
-        run._stop_signal.number = int(signal.SIGTERM) if run._is_asked_to_stop else 0
-        return run._is_asked_to_stop
+        run._stop_signal.number = int(signal.SIGTERM) if run.progress.step >= step else 0
+        return run._stop_signal.number > 0
 
     Run.should_stop = should_stop
 

@@ -35,7 +35,7 @@ def test_fields_fit_if_their_rows_may_be_in_one_pool():
 
 
 def memory() -> Rows:
-    return Rows.empty(FIELDS, 30, CPU, n_values={"items": 100})
+    return Rows.empty(FIELDS, 30, CPU, lengths={"items": np.repeat([100, 0], [1, 29])})
 
 
 @pytest.fixture

@@ -83,10 +83,8 @@ class ItemDataset(ItemSource):
 
     def __getitem__(self, index: int | slice) -> Any:
         """The item of a row of `column` as the Dataset gives it, or a list of items."""
-        numbers = self._selected(np.arange(len(self.block_rows)))[index]
-        return (
-            [self.dataset[row] for row in numbers.tolist()] if isinstance(index, slice) else self.dataset[int(numbers)]
-        )
+        numbers = self._selected(np.arange(len(self.block_rows)))[index].tolist()
+        return [self.dataset[row] for row in numbers] if isinstance(index, slice) else self.dataset[numbers]
 
     def _values(self, row_ids: np.ndarray) -> list[Sequence[Any]]:
         """For each field, what the Dataset gives for these rows."""
@@ -195,10 +193,9 @@ def open_dataset(key: str, path: str | Sequence[str], fields: Mapping[str, str],
     is_function = isfunction(make) and _is_of_project(make.__module__)
     kind = get_type_hints(make).get("return", TorchDataset) if is_function else make
     kind = get_origin(kind) or kind
-    if not isclass(kind) or not (issubclass(kind, TorchDataset) or _is_of_project(kind.__module__)):
-        raise refusal
+    is_allowed = isclass(kind) and (issubclass(kind, TorchDataset) or _is_of_project(kind.__module__))
     has_length = is_function or hasattr(kind, "__len__")
-    if not has_length or not hasattr(kind, "__getitem__") or issubclass(kind, IterableDataset):
+    if not is_allowed or not has_length or not hasattr(kind, "__getitem__") or issubclass(kind, IterableDataset):
         raise refusal
     try:
         signature(make).bind(path)

@@ -176,8 +176,8 @@ def read_pool(source: Dataset, order: BlockSampler, n_readers: int) -> Rows:
 
 def copies(loop: Loop, pool: Rows) -> Work:
     """Copies of such a pool from staging memory to a GPU, whatever lies there."""
-    n_values = {name: len(column.values) for name, column in pool.columns.items() if isinstance(column, Ragged)}
-    host = Rows.empty(loop.source.fields, len(pool), torch.device("cpu"), pinned=True, n_values=n_values)
+    lengths = {name: np.diff(each.host_offsets) for name, each in pool.columns.items() if isinstance(each, Ragged)}
+    host = Rows.empty(loop.source.fields, len(pool), torch.device("cpu"), pinned=True, lengths=lengths)
     on_device = host.to(loop.device)
     n_steps = loop.echo * ceil(len(pool) / len(loop.batch))
     return lambda n_pools: n_steps * repeat(partial(on_device.copy_, host, non_blocking=True), n_pools)

@@ -11,7 +11,7 @@ rows that stay on the device (tiers.py).
 import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from itertools import islice
+from itertools import chain, islice
 from typing import NamedTuple, Protocol
 
 import torch
@@ -86,17 +86,12 @@ class PoolLoader(Loader):
     def batches(self, epoch: int, start: int = 0) -> Iterator[Rows]:
         # Now, and not in the first `next`, which the loop times as waiting.
         self.prepare()
-        return self._batches(epoch, start)
-
-    def _batches(self, epoch: int, start: int) -> Iterator[Rows]:
         # Find the pool that has step `start`, and how many of its steps are done.
         number = 0
         while number < self.order.pools_per_epoch and start >= self.steps_on_pool(epoch, number):
             start -= self.steps_on_pool(epoch, number)
             number += 1
-        for pool in self.pools(epoch, number):
-            yield from islice(self.echo(pool), start, None)
-            start = 0
+        return islice(chain.from_iterable(map(self.echo, self.pools(epoch, number))), start, None)
 
     def steps_per_epoch(self, epoch: int) -> int:
         n_pools = self.order.pools_per_epoch

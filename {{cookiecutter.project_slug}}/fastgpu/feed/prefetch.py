@@ -50,7 +50,6 @@ WAITS = 100
 """`loader.timeout_s` is waited for in so many parts, since clocks go on while a run is suspended (Ctrl-Z, `scontrol
 suspend`): when it wakes up, one of the parts has passed, and the others are left."""
 POLL_S = 0.01
-DEFAULTS = config.Loader()
 
 
 @dataclass(eq=False)
@@ -81,7 +80,7 @@ class PrefetchLoader(PoolLoader):
         n_readers: int,
         *,
         passes: Passes = Passes(),  # noqa: B008 (an immutable tuple)
-        loader: config.Loader = DEFAULTS,
+        loader: config.Loader = config.Loader(),  # noqa: B008 (immutable, too)
     ):
         """n_readers: threads that read. For a torch Dataset without worker processes, so many are started (0: none).
 

@@ -1,7 +1,7 @@
 """The source that the config names: HDF5 files, or a Dataset of your own. To read another file format, add it here."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from copy import copy
 from importlib import import_module
 from importlib.util import find_spec
@@ -31,7 +31,7 @@ def open_splits(data: Data, loader: Loader, seed: int) -> tuple[Dataset, Dataset
     """
     train = _open(data, loader, "train")
     train, val = (train, _open(data, loader, "val")) if data.val_share is None else _hold_out(data, train)
-    _warn_of_shared_rows(data)
+    _warn_of_shared_rows(data, train, val)
     check_meaning("data.val", train, val)
     return _mixed(data, train, seed), val
 
@@ -86,24 +86,18 @@ def _check_images(data: Data, source: Dataset) -> None:
         )
 
 
-def _warn_of_shared_rows(data: Data) -> None:
+def _warn_of_shared_rows(data: Data, train: Dataset, val: Dataset) -> None:
     """Say that validation rows are trained on, as with the pattern `photos-*.h5`, which also matches photos-val.h5."""
-    train, val = _list_files(data, data.train), _list_files(data, data.val)
+    names, val_names = [str(data.train)], [str(data.val)]
+    if isinstance(train, HDF5Dataset) and isinstance(val, HDF5Dataset):
+        names, val_names = ([os.path.relpath("/".join(file)) for file in rows.files] for rows in (train, val))
     if data.val_share is not None:  # a row that is held out of one copy is trained on in the other
-        val = [name for name in train if train.count(name) > 1]
-    if (shared := {*train} & {*val}) and data.val_fields in ({}, data.fields):
+        val_names = [name for name in names if names.count(name) > 1]
+    if (shared := {*names} & {*val_names}) and data.val_fields in ({}, data.fields):
         warn(
             f"data.val ({data.val}) has rows of {', '.join(sorted(shared))} that are trained on, too: its metrics are "
             "too good; name each file once, and hold rows out by data.val=10%"
         )
-
-
-def _list_files(data: Data, named: str | Iterable[str]) -> list[str]:
-    """The files that data.train or data.val names, and the groups in them; or the argument of a Dataset."""
-    if data.dataset != "none":
-        return [str(named)]
-    paths = [named] if isinstance(named, str) else named
-    return [os.path.relpath(f"{file}/{group}") for path in paths for file, group in expand("data", path)]
 
 
 def _hold_out(data: Data, rows: Dataset) -> tuple[Dataset, Dataset]:

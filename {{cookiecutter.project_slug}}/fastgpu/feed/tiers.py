@@ -60,14 +60,15 @@ def open_loaders(
         ahead = loader if order.shuffle else one_ahead
         whole = source.whole or source
         if sizes.tier != "disk" and whole not in kept:
-            kept[whole] = _allocate(whole, home)
+            n_rows = int(whole.block_rows.sum())  # also those that are not selected
+            kept[whole] = Rows.empty(whole.fields, n_rows, home, lengths=whole.stored_lengths)
         if sizes.tier == "device":
             loaders.append(ResidentLoader(kept[whole], source, order, passes))
             continue
-        read, blocks = source, source.block_rows
+        read = source
         if sizes.tier == "host":
             arrays = kept[whole].numpy()
-            read = ArrayDataset(source.name, arrays, source.attributes, block_rows=blocks, fields=source.fields)
+            read = ArrayDataset(source.name, arrays, block_rows=source.block_rows, fields=source.fields)
         feed = PrefetchLoader(read, order, device, sizes.n_readers, passes=passes, loader=ahead)
         feed.rows = source  # its fingerprint has a digest of the rows, which arrays do not have
         loaders.append(feed)
@@ -80,17 +81,6 @@ def open_loaders(
     for each in loaders:
         each.prepare = read_kept
     return loaders
-
-
-def _allocate(source: Dataset, device: torch.device) -> Rows:
-    """Memory for all rows of the files, also those that are not selected. Ragged rows have their offsets."""
-    n_rows = int(source.block_rows.sum())
-    n_values = {name: int(lengths.sum(dtype=np.int64)) for name, lengths in source.stored_lengths.items()}
-    rows = Rows.empty(source.fields, n_rows, device, n_values=n_values)
-    for name, lengths in source.stored_lengths.items():
-        np.cumsum(lengths, out=rows[name].host_offsets[1:])
-        rows[name].offsets.copy_(torch.from_numpy(rows[name].host_offsets))
-    return rows
 
 
 def _read_all(source: Dataset, rows: Rows, n_readers: int, loader: Loader) -> None:

@@ -105,9 +105,6 @@ def keys(root: type[Section] = Config, prefix: str = "") -> dict[str, FieldInfo]
     return fields
 
 
-# ---------------------------------------------------------------------------------------------- reading
-
-
 def _merge(tree: dict[str, Any], layer: dict[str, Any]) -> None:
     """Merge key by key. A value is replaced as a whole, so that data.fields can lose a field."""
     for section, values in layer.items():
@@ -160,9 +157,6 @@ def _keys_in(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, yaml.Ma
         dotted = f"{prefix}.{key.value}".lstrip(".")
         yield dotted, key.start_mark
         yield from _keys_in(value, dotted)
-
-
-# ---------------------------------------------------------------------------------------------- checking
 
 
 def _check(kind: type[SectionT], values: dict[str, Any], origins: dict[str, str], *section: str) -> SectionT:

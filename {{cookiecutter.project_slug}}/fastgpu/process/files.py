@@ -1,7 +1,4 @@
-"""Atomic writes of files and folders, and a lock file: what a killed process leaves is complete or absent.
-
-Also the cells of CSV files.
-"""
+"""Atomic writes, so that what a killed process leaves is complete or absent; a lock file; the cells of CSV files."""
 
 import fcntl
 import os
@@ -65,10 +62,9 @@ def flush(path: Path) -> None:
 
 def csv_cell(value: Any) -> Any:
     """A value for a CSV file: escaped text, with a ' before what a spreadsheet would take for a formula."""
-    if not isinstance(value, str):
-        return value
-    guard = "'" if FORMULA.match(value) else ""
-    return guard + value.translate(ESCAPES)
+    if isinstance(value, str):
+        value = ("'" if FORMULA.match(value) else "") + value.translate(ESCAPES)
+    return value
 
 
 class FolderLock:

@@ -103,11 +103,9 @@ class BlockSampler(DistributedSampler):
             )
         # Rows of a batch from each canonical rank.
         self._rows_each = self.global_batch_size // self.canonical_ranks
+        self._canonical_rows = -(-n_rows // self.canonical_ranks)
         if drop_last:
-            n_batches = n_rows // self.canonical_ranks // self._rows_each
-            self._canonical_rows = n_batches * self._rows_each
-        else:
-            self._canonical_rows = -(-n_rows // self.canonical_ranks)
+            self._canonical_rows = n_rows // self.canonical_ranks // self._rows_each * self._rows_each
         # These two have the names that torch gives them.
         self.num_samples = self._canonical_rows * (self.canonical_ranks // shard.world_size)
         self.total_size = self._canonical_rows * self.canonical_ranks

@@ -7,6 +7,7 @@ user. Shapes: B rows, N values of all rows together.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import ceil, prod
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -161,18 +162,20 @@ class Rows:
         device: torch.device,
         *,
         pinned: bool = False,
-        n_values: Mapping[str, int] | None = None,
+        lengths: Mapping[str, np.ndarray] = MappingProxyType({}),
     ) -> "Rows":
         """Memory for `n_rows` rows, page-locked if `pinned`.
 
-        n_values: {ragged field: values of all rows together}. Without it, call `make_room`.
+        lengths: {ragged field: (n_rows,) number of values in each row}. Without it, call `make_room`.
         """
         columns: dict[str, Tensor | Ragged] = {}
         for name, field in fields.items():
             if field.is_ragged:
-                values = _empty(((n_values or {}).get(name, 0), *field.shape), field.dtype, device, pinned)
-                offsets = _empty((n_rows + 1,), OFFSET_DTYPE, device, pinned).zero_()
-                host_offsets = offsets.numpy() if device.type == "cpu" else np.zeros(n_rows + 1, OFFSET_DTYPE)
+                host_offsets = np.zeros(n_rows + 1, OFFSET_DTYPE)
+                np.cumsum(lengths.get(name, host_offsets[1:]), out=host_offsets[1:])
+                offsets = _empty((n_rows + 1,), OFFSET_DTYPE, device, pinned).copy_(torch.from_numpy(host_offsets))
+                host_offsets = offsets.numpy() if device.type == "cpu" else host_offsets
+                values = _empty((int(host_offsets[-1]), *field.shape), field.dtype, device, pinned)
                 columns[name] = Ragged(values, offsets, host_offsets)
             elif field.is_channels_last:
                 channels, height, width = field.shape

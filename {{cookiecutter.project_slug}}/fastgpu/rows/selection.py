@@ -85,8 +85,7 @@ class Mixture:
     """Groups of rows at given weights.
 
     An epoch has as many rows as all groups together, rounded down to whole global batches, so that every quota is met
-    exactly. It is a function of (seed, epoch), and needs memory for each row: 12 bytes always, and about 60 while an
-    epoch is planned.
+    exactly. It is a function of (seed, epoch), and needs 12 bytes for each row, and about 60 while an epoch is planned.
     """
 
     def __init__(self, groups: Groups, block_rows: np.ndarray, batch_size: int, seed: int):
@@ -145,10 +144,8 @@ class Mixture:
 
     def describe(self) -> str:
         """How many rows of each group an epoch has, or of the first ones, for people."""
-        texts = []
-        quotas = self.quotas.tolist()
-        for name, rows, quota in zip(self.groups.names, self._rows_of_groups, quotas, strict=True):
-            texts.append(f"{quota:,} rows of {name} ({quota / len(rows):.3g} passes)")
+        groups = zip(self.groups.names, self._rows_of_groups, self.quotas.tolist(), strict=True)
+        texts = [f"{quota:,} rows of {name} ({quota / len(rows):.3g} passes)" for name, rows, quota in groups]
         return ", ".join(texts[:5] + ["..."] * (len(texts) > 5))
 
 
