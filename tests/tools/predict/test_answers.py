@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fastgpu.predict.answers import Answers, ask, describe, find_wrong, join
+from fastgpu.predict.answers import Answers, ask, describe, find_wrong
 from fastgpu.rows.rows import Rows
 
 
@@ -75,8 +75,7 @@ def test_attributes_have_the_threshold_of_the_best_f1():
 
 def test_wrong_answers_come_in_the_order_of_their_certainty():
     answers = Answers(["cat", "dog"], np.array([0, 1, 1, 0]), np.array([0, 0, 1, 1]), np.array([0.9, 0.6, 0.7, 0.8]))
-    wrong = {name: column.tolist() for name, column in find_wrong(answers).items()}
-    assert wrong == {
+    assert find_wrong(answers, {"row": np.arange(4)}) == {
         "row": [3, 1],
         "label": [0, 1],
         "class": [1, 0],
@@ -85,8 +84,8 @@ def test_wrong_answers_come_in_the_order_of_their_certainty():
         "class_name": ["dog", "cat"],
     }
     attributes = Answers(["glad"], np.array([[True], [True]]), np.array([[True], [False]]), np.array([[0.9], [0.2]]))
-    assert find_wrong(attributes)["attribute"].tolist() == ["glad"]
-    assert find_wrong(attributes)["row"].tolist() == [1]
+    wrong = find_wrong(attributes, {"row": np.arange(2)})
+    assert (wrong["attribute"], wrong["row"]) == (["glad"], [1])
 
 
 def trained_of(**values: torch.Tensor) -> SimpleNamespace:
@@ -98,8 +97,7 @@ def test_classes_and_attributes_are_told_from_other_labels():
     logits = torch.tensor([[0.1, 0.9], [0.6, 0.4]])
     classes = Rows({"labels": torch.tensor([1, 1], dtype=torch.uint8)})
     answers = ask(trained_of(probability=logits), classes)
-    twice = join([answers, answers])
-    assert (answers.names, twice.labels.tolist(), twice.chosen.tolist()) == (["0", "1"], [1] * 4, [1, 0] * 2)
+    assert (answers.names, answers.labels.tolist(), answers.chosen.tolist()) == (["0", "1"], [1, 1], [1, 0])
     attributes = Rows({"labels": torch.tensor([[0, 1], [1, 1]])})
     answers = ask(trained_of(glad=logits[:, 0], old=logits[:, 1]), attributes)
     assert (answers.names, answers.chosen.tolist()) == (["glad", "old"], [[False, True], [True, False]])

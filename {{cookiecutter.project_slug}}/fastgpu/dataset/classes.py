@@ -1,6 +1,6 @@
 """What a Dataset of the user says about its classes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from operator import index
 from reprlib import repr as shorten
 from typing import Any
@@ -15,24 +15,20 @@ def read_classes(name: str, dataset: object) -> dict[str, Any]:
     from names to the numbers of the classes, or back. A tuple of synonyms, as torchvision's ImageNet has, is one name.
     name: of the Dataset, for messages. Raises UserError for what cannot be names.
     """
-    names = _read(name, dataset, "class_names", _to_names) or _read(name, dataset, "classes", _to_names)
-    known = {"class_names": next(iter(names.values()), None)} | _read(name, dataset, "n_classes", _to_count)
-    return {key: value for key, value in known.items() if value}
-
-
-def _read(name: str, dataset: object, attribute: str, parse: Callable[[Any], Any]) -> dict[str, Any]:
-    """{attribute: its value, parsed, or None}. Empty if the Dataset has no such attribute."""
-    value = None
+    known: dict[str, Any] = {}
     try:
-        value = getattr(dataset, attribute)
-        return {attribute: None if value is None else parse(value)}
+        for attribute in ("class_names", "classes", "n_classes"):
+            if hasattr(type(dataset), attribute) or hasattr(dataset, attribute):
+                known[attribute] = getattr(dataset, attribute)
+        names, count = known.get("class_names", known.get("classes")), known.get("n_classes")
+        if count is not None and index(count) < 1:
+            raise ValueError("n_classes should be 1 or more")
+        read = {"class_names": names is not None and _to_names(names), "n_classes": count is not None and index(count)}
     except Exception as error:  # a property may raise anything
-        if isinstance(error, AttributeError) and not hasattr(type(dataset), attribute):
-            return {}
-        found = attribute if value is None else f"{attribute} {shorten(value)}"
-        found = f"{name} has {found} ({type(error).__name__}: {error})"
-        allowed = "a whole number" if attribute == "n_classes" else "a list of names in the order of their numbers"
-        raise UserError(f"data.dataset: {found}; allowed are {allowed} and None") from None
+        why = f"{shorten(known)} ({type(error).__name__}: {error})"
+        allowed = "a list of names in the order of their numbers, a whole number as n_classes, and None"
+        raise UserError(f"data.dataset: {name} says of its classes {why}; allowed are {allowed}") from None
+    return {key: value for key, value in read.items() if value}
 
 
 def _to_names(values: Any) -> list[str]:
@@ -43,22 +39,12 @@ def _to_names(values: Any) -> list[str]:
     values = values.tolist() if hasattr(values, "tolist") else values
     if isinstance(values, str | bytes | set | frozenset):
         raise TypeError("it has no order of names")
-    return [_to_name(value) for value in list(values)]
+    return [_to_name(value) for value in values]
 
 
 def _to_name(value: Any) -> str:
-    value = value.tolist() if hasattr(value, "tolist") else value
+    if value is None or value != value:
+        raise TypeError(f"{value} is no name")
     if isinstance(value, bytes):
         return value.decode(errors="backslashreplace")
-    if isinstance(value, list | tuple) and value:
-        return ", ".join(map(_to_name, value))
-    if not isinstance(value, str | int | float) or value != value:
-        raise TypeError(f"{value!r} is no name")
-    return str(value)
-
-
-def _to_count(value: Any) -> int:
-    count = index(value)
-    if count < 1:
-        raise ValueError("it should be 1 or more")
-    return count
+    return ", ".join(map(_to_name, value)) if isinstance(value, list | tuple) else f"{value}"
