@@ -157,7 +157,7 @@ def train_step(t: Training, batch: Rows, factor: float) -> dict[str, Tensor]:
 
 # ---------------------------------------------------------------------------------------- the loop
 def train(t: Training, world: World) -> int:
-    """Train to the end, or until SIGTERM, SIGINT or SIGUSR2. Returns the exit code."""
+    """Train to the end, or until SIGTERM, SIGINT, SIGUSR2 or SIGHUP. Returns the exit code."""
     cfg, loader, val_loader, workload = t.config, t.loader, t.val_loader, t.workload
 
     # What a checkpoint keeps, by name: anything with a state_dict, such as a second optimizer.

@@ -17,6 +17,8 @@ def test_code_of_pages_and_examples_passes_ruff_and_mypy_beside_that_of_a_projec
         for block in read_blocks(project / "docs" / page):
             if block.language == "python" and block.target:
                 (project / block.target).write_text(block.text)
+    cells = [block.text for block in read_blocks(project / "docs/python.md") if block.language == "python"]
+    (project / "page.py").write_text("# ruff: noqa: E402\n" + "\n".join(cells))  # a notebook imports in its cells, too
     for example in (ROOT / "docs/examples").glob("*.py"):
         is_dataset = example.stem == "published"
         shutil.copyfile(example, project / ("" if is_dataset else "workloads") / example.name)
