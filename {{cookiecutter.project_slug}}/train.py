@@ -204,7 +204,7 @@ def train(t: Training, world: World) -> int:
                     means = training.mean_over_ranks(metrics, world)
                     metrics.clear()
                     if not isfinite(loss := means["train/loss"]):
-                        raise SharedError(f"the loss is {loss} at step {at.step}; lower optim.lr={lr}")
+                        raise SharedError(f"loss is {loss} at step {at.step}; lower optim.lr={lr}")
                     means["train/lr"] = lr * factor
                     board.write(at.step, means | monitor.take(), clock.take())
                 if stop:

@@ -72,7 +72,7 @@ def test_ranks_that_differ_end_with_one_line_that_names_the_difference(folder):
     ("word", "of_last", "message"),
     [
         ("data.batch_siz=3", (), "error: command line: unknown key data.batch_siz (did you mean data.batch_size?)"),
-        ("optim.lr=1e30", (), "error: the loss is "),
+        ("optim.lr=1e30", (), "error: loss is "),
         ("train.epochs=1", ("run.seed=3",), "error: run.seed is 3 on rank 1 and"),
     ],
 )
