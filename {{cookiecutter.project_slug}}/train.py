@@ -66,7 +66,7 @@ def build(cfg: Config, splits: feed.Splits, world: World) -> Training:
         model = workload.model()
         model.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         optimizer = make_optimizer(model, cfg.optim)
-        training.set_initial_rates(model, optimizer)
+        training.note_groups(model, optimizer)
         precision = training.mixed_precision(cfg.train.precision, world.device, optimizer)
 
     # From here on, the config has the value that was chosen in place of each `auto`.

@@ -16,7 +16,7 @@ from fastgpu.run.record import describe_model
 from fastgpu.run.run import Run
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.training.average import AveragedModel
-from fastgpu.training.step import mixed_precision, set_initial_rates
+from fastgpu.training.step import mixed_precision, note_groups
 
 BATCH_SIZE = 8
 STEPS_PER_EPOCH = 4
@@ -70,7 +70,7 @@ def parts_of_step(
     """The parts that `train_step` needs. workload: its `loss` is used."""
     unused = dict.fromkeys(("data", "loader", "val_loader"))
     optimizer = make_optimizer(model, settings)
-    set_initial_rates(model, optimizer)
+    note_groups(model, optimizer)
     return Training(
         **unused,
         config=CONFIG.model_copy(update={"optim": settings}),

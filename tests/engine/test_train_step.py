@@ -20,7 +20,7 @@ from fastgpu.rows.rows import Rows
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.training.average import AveragedModel
 from fastgpu.training.parallel import wrap_in_ddp
-from fastgpu.training.step import mixed_precision, set_initial_rates
+from fastgpu.training.step import mixed_precision, note_groups
 
 ROWS = ArrayDataset("x.h5", {"x": np.zeros((1, 3), np.float32)})
 CUDA = torch.device("cuda", 0)
@@ -166,7 +166,7 @@ def test_each_group_trains_at_its_own_rate_times_the_schedule(capsys):
     model, before = make_model(), make_model()
     layers = [{"params": model[0].parameters()}, {"params": model[3].parameters(), "lr": 0.01}]
     optimizer = torch.optim.SGD(layers, lr=0.1)
-    set_initial_rates(model, optimizer)
+    note_groups(model, optimizer)
     assert "no group of the optimizer has 1.weight, 1.bias" in capsys.readouterr().out
     train_step(make_parts(model, clip_grad_norm=0.0)._replace(optimizer=optimizer), make_batch(), 0.5)
     Regression().loss(before, make_batch()).backward()

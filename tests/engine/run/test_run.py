@@ -23,6 +23,7 @@ from fastgpu.run import run as run_module
 from fastgpu.run.record import write_or_warn
 from fastgpu.run.run import lock_folder
 from fastgpu.storage.arrays import ArrayDataset
+from fastgpu.training.step import note_groups
 
 
 def checkpoints(run: Path) -> list[str]:
@@ -94,14 +95,17 @@ def test_a_run_is_saved_after_each_epoch_and_inside_it_and_continued_where_it_wa
 
 
 def test_what_has_a_state_is_saved_and_comes_back_and_the_weights_are_saved_once(tmp_path):
-    """The rate of a scheduler comes back, too; other options of an optimizer are those of the config of today."""
+    """What a scheduler changed comes back, too; options that an optimizer is made with only today hold."""
     model = nn.Linear(2, 2)
     for epoch in range(2):
-        second = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5 * epoch)
+        second = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5 * epoch, momentum=0.9)
+        note_groups(model, second)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(second, 0.5)
         with started_run(tmp_path, model, resume="auto", state={"second": second, "scheduler": scheduler}) as run:
             assert (scheduler.last_epoch, second.param_groups[0]["lr"]) == (epoch, 0.1 * 0.5**epoch)
             assert second.param_groups[0]["weight_decay"] == 0.5 * epoch
+            assert second.param_groups[0]["momentum"] == 0.9 - 0.1 * epoch
+            second.param_groups[0]["momentum"] = 0.8
             second.step()
             scheduler.step()
             train_epoch(run)

@@ -4,4 +4,4 @@ from fastgpu.training.apex import apex_optimizer
 from fastgpu.training.average import AveragedModel
 from fastgpu.training.evaluate import evaluate
 from fastgpu.training.parallel import freeze, mean_over_ranks, wrap_in_ddp
-from fastgpu.training.step import MixedPrecision, mixed_precision, set_initial_rates
+from fastgpu.training.step import MixedPrecision, mixed_precision, note_groups

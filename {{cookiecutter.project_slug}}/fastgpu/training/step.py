@@ -36,14 +36,14 @@ def mixed_precision(
     return MixedPrecision(precision, autocast, torch.amp.GradScaler(device.type, enabled=is_fp16))
 
 
-def set_initial_rates(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
-    """Keep the rate of each group as its `initial_lr`, as torch's schedulers do: the schedule is a factor of it.
-
-    Warns of parameters that no group has.
+def note_groups(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+    """Note in each group of parameters how it was made, which a resumed run compares (checkpoint.py), and its rate as
+    `initial_lr`, as torch's schedulers do: the schedule is a factor of it. Warns of parameters that no group has.
     """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     for group in groups:
-        group["initial_lr"] = group["lr"]
+        group.setdefault("initial_lr", group["lr"])  # a scheduler may have set it, and changed the rate
+        group["made_with"] = {name: value for name, value in group.items() if name != "params"}
     grouped = {id(parameter) for group in groups for parameter in group["params"]}
     named = model.named_parameters()
     if missing := [name for name, each in named if each.requires_grad and id(each) not in grouped]:
