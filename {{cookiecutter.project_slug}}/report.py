@@ -23,9 +23,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--compare", action="store_true", help="one line for each run")
     parser.add_argument("--csv", action="store_true", help="the same as CSV")
     args = parser.parse_args(argv)
+    if missing := [str(run) for run in args.runs if not run.is_dir()]:
+        raise UserError(f"{missing[0]} is no folder (looked in {Path.cwd()}); name the folder of a run")
     runs = [run for run in map(results.read_run, args.runs) if run.points]
     if not runs:
-        raise UserError(f"{args.runs[0]} has no points in metrics.jsonl; name the folder of a run, such as runs/first")
+        raise UserError(f"{args.runs[0]} has no points in metrics.jsonl; it is no run, or has just begun")
     if args.csv:
         compared = results.compare(runs, str)
         csv.writer(sys.stdout, lineterminator="\n").writerows(map(csv_cell, line) for line in compared)

@@ -4,8 +4,10 @@ Shapes: B rows of a batch, C H W of an image, K classes or attributes.
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import numpy as np
@@ -18,6 +20,7 @@ import workloads
 from fastgpu.images import augment
 from fastgpu.process.config import Count, CountOrZero, Section
 from fastgpu.process.launch import UserError
+from fastgpu.rows.classes import read_classes
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Rows
 
@@ -75,13 +78,15 @@ class Workload(workloads.Workload):
                 "attributes: write (N, 1) as labels[:, 0] and one-hot rows as labels.argmax(1)"
             )
         self.set_up(options, train)
-        self.class_names = [str(name) for name in train.attributes.get("class_names") or []]
+        self.class_names = classes_of(train).get("class_names", [])
         self.has_attributes = bool(labels.shape)
         self.n_outputs = labels.shape[0] if self.has_attributes else count_classes(train)
+        highest, limit = self.n_outputs - 1, "class_names, n_classes or the labels of data.train"
         if self.has_attributes:
             self.best = ("accuracy_pct", "higher")
+            highest, limit = 1, "attributes"
         for source in (train, val):
-            check_range(source, 1 if self.has_attributes else self.n_outputs - 1)
+            check_range(source, highest, limit)
 
     def set_up(self, options: Options, train: Dataset) -> None:
         """Set what depends on options and images. Raises UserError if these do not fit."""
@@ -206,10 +211,16 @@ def check_images(train: Dataset, val: Dataset) -> None:
             raise UserError(f"{val.name}: {name} are {theirs}, those of {train.name} are {ours}")
 
 
+def classes_of(source: Dataset) -> dict[str, Any]:
+    """The attributes class_names and n_classes, if there are any. Raises UserError for odd ones."""
+    known = {name: source.attributes.get(name) for name in ("class_names", "n_classes")}
+    return read_classes(source.name, SimpleNamespace(**known))
+
+
 def count_classes(source: Dataset) -> int:
     """The number of classes: by class_names or n_classes, otherwise the highest label + 1."""
-    names = source.attributes.get("class_names") or []
-    if n_classes := len(names) or source.attributes.get("n_classes"):
+    known = classes_of(source)
+    if n_classes := len(known.get("class_names", [])) or known.get("n_classes"):
         return int(n_classes)
     labels = source.stored_column("labels")
     if labels is None:
@@ -217,13 +228,13 @@ def count_classes(source: Dataset) -> int:
     return int(labels.max(initial=0)) + 1
 
 
-def check_range(source: Dataset, highest: int) -> None:
-    """Raise UserError if labels that are in memory are below 0 or above `highest`."""
+def check_range(source: Dataset, highest: int, limit: str) -> None:
+    """Raise UserError if labels that are in memory are below 0 or above `highest`, by a `limit`."""
     labels = source.stored_column("labels")
     if labels is not None and (labels.min() < 0 or labels.max() > highest):
         raise UserError(
-            f"{source.name}: labels are {labels.min()} to {labels.max()}; allowed are 0 to {highest}: leave other rows "
-            "out, or number the values from 0 on"
+            f"{source.name}: labels are {labels.min()} to {labels.max()}; allowed are 0 to {highest} "
+            f"({limit}): leave other rows out, or number the values from 0 on"
         )
 
 
@@ -245,9 +256,14 @@ class Normalize(nn.Module):
         defaults = {"mean": 127.5, "std": 127.5} if dtype == np.uint8 else {"mean": 0.0, "std": 1.0}
         values = {}
         for name, default in defaults.items():
-            value = torch.as_tensor(attributes.get(name, default), dtype=torch.float32).flatten()
-            if len(value) not in (1, n_channels):
-                raise UserError(f"attribute {name} has {len(value)} numbers, but images have {n_channels} channels")
+            given = attributes.get(name, default)
+            value = torch.empty(0)
+            with suppress(TypeError, ValueError, RuntimeError):  # it is text, for example
+                value = torch.as_tensor(given, dtype=torch.float32).flatten()
+            is_finite = bool(value.isfinite().all()) and (name == "mean" or bool((value > 0).all()))
+            if len(value) not in (1, n_channels) or not is_finite:
+                allowed = f"a number, or one for each of the {n_channels} channels; std is above 0"
+                raise UserError(f"the attribute {name} of the images is {given}; allowed is {allowed}")
             values[name] = value.expand(n_channels)
         self.register_buffer("scale", (1 / values["std"]).view(1, -1, 1, 1))
         self.register_buffer("shift", (-values["mean"] / values["std"]).view(1, -1, 1, 1))

@@ -322,7 +322,15 @@ def test_messages(compare_messages):
 @pytest.mark.parametrize(
     "factory",
     [
-        *("os:system", "subprocess:Popen", "builtins:exec", "shelve:DbfilenameShelf", "mailbox:mbox", "antigravity:x"),
+        *(
+            "os:system",
+            "subprocess:Popen",
+            "builtins:exec",
+            "shelve:DbfilenameShelf",
+            "mailbox:mbox",
+            "numpy.f2py.__main__:x",
+        ),
+        "antigravity:x",
         *("test.autotest:x", "train:train", "numpy:load", "torch:load", "torch.utils.data:IterableDataset"),
         *("harmful:run", "harmful:system", "harmful:Popen", "harmful:Shelf", "harmful:Length", "harmful:make"),
         *("convert:main", "fastgpu.process.files:FolderLock"),

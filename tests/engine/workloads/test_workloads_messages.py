@@ -1,6 +1,7 @@
 """What a person is told about rows and settings that a workload cannot take."""
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,7 +58,19 @@ def test_messages(compare_messages):
             "validation has labels that are floats": refuse(GOOD, (IMAGES, np.arange(5.0))),
             "validation has attributes of 0 to 2": refuse((IMAGES, BITS), (IMAGES, 2 * BITS)),
             "images are not named": lambda: images.Workload(images.Workload.Options(), other, other),
-            "std does not fit the channels": lambda: images.Normalize({"std": [1.0, 2.0, 3.0]}, 1, np.dtype("uint8")),
+            **{
+                f"{name} of {value!r}": partial(images.Normalize, {name: value}, 1, np.dtype("uint8"))
+                for name, value in (("std", [1.0, 2.0, 3.0]), ("std", 0), ("mean", "a"), ("mean", float("nan")))
+            },
+            **{
+                f"{name} of {value!r}": lambda name=name, value=value: images.Workload(
+                    images.Workload.Options(), *2 * [rows("a.h5", *GOOD, **{name: value})]
+                )
+                for name, value in (
+                    *(("class_names", value) for value in ("cat", '["a", "b"]', [["a", "b", "c"]])),
+                    *(("n_classes", value) for value in ([3], -1, 2)),
+                )
+            },
             "padding is larger than the images": refuse(GOOD, crop_padding=8),
             "all of an image is cut out": refuse(GOOD, cutout_size=8),
             "weights of no network of timm": refuse(GOOD, pretrained=True),

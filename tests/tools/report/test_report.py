@@ -200,10 +200,18 @@ def test_a_reader_that_has_seen_enough_such_as_head_ends_it_without_a_message(tm
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
 
 
+def test_a_full_disk_under_the_output_is_one_line(tmp_path):
+    with Path("/dev/full").open("w") as full:
+        done = run("--compare", write_run(tmp_path / "a"), stdout=full)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: the output cannot be written ([Errno 28] ")
+
+
 def test_what_cannot_be_read_or_written_is_one_line(tmp_path):
     (write_run(tmp_path / "a") / "report.html").mkdir()
     for folder, message in (
-        ("nowhere", "nowhere has no points in metrics.jsonl; name the folder of a run, such as runs/first"),
+        ("nowhere", f"nowhere is no folder (looked in {ROOT}); name the folder of a run"),
+        (tmp_path, f"{tmp_path} has no points in metrics.jsonl; it is no run, or has just begun"),
         (tmp_path / "a", f"{tmp_path}/a/report.html is a folder; name a file in it, or another one"),
     ):
         done = run(folder)
@@ -234,7 +242,8 @@ ODD_CONFIGS = (
     *(
         "5",
         "a: &a [*a]",
-        "a: " + "[" * 9999,
+        "a: " + "[" * 50_000,
+        "- " * 50_000,
         "? [1, 2]\n: 3",
         "1: 2",
         "a: 2024-11-27",

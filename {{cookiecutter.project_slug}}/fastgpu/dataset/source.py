@@ -21,10 +21,10 @@ import torch
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset
 
-from fastgpu.dataset.classes import read_classes
 from fastgpu.dataset.items import NO_ARRAY, Columns, describe_value, field_of, to_array, to_column
 from fastgpu.dataset.workers import Workers, describe_error
 from fastgpu.process.launch import UserError
+from fastgpu.rows.classes import read_classes
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler
 
@@ -66,7 +66,7 @@ class ItemDataset(ItemSource):
         if not n_rows:
             raise UserError(f"data.dataset: {name} has no rows")
         self.block_rows = np.ones(n_rows, np.int32)
-        self.attributes = read_classes(name, dataset)
+        self.attributes = read_classes(f"data.dataset: {name}", dataset)
         self._workers: Workers | None = None
         samples = np.linspace(0, n_rows - 1, min(N_SAMPLES, n_rows)).astype(int)
         self.fields = {}
@@ -179,7 +179,8 @@ def open_dataset(key: str, path: str | Sequence[str], fields: Mapping[str, str],
         "function of a file beside train.py, or an installed class that is a torch.utils.data.Dataset"
     )
     # Nothing in the standard library is a Dataset, and importing some of its modules starts a program.
-    if module.partition(".")[0] in {*sys.stdlib_module_names, "test"} and not _is_of_project(module):
+    is_program = module.partition(".")[0] in {*sys.stdlib_module_names, "test"} or module.endswith("__main__")
+    if is_program and not _is_of_project(module):
         raise refusal
     try:
         make = getattr(import_module(module), name, None)

@@ -68,17 +68,18 @@ def describe(answers: Answers) -> Iterator[str]:
         quality = _quality(labels.sum(0), chosen.sum(0), (labels & chosen).sum(0))
         yield from _align(("attribute", names), *quality, ("best F1 %", f1), ("from probability", thresholds))
         return
-    matrix = np.bincount(labels * n + chosen, minlength=n * n).reshape(n, n)
-    counts = np.stack([matrix.sum(1), matrix.sum(0), matrix.diagonal()])
+    pairs, times = np.unique(labels * n + chosen, return_counts=True)
+    label, other = np.divmod(pairs, n)
+    counts = np.stack([np.bincount(each, minlength=n) for each in (labels, chosen, labels[labels == chosen])])
     if n <= MAX_CLASSES:
+        matrix = np.zeros((n, n), int)
+        matrix[label, other] = times
         columns = ((f"as {name}", column) for name, column in zip(names, matrix.T, strict=True))
         yield from _align(("label", names), *columns, *_quality(*counts))
         return
-    np.fill_diagonal(matrix, 0)
-    pairs = np.nonzero(matrix)
-    most = np.argsort(-matrix[pairs], kind="stable")[:MAX_CLASSES]
-    label, other = (numbers[most] for numbers in pairs)
-    yield from _align(("most confused", names[label]), ("taken for", names[other]), ("times", matrix[label, other]))
+    wrong = np.flatnonzero(label != other)
+    most = wrong[np.argsort(-times[wrong], kind="stable")][:MAX_CLASSES]
+    yield from _align(("most confused", names[label[most]]), ("taken for", names[other[most]]), ("times", times[most]))
     seen = np.flatnonzero(counts[0])
     lowest = seen[np.argsort(counts[2, seen] / counts[0, seen], kind="stable")][:MAX_CLASSES]
     yield from _align(("lowest recall", names[lowest]), *_quality(*counts[:, lowest]))

@@ -148,7 +148,9 @@ def exit_with_message(*others: type[Exception]) -> Iterator[None]:
         is_shared = isinstance(error, SharedError)
         if launch.local_rank == 0 or not is_shared:
             rank = "" if is_shared or launch.world_size == 1 else f"[rank {launch.rank}] "
-            say(f"error: {rank}{error}", sys.stderr)
+            is_output = isinstance(error, OSError) and not error.filename
+            text = f"the output cannot be written ({error})" if is_output else str(error)
+            say(f"error: {rank}{text}", sys.stderr)
         elif launch.is_launched:
             time.sleep(EXIT_DELAY_S)
         if isinstance(error, HangError):

@@ -223,7 +223,7 @@ def open_layout(name: str, data: h5py.Dataset, file: OpenFile, n_items: int | No
         n_chunks = math.prod(-(-length // chunk) for length, chunk in zip(data.shape, data.chunks, strict=True))
         n_missing = n_chunks - data.id.get_num_chunks()
         if n_missing:
-            raise UserError(f"{name}: {n_missing} of {n_chunks} chunks were never written")
+            raise UserError(f"{name}: {n_missing} of {n_chunks} chunks were never written; write all, fill values too")
     elif len(data) and data.id.get_offset() is None and not is_compact:
         raise UserError(f"{name} was never written, or takes its bytes from other files; name those files")
     filters = filters_of(data)

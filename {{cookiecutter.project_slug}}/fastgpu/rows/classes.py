@@ -1,4 +1,4 @@
-"""What a Dataset of the user says about its classes."""
+"""What a Dataset, or the attributes of a file, say about classes."""
 
 from collections.abc import Mapping
 from operator import index
@@ -8,18 +8,18 @@ from typing import Any
 from fastgpu.process.launch import UserError
 
 
-def read_classes(name: str, dataset: object) -> dict[str, Any]:
-    """The attributes `class_names` (or torchvision's `classes`) and `n_classes` of a Dataset, if it has them.
+def read_classes(name: str, source: object) -> dict[str, Any]:
+    """The attributes `class_names` (or torchvision's `classes`) and `n_classes` of an object, if it has them.
 
     Names are text or numbers in the order of the classes, in a list, an array, a tensor or a pandas Index; or a mapping
     from names to the numbers of the classes, or back. A tuple of synonyms, as torchvision's ImageNet has, is one name.
-    name: of the Dataset, for messages. Raises UserError for what cannot be names.
+    name: of the source, for messages. Raises UserError for what cannot be names.
     """
     known: dict[str, Any] = {}
     try:
         for attribute in ("class_names", "classes", "n_classes"):
-            if hasattr(type(dataset), attribute) or hasattr(dataset, attribute):
-                known[attribute] = getattr(dataset, attribute)
+            if hasattr(type(source), attribute) or hasattr(source, attribute):
+                known[attribute] = getattr(source, attribute)
         names, count = known.get("class_names", known.get("classes")), known.get("n_classes")
         if count is not None and index(count) < 1:
             raise ValueError("n_classes should be 1 or more")
@@ -27,7 +27,7 @@ def read_classes(name: str, dataset: object) -> dict[str, Any]:
     except Exception as error:  # a property may raise anything
         why = f"{shorten(known)} ({type(error).__name__}: {error})"
         allowed = "a list of names in the order of their numbers, a whole number as n_classes, and None"
-        raise UserError(f"data.dataset: {name} says of its classes {why}; allowed are {allowed}") from None
+        raise UserError(f"{name} says of its classes {why}; allowed are {allowed}") from None
     return {key: value for key, value in read.items() if value}
 
 
@@ -43,7 +43,7 @@ def _to_names(values: Any) -> list[str]:
 
 
 def _to_name(value: Any) -> str:
-    if value is None or value != value:
+    if value is None or callable(value) or value != value:
         raise TypeError(f"{value} is no name")
     if isinstance(value, bytes):
         return value.decode(errors="backslashreplace")
