@@ -164,8 +164,9 @@ def test_a_file_changed_before_or_while_rows_are_read_is_an_error(write, monkeyp
         lambda path: path.with_name("link").hardlink_to(path),
         lambda path: path.unlink(),
         lambda path: path.with_name("new").rename(path),
+        lambda path: path.rename(path.with_name("moved")),
     ],
-    ids=["mode", "link", "removed", "replaced"],
+    ids=["mode", "link", "removed", "replaced", "moved"],
 )
 def test_a_file_with_another_mode_or_name_is_read_to_its_end(write, change):
     write(40, BIG, name="new", start=40)
