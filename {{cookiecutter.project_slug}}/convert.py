@@ -7,7 +7,7 @@ The files have blocks of 2 MiB, rows in random order and a checksum for each blo
 import signal
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ def parse(argv: list[str]) -> Namespace:
     add("arrays repack info check", "source", nargs="+")
     add("dataset", "path", help="what the class is called with, such as a folder")
     add(WRITING, "target", type=Path, help="file to write; it has a temporary name until it is complete")
-    add(WRITING, "--seed", type=at_least(0), default=0, help="seed of everything that is random; default: 0")
+    add(WRITING, "--seed", type=natural, default=0, help="seed of everything that is random; default: 0")
     add(WRITING, "--keep-order", **switch, help="write the rows in the order of the source")
     add(WRITING, "--compression", choices=("none", "gzip"), default="none", help="default: none")
     add(WRITING, "--force", **switch, help="replace existing files")
@@ -71,13 +71,8 @@ def parse(argv: list[str]) -> Namespace:
     add("images", "--on-error", **on_error, help="list broken ones (default), or leave out 1 %% of them, or a share")
     add("pixels", "--label", type=str.strip, default="", help="its column; default: the only one, or label")
     add("events", "--above", type=float, help="count ratings above this; default: 3.5")
-    add(
-        "events",
-        "--held-out",
-        type=at_least(1),
-        default=10_000,
-        help="users for val, and as many for test; default: 10,000",
-    )
+    users = {"type": partial(natural, lowest=1), "default": 10_000, "metavar": "N"}
+    add("events", "--held-out", **users, help="users for val, and as many for test; default: 10,000")
     add("events", "--columns", help="of the CSV; default: userId,movieId,rating. Without a rating, each line counts")
     return parser.parse_args(argv)
 
@@ -109,15 +104,11 @@ def max_broken(text: str) -> float:
     return share
 
 
-def at_least(lowest: int) -> Callable[[str], int]:
-    """A type of numbers for argparse."""
-
-    def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < lowest:
-            raise ArgumentTypeError(f"{text} should be a whole number of at least {lowest}")
-        return int(text)
-
-    return parse
+def natural(text: str, lowest: int = 0) -> int:
+    """A whole number of at least `lowest`."""
+    if not text.isdecimal() or int(text) < lowest:
+        raise ArgumentTypeError(f"{text} should be a whole number of at least {lowest}")
+    return int(text)
 
 
 def main(args: Namespace) -> int:

@@ -51,7 +51,7 @@ def test_a_zip_that_does_not_fit_into_memory_is_one_line(tmp_path, monkeypatch):
 
 def test_without_a_header_columns_have_numbers(tmp_path):
     (tmp_path / "x.csv").write_text("70,7,5\n80,8,1\n")
-    users, items = read_events(tmp_path / "x.csv", ["2", "1", "3"], names=())
+    users, items = read_events(tmp_path / "x.csv", ["2", "1", "3"], has_header=False)
     assert (users.tolist(), items.tolist()) == ([7], [70])
 
 

@@ -333,7 +333,7 @@ def test_pixels_without_a_header(tmp_path):
     (tmp_path / "one.csv").write_text("\n".join(rows))
     (tmp_path / "each.csv").write_text("\n".join(rows).replace(" ", ","))
     for name in ("one.csv", "each.csv"):
-        source = PixelTable(tmp_path / name, label="1", names=())
+        source = PixelTable(tmp_path / name, label="1", has_header=False)
         assert source.images.reshape(2, 4).tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
         assert source.labels.tolist() == [7, 9]
 

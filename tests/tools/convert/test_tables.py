@@ -35,7 +35,7 @@ def test_the_header_tells_the_separator(table, separator):
 
 def test_without_a_header_the_first_line_is_a_row_and_columns_have_numbers(tmp_path):
     (tmp_path / "x.csv").write_text("\ufeffa.png;cat;1\nb.png;dog;2\n")
-    made = Table(tmp_path / "x.csv", names=["path"])
+    made = Table(tmp_path / "x.csv", names=["path"], has_header=False)
     assert made.names == ["path", "2", "3"]
     assert [made.texts(name).to_list() for name in made.names] == [["a.png", "b.png"], ["cat", "dog"], ["1", "2"]]
 

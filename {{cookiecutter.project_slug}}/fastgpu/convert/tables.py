@@ -27,17 +27,17 @@ class Table:
     Raises UserError with the line of a row with more or fewer columns. Warns of line breaks, which a stray quote makes.
     """
 
-    def __init__(self, path: Path, *, content: bytes | None = None, names: Sequence[str] | None = None):
-        """content: the text, if it is not that of the file. names: if there is no header, those of the first columns;
-        the others are called by their numbers, from 1 on."""
+    def __init__(self, path: Path, *, content: bytes | None = None, names: Sequence[str] = (), has_header: bool = True):
+        """content: the text, if it is not that of the file. names: of the first columns, if there is no header. The
+        others are then called by their numbers, from 1 on."""
         self.path = path
         with explain_errors(path, "CSV in UTF-8 (Korean: iconv -f CP949 -t UTF-8; close quotes, double stray ones)"):
             self._content = path.read_bytes() if content is None else content
             header = self._content.partition(b"\n")[0].decode("utf-8-sig")
             self._separator = max(SEPARATORS, key=header.count)
-            self._has_header = names is None
+            self._has_header = has_header
             self.names = [name.strip() for name in next(csv.reader([header], delimiter=self._separator), [])]
-            if names is not None:
+            if not has_header:
                 self.names = [*names, *map(str, range(len(names) + 1, len(self.names) + 1))]
             how: dict[str, Any] = {"infer_schema": False, "raise_if_empty": False}
             try:

@@ -10,6 +10,7 @@ from functools import cached_property
 from io import FileIO
 from math import ceil
 from operator import attrgetter
+from pathlib import Path
 
 import h5py
 import numpy as np
@@ -69,9 +70,10 @@ class OpenFile:
     def check_unchanged(self) -> None:
         """Raise UserError if somebody has written to the file since it was opened."""
         old, new = self._status, os.fstat(self._raw.fileno())
-        # A program that writes can set st_mtime back, but not st_ctime. This one changes with mode, owner and names, too:
+        # A program that writes can set st_mtime back, but not st_ctime. That changes with mode, owner and names, too:
         # a file that is moved, removed or replaced is read to its end.
-        is_rewritten = new.st_ctime_ns != old.st_ctime_ns and OWNERS(new) == OWNERS(old) and self._has_its_name(new)
+        is_other = new.st_ctime_ns != old.st_ctime_ns
+        is_rewritten = is_other and OWNERS(new) == OWNERS(old) and self._has_its_name(new)
         if is_rewritten or (new.st_mtime_ns, new.st_size) != (old.st_mtime_ns, old.st_size):
             raise UserError(f"{self.path} was changed while in use; {RESTORE}")
         self._status = new
@@ -79,7 +81,7 @@ class OpenFile:
     def _has_its_name(self, status: os.stat_result) -> bool:
         """Whether the path still leads to this file."""
         with suppress(OSError):
-            return os.path.samestat(os.stat(self.path), status)
+            return os.path.samestat(Path(self.path).stat(), status)
         return False
 
     def preadv(self, targets: list[memoryview], offset: int) -> None:

@@ -28,14 +28,9 @@ def images(args: Namespace) -> None:
         write(ImageFolder(source, **how), args)
     else:
         columns = (args.columns or ("1,2" if args.no_header else "path,label")).split(",")
-        write(ImageTable(source, columns=columns, split_by=args.split_by, names=_names(args), **how), args)
+        write(ImageTable(source, columns=columns, split_by=args.split_by, has_header=not args.no_header, **how), args)
 
 
 def pixels(args: Namespace) -> None:
     """Read a CSV whose rows are images."""
-    write(PixelTable(args.source, label=args.label, split_by=args.split_by, names=_names(args)), args)
-
-
-def _names(args: Namespace) -> tuple[()] | None:
-    """What `Table` takes: no names if there is no header, so that columns are called by their numbers."""
-    return () if args.no_header else None
+    write(PixelTable(args.source, label=args.label, split_by=args.split_by, has_header=not args.no_header), args)

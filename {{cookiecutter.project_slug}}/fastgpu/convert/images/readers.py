@@ -137,7 +137,7 @@ class ImageTable(ImageFiles):
     """A CSV with a file, whose path begins at the folder of the CSV, and its labels in each line.
 
     columns: names of the column with the files and of those with labels (see `parse_labels`). split_by: name of the
-    column that says train, val or test. names: see `Table`. Raises UserError with the line.
+    column that says train, val or test. has_header: see `Table`. Raises UserError with the line.
     """
 
     def __init__(
@@ -146,16 +146,16 @@ class ImageTable(ImageFiles):
         *,
         columns: Sequence[str] = ("path", "label"),
         split_by: str = "",
-        names: Sequence[str] | None = None,
+        has_header: bool = True,
         **how: Any,
     ):
         if len(columns) < 2:
             raise UserError(f"--columns is {','.join(columns)}; it should be two names or more: PATH,LABEL")
         from fastgpu.convert.tables import Table, parse_labels  # polars is of the extra `convert`
 
-        table = Table(Path(path), names=names)
+        table = Table(Path(path), has_header=has_header)
         files, *others = (name.strip() for name in columns)
-        if names is None and is_image(files):
+        if has_header and is_image(files):
             raise UserError(f"{path}: its first line has the image {files}; --no-header calls the columns 1, 2, ...")
         paths = table.texts(files).to_list()
         labels, attributes = parse_labels(table, others)
@@ -170,14 +170,14 @@ class ImageTable(ImageFiles):
 class PixelTable(Reader):
     """A CSV whose rows are square grey images: a column for each pixel (MNIST), or one with all of them (FER2013).
 
-    label: its column. Empty: the one column beside `pixels` and split_by, or `label`. names: see `Table`. Raises
-    UserError with the line.
+    label: its column. Empty: the one column beside `pixels` and split_by, or `label`. has_header: see `Table`.
+    Raises UserError with the line.
     """
 
-    def __init__(self, path: str | Path, *, label: str = "", split_by: str = "", names: Sequence[str] | None = None):
+    def __init__(self, path: str | Path, *, label: str = "", split_by: str = "", has_header: bool = True):
         from fastgpu.convert.tables import Table, parse_labels
 
-        table = Table(Path(path), names=names)
+        table = Table(Path(path), has_header=has_header)
         others = [name for name in table.names if name not in ("pixels", split_by or "pixels")]
         label = label or (others[0] if len(others) == 1 else "label")
         labels, attributes = parse_labels(table, [label])

@@ -45,6 +45,6 @@ def _read_table(args: Namespace) -> tuple[np.ndarray, np.ndarray]:
     if args.above is not None and len(columns) == 2:
         raise UserError(f"--above is {args.above:g}, but --columns, {args.columns}, names no ratings; drop it")
     above = 3.5 if args.above is None else args.above
-    users, items = read_events(args.source, columns, above, names=() if args.no_header else None)
+    users, items = read_events(args.source, columns, above, has_header=not args.no_header)
     print(f"{len(users):,}", "events, which all count" if len(columns) == 2 else f"ratings are above {above:g}")
     return users, items

@@ -27,23 +27,24 @@ WITHOUT_HEADER = re.compile(rb"\d+(::|\t)\d+\1\d+(\.\d+)?(\1.*)?\s*")
 
 
 def read_events(
-    source: str | Path, columns: Sequence[str] = COLUMNS, above: float = 3.5, *, names: Sequence[str] | None = None
+    source: str | Path, columns: Sequence[str] = COLUMNS, above: float = 3.5, *, has_header: bool = True
 ) -> tuple[np.ndarray, np.ndarray]:
     """(users, items), int32 (events,), of the ratings > `above`, in the order of the file.
 
     columns: names of the columns of the user, the item and the rating. Without the name of a rating, every line counts.
-    names: see `Table`; MovieLens without a header has `columns`. Raises UserError with the line of what is no event.
+    has_header: see `Table`; MovieLens without one has `columns`. Raises UserError with the line of what is no event.
     """
     if len(columns) not in (2, 3):
         raise UserError(f"--columns is {','.join(columns)}; it should be USER,ITEM,RATING or USER,ITEM")
     source = Path(source)
     columns = [name.strip() for name in columns]
     content = _read(source)
-    if names is None and (line := WITHOUT_HEADER.fullmatch(content.partition(b"\n")[0])):
+    names: Sequence[str] = ()
+    if has_header and (line := WITHOUT_HEADER.fullmatch(content.partition(b"\n")[0])):
         print(f"{source} has no header; its columns are taken for {', '.join(columns)}")
         content = content.replace(line[1], b"\t")
-        names = columns
-    table = Table(source, content=content, names=names)
+        names, has_header = columns, False
+    table = Table(source, content=content, names=names, has_header=has_header)
     users, items = (table.whole_numbers(name, np.iinfo(np.int32).max).astype(np.int32) for name in columns[:2])
     if len(columns) == 3:
         texts = table.texts(columns[2])
