@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from fastgpu.process.launch import UserError, exit_on_signals, exit_with_message, show_any_text
+from fastgpu.process.launch import UserError, exit_with_message, start_tool
 
 COMMANDS = {
     "commands.arrays": "x.npy, y.npz, z.npz::x, scipy's sparse m.npz, x.h5::/x: arrays images=x.npy y.npz train.h5",
@@ -125,10 +125,9 @@ def main(args: Namespace) -> int:
 
 if __name__ == "__main__":
     args = parse(sys.argv[1:])
-    exit_on_signals()
+    start_tool()
     if args.run in ("commands.info", "commands.check"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends them, which write no files
-    show_any_text()
     import torch  # whose import takes seconds: --help and mistakes should not wait for it
 
     torch.set_num_threads(1)  # each of the reader threads works alone

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from fastgpu.process.files import csv_cell
-from fastgpu.process.launch import UserError, exit_on_signals, exit_with_message
+from fastgpu.process.launch import UserError, exit_with_message, start_tool
 from fastgpu.report import page, results
 
 
@@ -42,6 +42,6 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the program
-    exit_on_signals()
+    start_tool()
     with exit_with_message(OSError):
         main(sys.argv[1:])

@@ -200,6 +200,11 @@ def test_a_reader_that_has_seen_enough_such_as_head_ends_it_without_a_message(tm
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
 
 
+def test_escapes_of_a_terminal_in_names_are_shown(tmp_path):
+    folder = write_points(tmp_path / "a", [{"step": 1, "val/\x1b[31mred": 1.0}])
+    assert r"val/\x1b[31mred" in run(folder, stdout=subprocess.PIPE).stdout
+
+
 def test_a_full_disk_under_the_output_is_one_line(tmp_path):
     with Path("/dev/full").open("w") as full:
         done = run("--compare", write_run(tmp_path / "a"), stdout=full)

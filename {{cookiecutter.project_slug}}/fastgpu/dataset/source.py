@@ -179,7 +179,7 @@ def open_dataset(key: str, path: str | Sequence[str], fields: Mapping[str, str],
         "function of a file beside train.py, or an installed class that is a torch.utils.data.Dataset"
     )
     # Nothing in the standard library is a Dataset, and importing some of its modules starts a program.
-    is_program = module.partition(".")[0] in {*sys.stdlib_module_names, "test"} or module.endswith("__main__")
+    is_program = module.partition(".")[0] in {*sys.stdlib_module_names, "test"} or module.endswith(".__main__")
     if is_program and not _is_of_project(module):
         raise refusal
     try:

@@ -75,17 +75,6 @@ class _Terminal(io.TextIOWrapper):
         return super().write(text.translate(ESCAPES))
 
 
-def show_any_text() -> None:
-    """From now on, standard output and error show what terminals obey or cannot encode as `\\x1b`.
-
-    Names of files and classes may hold any of it.
-    """
-    for name in ("stdout", "stderr"):
-        if stream := getattr(sys, name):  # None: it was closed
-            how = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
-            setattr(sys, name, _Terminal(stream.buffer, stream.encoding, "backslashreplace", **how))
-
-
 def warn(text: str) -> None:
     """Print a warning once for the whole job. Every warning of the project goes through here."""
     if read_launch().rank == 0:
@@ -105,12 +94,20 @@ def attempt(function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -
     return outcome.result
 
 
-def exit_on_signals() -> None:
-    """Let SIGTERM and SIGHUP end a program by an exception, so that files that are not complete are removed."""
+def start_tool() -> None:
+    """Set up a program that writes files, and shows names of files and classes, whatever these hold.
+
+    SIGTERM and SIGHUP end it by an exception, so that files that are not complete are removed. Standard output and
+    error show what terminals obey or cannot encode as `\\x1b`.
+    """
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets it
             signal.signal(number, lambda number, _: sys.exit(128 + number))
     end_on_interrupt()
+    for name in ("stdout", "stderr"):
+        if stream := getattr(sys, name):  # None: it was closed
+            how = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
+            setattr(sys, name, _Terminal(stream.buffer, stream.encoding, "backslashreplace", **how))
 
 
 def end_on_interrupt() -> None:
