@@ -8,7 +8,7 @@ import torch
 
 from fastgpu.feed import PoolLoader, choose_sizes, open_loaders
 from fastgpu.feed.sizes import MAX_READERS
-from fastgpu.process.config import Config, Data, Loader, Tier
+from fastgpu.process.config import Config, Data, Loader, Tier, Train
 from fastgpu.process.machine import available_cpus
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Dataset
@@ -33,7 +33,8 @@ def open_feed(
     data = Data(train="", val="", fields={}, batch_size=batch_size, tier=tier, pool_batches=pool_batches or "auto")
     loader = Loader(num_readers=n_readers, num_workers=n_readers)
     world = World(0, 1, 1, torch.device("cpu"))
-    sizes = choose_sizes(Config(workload="images", data=data, loader=loader), rows, rows, world)
+    train = Train(epochs=1_000_000)  # so that each epoch is read ahead, however long a measurement takes
+    sizes = choose_sizes(Config(workload="images", data=data, loader=loader, train=train), rows, rows, world)
     shard = Shard(canonical_ranks=sizes.canonical_ranks)
     order = BlockSampler(rows.block_rows, batch_size, shard, sizes.pool_batches, seed=0)
     return open_loaders([rows], [order], sizes, world.device, loader=loader)[0]

@@ -101,7 +101,15 @@ def test_the_memory_of_the_pools_is_allocated_once(store):
     prefetcher = PrefetchLoader(store, order_of(store), CPU, 2, passes=Passes(n_epochs=3), loader=loader)
     addresses = {rows["images"].data_ptr() for epoch in range(3) for _, rows in prefetcher.pools(epoch)}
     assert len(addresses) == 5
-    assert not list(prefetcher.pools(3))  # an epoch without pools
+    prefetcher.close()
+
+
+def test_epochs_after_the_last_one_that_is_read_ahead_are_whole(store):
+    passes = Passes(n_epochs=2)
+    with closing(PrefetchLoader(store, order_of(store), CPU, 2, passes=passes)) as prefetcher:
+        n_rows = [sum(len(rows) for _, rows in prefetcher.pools(epoch)) for epoch in range(6)]
+    assert n_rows == [n_rows[0]] * 6
+    assert n_rows[0] > 0
 
 
 def test_all_readers_read_parts_of_one_pool_at_the_same_time_at_a_lower_priority_than_the_loop(store):

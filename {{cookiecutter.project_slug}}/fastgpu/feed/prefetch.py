@@ -147,7 +147,8 @@ class PrefetchLoader(PoolLoader):
             yield Pool(plan, slot.device.slice(0, plan.n_rows))
             self._release(slot)
             if plan.is_last:
-                self._next = (epoch + 1, 0)
+                if epoch + 1 < self._n_epochs:
+                    self._next = (epoch + 1, 0)
                 return
 
     def _start(self, plans: Iterator[PoolPlan]) -> None:
