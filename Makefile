@@ -74,7 +74,7 @@ fix: .venv/installed
 goldens: .venv/installed
 	"$(BIN)/python" tests/goldens/goldens.py
 
-# Pages of a project have conditions, so a project with all of them is baked beside the files of the template.
+# Pages have sections that only some projects have, so one with all of them is baked beside the files of the template.
 docs: .cache/docs/installed
 	rm -rf build/pages build/site
 	mkdir -p build/pages

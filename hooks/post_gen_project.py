@@ -1,4 +1,5 @@
-"""Delete the files that were not asked for and what a run in place has left, then say what to do next.
+"""Delete the files and the sections of pages that were not asked for and what a run in place has left, then say what to
+do next.
 
 Running this script twice does the same as running it once. It uses the standard library only.
 """
@@ -33,6 +34,19 @@ KEEP = [
     ({"workload": ["recsys", "both"]}, "workloads/recsys.py fastgpu/convert/recsys"),
 ]
 """({question: answers that keep them}, paths): no other project has these files and folders."""
+FACTS = {
+    "images": answers["workload"] in ("images", "both"),
+    "recsys": answers["workload"] in ("recsys", "both"),
+    "own": answers["workload"] == "own",
+    "digits": answers["workload"] != "recsys",
+    "tools": answers["tools"] == "all",
+    "launch": answers["launch"] != "none",
+    "slurm": answers["launch"] in ("slurm", "both"),
+    "kubernetes": answers["launch"] in ("kubernetes", "both"),
+}
+"""What a page may ask by `<!-- only: tools images or own -->`; `no-tools` asks for the opposite."""
+SECTION = re.compile(r"(?ms)(^)?<!-- only: ([^>]+) -->(?(1)\n)((?:(?!<!-- only:).)*?)<!-- end -->(?(1)\n)")
+"""An innermost section: whole lines if its comment begins a line, else a part of a sentence, list or table."""
 LEFTOVERS = [
     ".venv",
     "runs",
@@ -55,6 +69,21 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def is_wanted(question: str) -> bool:
+    """Whether this project has the sections behind a question."""
+    words = [alternative.split() for alternative in question.split(" or ")]
+    return any(all(FACTS[word.removeprefix("no-")] != word.startswith("no-") for word in each) for each in words)
+
+
+def choose_sections(text: str) -> str:
+    """A page without the sections of other projects, and without the comments around those of this one."""
+    before = ""
+    while text != before:  # sections stand in sections
+        before = text
+        text = SECTION.sub(lambda found: found[3] if is_wanted(found[2]) else "", text)
+    return text
+
+
 for questions, paths in KEEP:
     if any(answers[question] not in kept for question, kept in questions.items()):
         for name in paths.split():
@@ -64,6 +93,11 @@ if config.exists():
     config.replace("config.yaml")
 for path in list(Path().glob("config.*.yaml")):
     remove(path)
+for page in [*Path().glob("*.md"), *Path("docs").rglob("*.md")]:
+    text = choose_sections(page.read_text("utf-8"))
+    if page.name == "README.md":  # its title is the name of the project
+        text = f"# {answers['project_name']}\n{text.partition(chr(10))[2]}"
+    page.write_text(f"{text.rstrip()}\n", "utf-8", newline="\n")
 for pattern in LEFTOVERS:
     for path in list(Path().glob(pattern)):
         remove(path)

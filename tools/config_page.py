@@ -1,12 +1,12 @@
 """Print the page docs/config.md of a project: every key of config.yaml with its default, allowed values and meaning.
 
-Workloads that only some projects have stand between the Jinja conditions under which the hook keeps them.
+Workloads that only some projects have stand between the comments by which the hook keeps them or removes them.
 """
 
 import json
 from typing import Any
 
-from template import PROJECT, condition_of
+from template import KEEP, PROJECT
 
 import workloads
 from fastgpu.process.config import Config, Section
@@ -77,13 +77,14 @@ def main() -> None:
     """Print the page."""
     print(HEAD)
     print_table(Config)
+    print()
     for path in sorted(PROJECT.glob("workloads/[a-z]*.py")):
-        condition = condition_of(f"workloads/{path.name}")
-        print(f"{{%- if {condition} %}}\n" if condition else "")
+        is_optional = f"workloads/{path.name}" in KEEP
+        if is_optional:
+            print(f"<!-- only: {path.stem} -->")
         print(WORKLOAD_HEAD.format(name=path.stem))
         print_table(workloads.load(path.stem).Options, "model.")
-        if condition:
-            print("{%- endif %}")
+        print("\n<!-- end -->" if is_optional else "")
 
 
 if __name__ == "__main__":

@@ -59,13 +59,3 @@ def removed_files(workload: str, **answers: str) -> set[str]:
     gone = [path for path, wanted in KEEP.items() if any(given[name] not in wanted[name] for name in wanted)]
     names = {name for name in project_files() if any(is_inside(name, path) for path in gone)}
     return names | {name for name in project_files() if re.fullmatch(r"config\.\w+\.yaml", name)}
-
-
-def condition_of(path: str) -> str:
-    """The Jinja expression under which a project has a file or folder; empty if every project has it."""
-    conditions = []
-    for kept, questions in KEEP.items():
-        if is_inside(path, kept):
-            for question, answers in questions.items():
-                conditions.append(f"cookiecutter.{question} in {json.dumps(answers)}")
-    return " and ".join(conditions)

@@ -251,7 +251,7 @@ def test_an_update_merges_the_template_and_the_user(template, tmp_path):
     # The template edits two lines above the user, edits what the user deleted, removes, adds, and edits a binary file.
     inside = source / FOLDER
     edit(inside / "config.yaml", 10, "# the template's line")
-    edit(inside / "README.md", 0, "# {{ cookiecutter.project_name }}: the template's title")
+    edit(inside / "README.md", 2, "The template's first sentence.")
     edit(inside / ".github/workflows/ci.yml", 0, "name: the template")
     (inside / "configs/celeba.yaml").unlink()
     (inside / "fastgpu/new.py").write_text("NEW = True\n")
@@ -262,7 +262,7 @@ def test_an_update_merges_the_template_and_the_user(template, tmp_path):
     lines = (project / "config.yaml").read_text().splitlines()
     assert (lines[10], lines[12]) == ("# the template's line", "# the user's line")
     lines = (project / "README.md").read_text().splitlines()
-    assert (lines[0], lines[-1]) == ("# Cat finder: the template's title", "The user's last line.")
+    assert (lines[0], lines[2], lines[-1]) == ("# Cat finder", "The template's first sentence.", "The user's last line.")
     assert (project / "fastgpu/new.py").read_text() == "NEW = True\n"
     assert (project / "data/digits.h5").read_bytes() == bytes(range(256))
     assert not list(project.rglob("*.rej"))

@@ -24,8 +24,9 @@ DOCUMENTS = [name for name in tracked() if name.endswith(".md") and not name.sta
 @pytest.mark.parametrize("answer", WORKLOAD_ANSWERS)
 def test_the_tree_in_a_project_is_the_tree_on_disk(baked, answer):
     project = baked(answer)
-    section = (project / "docs/code.md").read_text().split("## What is where\n")[1]
-    shown = set(re.findall(r"(?<![\w/])\w+(?:/|\.py|\.yaml)", section.split("```")[1]))
+    section = (project / "docs/code.md").read_text().split("## What is where\n")[1].split("\n## ")[0]
+    names = " ".join(re.findall(r"`[\w./]+`(?:, `[\w./]+`)*:", section))
+    shown = set(re.findall(r"\w+(?:/|\.py|\.yaml)", names))
     assert {name for name in shown if not any(project.rglob(name.rstrip("/")))} == set()
     folders = {f"{path.name}/" for path in project.iterdir() if path.is_dir() and not path.name.startswith(".")}
     rooms = {f"{path.parent.name}/" for path in project.glob("fastgpu/*/__init__.py")}
@@ -48,6 +49,11 @@ def convert_commands(project: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
+def test_pages_show_no_template_language(name):
+    assert not re.search(r"{%|{{ ", (ROOT / name).read_text())
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
 def test_links_lead_somewhere_and_commands_for_users_name_what_exists(name):
     text = (ROOT / name).read_text()
     for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text):
@@ -56,7 +62,7 @@ def test_links_lead_somewhere_and_commands_for_users_name_what_exists(name):
         headings = re.findall(r"(?m)^#+ (.+)$", target.read_text()) if anchor else [""]
         anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
         assert anchor in anchors, f"{link}#{anchor}"
-    blocks = re.findall(r"(?ms)^```(?:bash|sh)\n(.*?)^```$", re.sub(r"{%.*?%}", "", text))
+    blocks = re.findall(r"(?ms)^```(?:bash|sh)\n(.*?)^```$", text)
     exist = {*project_files(), *re.findall(r"(?m)^```\w+\n# ([\w./-]+)$", text)}  # or are made on the page
     for command in "\n".join(blocks).replace("\\\n", " ").splitlines() if name.startswith(FOLDER) else []:
         words = command.split(" #")[0].split()

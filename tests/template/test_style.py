@@ -127,7 +127,7 @@ def test_the_page_of_keys_is_up_to_date(capsys):
 OPTIONS = [workloads.load(path.stem).Options for path in sorted(PROJECT.glob("workloads/[a-z]*.py"))]
 KNOWN_KEYS = {"workload", *keys()} | {key for options in OPTIONS for key in keys(options, "model.")}
 FILE_SUFFIX = re.compile("py|h5|hdf5|yaml|yml|json|jsonl|html|npy|npz|txt|md|pt|pt2|onnx|safetensors|png|csv")
-HISTORY = ("docs/given-up.md", "CHANGELOG.md", "bench/results/", "tests/goldens/", "tests/faults/")
+HISTORY = ("CHANGELOG.md", "bench/results/", "tests/goldens/", "tests/faults/")
 """These name keys of before, and wrong ones."""
 NOT_KEYS = {"model.freeze", "model.freez", "train.build"}
 """Keys of the workloads that docs/tutorial.md writes, a misspelt one, and a function."""

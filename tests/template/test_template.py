@@ -37,8 +37,10 @@ def parses(project: Path) -> dict:
             assert path.read_bytes() == (PROJECT / name).read_bytes(), f"{name} is not its source"
         elif path.suffix in (".yaml", ".yml"):
             assert list(yaml.safe_load_all(path.read_text()))
-        if path.suffix == ".md" or name in ("LICENSE", "pyproject.toml"):
+        if name in ("LICENSE", "pyproject.toml"):
             assert not re.search(r"cookiecutter\.|{[{%#]|[}%#]}", path.read_text())
+        if path.suffix == ".md":
+            assert not re.search(r"<!-- (only|end)|\n\n\n#|\n\n\Z", path.read_text()), f"{name} has sections left, or gaps"
     return tomllib.loads((project / "pyproject.toml").read_text())
 
 
