@@ -30,6 +30,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import psutil
+import torch
+from torch.utils._pytree import tree_flatten
 
 HERE = Path(__file__).parent
 PROJECT = HERE.parents[1] / "{{cookiecutter.project_slug}}"
@@ -106,9 +108,18 @@ class Run:
 
     @property
     def result(self) -> str:
-        """SHA-256 over the weights and the optimizer of the last checkpoint."""
-        files = sorted(self.checkpoints[-1].glob("*.pt"))
-        return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+        """SHA-256 over every bit of the weights and the optimizer of the last checkpoint.
+
+        Not over its files: they also tell which equal numbers were one object of Python.
+        """
+        digest = hashlib.sha256()
+        for path in sorted(self.checkpoints[-1].glob("*.pt")):
+            values, structure = tree_flatten(torch.load(path, weights_only=True))
+            digest.update(repr(structure).encode())
+            for value in values:
+                is_tensor = isinstance(value, torch.Tensor)
+                digest.update(value.numpy().tobytes() if is_tensor else repr(value).encode())
+        return digest.hexdigest()
 
     def processes(self) -> list[psutil.Process]:
         """All processes with the name of the run on their command line: torchrun, its ranks, and their workers."""
