@@ -5,7 +5,8 @@
 # make nightly  what takes too long for that, within 40 minutes: kills under torchrun, two agents, planted causes,
 #               benchmarks, Slurm, the site, and short forms of `make fuzz images soak`
 # make check    the gate: format, lint, types, fast tests; changes no file
-# make fix      format, mend what the linter can, make the page config.md and the golden messages again
+# make fix      format, mend what the linter can, make the page config.md again
+# make messages write the golden messages of the tests again, and show what changed: read it before you commit
 # make docs     the pages as a site in build/site; a broken link is an error
 # make goldens  the same rows, bytes and weights as before (tests/goldens): about ten minutes, of which seconds without g3
 # make lines    the lines of each room beside the size that it should have; nothing fails
@@ -18,6 +19,8 @@
 # make bench    the loader benchmark, without the peers: bench/results/loader_*.md
 # make bench-peers  the same with the peer loaders, which it installs into bench/.venv-peers
 
+.DEFAULT_GOAL := help
+
 PROJECT := {{cookiecutter.project_slug}}
 PYTHON  ?= python3
 BIN     := $(CURDIR)/.venv/bin
@@ -28,7 +31,7 @@ export MYPY_CACHE_DIR := $(CURDIR)/.cache/mypy
 WORKLOAD ?= images
 IN_PLACE := cd "$(PROJECT)" && "$(BIN)/python" -m
 
-.PHONY: demo test slow nightly check fix docs goldens lines gpu slurm soak fuzz images bench bench-peers clean
+.PHONY: help demo test slow nightly check fix messages docs goldens lines gpu slurm soak fuzz images bench bench-peers clean
 .DELETE_ON_ERROR:
 
 .venv/installed: requirements.txt $(PROJECT)/constraints.txt
@@ -36,6 +39,9 @@ IN_PLACE := cd "$(PROJECT)" && "$(BIN)/python" -m
 	$(PYTHON) -m venv .venv
 	"$(BIN)/pip" install -q --disable-pip-version-check -r "$(PROJECT)/constraints.txt" -r requirements.txt
 	@touch $@
+
+help:
+	@sed -n '/^$$/q; s/^# //p' Makefile
 
 demo: .venv/installed
 	"$(BIN)/python" tools/demo.py $(WORKLOAD)
@@ -66,10 +72,13 @@ check: .venv/installed
 fix: .venv/installed
 	"$(BIN)/ruff" check --fix
 	"$(BIN)/ruff" format
-	"$(BIN)/python" -m pytest --rewrite-messages -k test_messages
 	mkdir -p .cache
 	"$(BIN)/python" tools/config_page.py > .cache/config.md
 	mv .cache/config.md "$(PROJECT)/docs/config.md"
+
+messages: .venv/installed
+	"$(BIN)/python" -m pytest --rewrite-messages -k test_messages
+	git --no-pager diff -- 'tests/**/messages.yaml'
 
 goldens: .venv/installed
 	"$(BIN)/python" tests/goldens/goldens.py

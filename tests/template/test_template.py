@@ -165,3 +165,10 @@ def test_the_included_interactions_are_made_by_the_tool_and_their_law_beats_popu
         with h5py.File(tmp_path / file) as made, h5py.File(PROJECT / "data" / file) as included:
             for member in included[field]:
                 np.testing.assert_array_equal(made[field][member], included[field][member])
+
+
+def test_pre_commit_runs_the_linter_of_the_gate():
+    (version,) = re.findall(r"(?m)^ruff==(\S+)", (PROJECT / "constraints.txt").read_text())
+    for folder in (ROOT, PROJECT):
+        (repo,) = yaml.safe_load((folder / ".pre-commit-config.yaml").read_text())["repos"]
+        assert repo["rev"] == f"v{version}"
