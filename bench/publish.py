@@ -132,13 +132,10 @@ def targets(folder: Path = RESULTS) -> str:
     """The table of bench/README.md, from the newest result of each kind that has targets."""
     rows: list[list[str]] = []
     for what in IN_README:
-        results = [(json.loads(path.read_text()), path.stem) for path in folder.glob(f"{what}_*.json")]
-        if not results:
-            continue
-        newest, name = max(results, key=lambda result: (result[0]["machine"]["date"], result[1]))
-        for table in newest["tables"]:
-            if table["title"] == "targets":
-                rows += [[*row[:3], f"[{name}](results/{name}.md)"] for row in table["rows"]]
+        for result, name in newest(what, folder):
+            for table in result["tables"]:
+                if table["title"] == "targets":
+                    rows += [[*row[:3], f"[{name}](results/{name}.md)"] for row in table["rows"]]
     return Table("", [*TARGET_COLUMNS, "page"], rows).markdown()
 
 
@@ -150,5 +147,71 @@ def _hardware(facts: Mapping[str, str]) -> str:
     return f"{facts['cores']}-core-{family[1].lower() if family else platform.machine()}"
 
 
+def newest(what: str, folder: Path = RESULTS) -> list[tuple[dict[str, Any], str]]:
+    """The newest result of a benchmark and the name of its page; empty if it has none."""
+    results = [(json.loads(path.read_text()), path.stem) for path in folder.glob(f"{what}_*.json")]
+    return sorted(results, key=lambda result: (result[0]["machine"]["date"], result[1]))[-1:]
+
+
+def first_screen() -> str:
+    """What README.md shows of the results: two pairs with a baseline each, and this project beside its peers."""
+    ((loader, loader_page),) = newest("loader")
+    ((encoded, encoded_page),) = newest("encoded")
+    ((idle, idle_page),) = newest("idle")
+
+    def speeds(result: dict[str, Any], case: str, name: str) -> list[float]:
+        return [each["rows"] / each["seconds"] for each in result["data"]["warm"][case][name]]
+
+    def pair(text: str, page: str, usual: list[float], own: list[float]) -> list[str]:
+        ratio = spread([mine / theirs for mine, theirs in zip(own, usual, strict=True)], ".1f", "x")
+        return [f"[{text}](bench/results/{page}.md)", f"{median(usual):,.0f}", f"{median(own):,.0f}", ratio]
+
+    cifar = "cifar: each image in the Dataset, 2 workers", "cifar: disk tier, batches augmented on this CPU"
+    pairs = [
+        pair(
+            "random crop and flip: of each image in a Dataset, or of whole batches",
+            idle_page,
+            *(speeds(idle, "cifar", name) for name in cifar),
+        ),
+        pair(
+            "reading alone: tensors in RAM, or HDF5 in the page cache",
+            loader_page,
+            *(speeds(loader, "cifar", name) for name in ("RAM, workers", "fastgpu, disk")),
+        ),
+    ]
+    peers = ("ffcv", "dali", "spdl", "grain")
+    cases = [
+        (loader, loader_page, "celeba", "fastgpu, disk", "", "rows of 116 kB"),
+        (encoded, encoded_page, "256x256", "fastgpu, JPEG", ", JPEG", "JPEG of 256 x 256, whole"),
+        (encoded, encoded_page, "500x375", "fastgpu, JPEG", ", JPEG", "JPEG of 500 x 375, random crops"),
+    ]
+    beside = []
+    for result, page, case, own, suffix, text in cases:
+        cells = []
+        for peer in peers:
+            if f"{peer}{suffix}" not in result["data"]["warm"][case]:
+                cells.append("")
+                continue
+            theirs = speeds(result, case, f"{peer}{suffix}")
+            cells.append(spread([a / b for a, b in zip(speeds(result, case, own), theirs, strict=True)], ".2f"))
+        beside.append([f"[{text}](bench/results/{page}.md)", *cells])
+    machine = loader["machine"]
+    where = f"{machine['cores']} cores of an {machine['cpu'].replace('(R)', '')}"
+    columns = [f"32 x 32 images/s, {where}", "DataLoader, 2 workers", "this template", "ratio"]
+    text = Table("", columns, pairs).markdown()
+    text += "\n" + Table("", ["speed of this template / of", "FFCV", "DALI", "SPDL", "Grain"], beside).markdown()
+    versions = f"torch {machine['torch']}, {machine['date'][:10]}, medians of three rounds and their range"
+    return f"{text}\n{versions}; files in the page cache. **Not measured on a GPU yet.**\n"
+
+
+def publish() -> dict[Path, str]:
+    """{page: its text with the newest results between the markers}"""
+    shown = first_screen()
+    korean = shown.replace("(bench/", "(../../bench/")
+    made = {README: targets(), ROOT / "README.md": shown, ROOT / "docs/ko/README.md": korean}
+    return {page: MARKERS.sub(lambda _, text=text: text, page.read_text()) for page, text in made.items()}
+
+
 if __name__ == "__main__":
-    README.write_text(MARKERS.sub(lambda match: targets(), README.read_text()))
+    for page, text in publish().items():
+        page.write_text(text)
