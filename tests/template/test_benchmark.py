@@ -80,7 +80,7 @@ def test_the_readme_is_up_to_date():
 
 
 COMMANDS = [*(f"run.py {suite}" for suite in ("loader --peers", "encoded", "layouts", "idle", "recsys"))]
-COMMANDS += ["gpu.py --device cpu --seconds 0.1", "order.py", "start.py"]
+COMMANDS += ["gpu.py --device cpu --seconds 0.1", "order.py", "start.py", "echo.py"]
 
 
 @pytest.mark.nightly
