@@ -99,11 +99,14 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
                     self._writer.add_scalar(tag, value, step)
 
     def end_epoch(self, epoch: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the metrics of the validation, and print them with the means of the epoch. epoch: such as 3/20."""
+        """Log the metrics of the validation, and print them with the means of the epoch. epoch: such as 3/20.
+
+        metrics: {tag: value}, of which those of the group `val` are printed.
+        """
         if not self._folder:
             return
         self.write(step, metrics)
-        text = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        text = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items() if name.startswith("val/"))
         if self._epoch:  # no step has been made if the run was resumed at the end of an epoch
             total = Throughput(*map(sum, zip(*(interval for _, interval in self._epoch), strict=True)))
             loss = sum(loss * interval.steps for loss, interval in self._epoch) / total.steps
