@@ -223,7 +223,7 @@ def train(t: Training, world: World) -> int:
             at.epoch += 1
             at.epoch_step = 0
             run.save(val_metrics)  # the last checkpoint; the best one, too, if it is better
-            board.end_epoch(f"{at.epoch}/{n_epochs}", at.step, val_metrics | run.take())
+            board.end_epoch(at.epoch, at.step, val_metrics | run.take(), feed.bottleneck(loader))
         return run.finish()
 
 

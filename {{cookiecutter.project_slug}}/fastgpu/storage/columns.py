@@ -19,6 +19,7 @@ from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import PoolPlan
 from fastgpu.rows.rows import LONG_ROW_BYTES, Field, RaggedArray
 from fastgpu.storage.file import RESTORE, scratch
+from fastgpu.storage.filters import DECODING
 from fastgpu.storage.layout import Layout, Range, index_of
 
 
@@ -132,7 +133,8 @@ class DecodedColumn(NamedTuple):
             bounds = offsets.tolist()
             for number, place in enumerate(places):
                 try:
-                    self.codec.decode(values[bounds[number] : bounds[number + 1]], out[place], draws[number])
+                    with DECODING:
+                        self.codec.decode(values[bounds[number] : bounds[number + 1]], out[place], draws[number])
                 except Exception as error:
                     reason = " ".join(str(error).split())
                     cure = f"{RESTORE}, or convert the image files again with --on-error skip"
