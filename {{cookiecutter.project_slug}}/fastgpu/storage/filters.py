@@ -23,7 +23,7 @@ Bytes = bytes | bytearray | memoryview
 
 
 class _Decoding(threading.local):
-    """A context that adds up the time that each thread has spent in it: 0.3 us each time."""
+    """A context that adds up the time that each thread has spent in it. It costs about a microsecond."""
 
     seconds = 0.0
 
