@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fastgpu.process.files import csv_cell
 from fastgpu.process.launch import UserError, exit_with_message, start_tool
-from fastgpu.report import page, results
+from fastgpu.report import ledger, page, results
 
 
 def main(argv: list[str]) -> None:
@@ -37,6 +37,9 @@ def main(argv: list[str]) -> None:
         for run in runs:
             lines = [[f"  {name}", results.number(value)] for name, value in results.summary(run).items()]
             print(results.as_text(lines))
+            if rows := ledger.as_rows(run.ledger):
+                print("  where the time went:")
+                print(results.as_text([[f"    {kind}", *values] for kind, *values in rows]))
             print(page.write_report(run))
 
 

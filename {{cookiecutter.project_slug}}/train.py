@@ -205,8 +205,8 @@ def train(t: Training, world: World) -> int:
                     metrics.clear()
                     if not isfinite(loss := means["train/loss"]):
                         raise SharedError(f"loss is {loss} at step {at.step}; lower optim.lr={lr}")
-                    means["train/lr"] = lr * factor
-                    board.write(at.step, means | monitor.take(), clock.take())
+                    means |= {"train/lr": lr * factor} | monitor.take() | run.take()
+                    board.write(at.step, means, clock.take())
                 if stop:
                     return run.finish()  # saves this step
                 if save_every and at.step % save_every == 0:
@@ -223,7 +223,7 @@ def train(t: Training, world: World) -> int:
             at.epoch += 1
             at.epoch_step = 0
             run.save(val_metrics)  # the last checkpoint; the best one, too, if it is better
-            board.end_epoch(f"{at.epoch}/{n_epochs}", at.step, val_metrics)
+            board.end_epoch(at.epoch, at.step, val_metrics | run.take(), feed.bottleneck(loader))
         return run.finish()
 
 

@@ -36,7 +36,7 @@ from workloads import minimal
 
 STEPS_PER_EPOCH = 21
 TRAIN_TAGS = {f"train/{name}" for name in ("loss", "grad_norm", "lr", "trained_rows_per_s", "step_ms")}
-TAGS = TRAIN_TAGS | {"data/fresh_rows_per_s", "data/wait_pct", "data/echo", "val/mse"}
+TAGS = TRAIN_TAGS | {"data/fresh_rows_per_s", "data/wait_pct", "data/echo", "val/mse", "run/save_s"}
 
 
 def test_a_run_leaves_a_record_whose_config_repeats_it(folder, capsys):

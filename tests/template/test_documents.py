@@ -93,7 +93,7 @@ def normalised(line: str) -> str:
     """A line in which every number is 0 and every run of spaces one space, without notes that depend on the machine: on
     an equal value, which depends on the last digits, and on waiting, which depends on its load."""
     line = re.sub(r"; \S+ equals that of epoch \d+, (which stays the best one|but the loss is .* best now)", "", line)
-    line = re.sub(r" \(input-bound: run `python diagnose\.py`\)", "", line)
+    line = re.sub(r" \(input-bound[^)]*\)", "", line)
     return re.sub(r"\s+", " ", re.sub(r"\d[\d,.]*(?:e[+-]?\d+)?", "0", line)).strip()
 
 

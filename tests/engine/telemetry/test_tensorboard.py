@@ -59,7 +59,7 @@ def losses_in(folder: Path) -> list[tuple[int, float]]:
 def test_other_ranks_write_and_print_nothing(board, tmp_path, capsys):
     log = board(world=World(1, 1, 1, CPU))
     log.write(1, {"train/loss": 1.0}, STEP)
-    log.end_epoch("1/2", 1, {"val/x": 1.0})
+    log.end_epoch(1, 1, {"val/x": 1.0})
     assert not list(tmp_path.iterdir())
     assert capsys.readouterr().out == ""
 
@@ -124,15 +124,24 @@ def test_lines_of_progress_are_few_and_a_resumed_run_counts_from_its_first_row(b
 def test_the_line_of_an_epoch_has_the_means_of_its_steps_and_says_whether_it_waited_for_data(
     board, capsys, waits_s, is_bound
 ):
-    log = board()
+    log = board(**{"train.epochs": 2})
     for n_steps, loss, wait_s in zip((1, 3), (4.0, 2.0), waits_s, strict=True):  # two reports of unequal length
         log.write(n_steps, {"train/loss": loss}, STEP._replace(steps=n_steps, wait_s=wait_s))
-    log.end_epoch("1/2", 4, {"val/score": 1.0})
-    log.end_epoch("2/2", 4, {"val/score": 1.0})  # as if resumed at the end of an epoch: no step is left
+    log.end_epoch(1, 4, {"val/score": 1.0}, "reading; try x")
+    log.end_epoch(2, 4, {"val/score": 1.0})  # as if resumed at the end of an epoch: no step is left
     printed = capsys.readouterr().out
     assert "epoch 1/2 train/loss 2.5, val/score 1, 10 fresh rows/s, " in printed
-    assert printed.count("(input-bound: run `python diagnose.py`)") == is_bound
+    assert printed.count("(input-bound: reading; try x, or run `python diagnose.py`)") == is_bound
     assert "epoch 2/2 val/score 1\n" in printed
+
+
+@pytest.mark.parametrize(("bottleneck", "note"), [("", "(input-bound)"), ("decoding", "(input-bound: decoding)")])
+def test_a_project_without_tools_names_none_and_another_loader_no_stage(board, capsys, monkeypatch, bottleneck, note):
+    monkeypatch.setattr(tensorboard, "DIAGNOSE", Path("nowhere"))
+    log = board()
+    log.write(1, {"train/loss": 1.0}, STEP._replace(wait_s=0.9))
+    log.end_epoch(1, 1, {"val/score": 1.0}, bottleneck)
+    assert capsys.readouterr().out.endswith(f"waiting for data {note}\n")
 
 
 def test_the_bar_ends_at_the_planned_rows_also_if_a_step_has_a_fraction_of_a_row(board, monkeypatch):

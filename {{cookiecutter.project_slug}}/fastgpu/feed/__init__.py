@@ -8,7 +8,7 @@ loader.py    what the training loop knows of all this: the batches of an epoch
 """
 
 from fastgpu.feed.loader import Loader, Passes, PoolLoader
-from fastgpu.feed.prefetch import PrefetchLoader
+from fastgpu.feed.prefetch import PrefetchLoader, bottleneck
 from fastgpu.feed.sizes import Data, Sizes, choose_sizes
 from fastgpu.feed.sources import Splits, open_splits
 from fastgpu.feed.tiers import open_loaders

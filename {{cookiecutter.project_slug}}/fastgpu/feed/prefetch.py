@@ -36,12 +36,13 @@ import torch
 
 from fastgpu.dataset.source import ItemDataset, ItemSource, rows_per_ask
 from fastgpu.dataset.workers import CLOSE_S, READERS_NICE
-from fastgpu.feed.loader import Passes, PoolLoader
+from fastgpu.feed.loader import Loader, Passes, PoolLoader
 from fastgpu.process import config
 from fastgpu.process.launch import HangError
 from fastgpu.rows.contract import Dataset, Out, Pool, PoolPlan, Reads
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import RaggedArray, Rows
+from fastgpu.storage.filters import DECODING
 from fastgpu.storage.store import HDF5Dataset
 
 JOB_BYTES = 1 << 20
@@ -107,11 +108,32 @@ class PrefetchLoader(PoolLoader):
             # the loop itself reads: a Dataset may belong to its thread, as a connection to SQLite does.
             self._n_threads = 2 * source.n_workers
         self._source = source
+        self._busy_lock = threading.Lock()
+        self._busy_since = time.perf_counter()
+        self._reading_s = self._decoding_s = 0.0  # of all threads
         self._threads: list[threading.Thread] = []
         self._next: tuple[int, int] | None = None  # (epoch, number) of the pools that are being read now
         # The threads are daemons, so that one that hangs does not keep Python from ending. One that runs C++ while
         # Python ends would abort the process, so they are asked to end before.
         atexit.register(self.close)
+
+    def bottleneck(self) -> str:
+        """The stage that took most of the readers' time since the last call, and what to try first, in words.
+
+        Empty if they were idle for half of the time or more: they were not the reason why the loop had to wait.
+        """
+        now, n_readers = time.perf_counter(), max(1, self._n_threads)
+        with self._busy_lock:
+            reading_s, decoding_s, elapsed_s = self._reading_s, self._decoding_s, now - self._busy_since
+            self._reading_s = self._decoding_s = 0.0
+            self._busy_since = now
+        if reading_s + decoding_s < n_readers * elapsed_s / 2:
+            return ""
+        if isinstance(self._source, ItemDataset):
+            return f"the Dataset's items; try loader.num_workers={2 * self._source.n_workers or 'auto'}"
+        if decoding_s > reading_s:
+            return "decoding; try to decode once, into pixels without compression, or more CPUs"
+        return f"reading; try loader.num_readers={2 * n_readers}, or a faster disk"
 
     def _make_slot(self, source: Dataset) -> _Slot:
         host = Rows.empty(source.fields, self.order.max_pool_rows, torch.device("cpu"), pinned=bool(self._stream))
@@ -260,8 +282,13 @@ class PrefetchLoader(PoolLoader):
             self._do(*item)
 
     def _do(self, job: Callable[[], None], slot: _Slot) -> None:
+        t0, decoding_s = time.perf_counter(), DECODING.seconds
         try:
             job()
+            decoding_s = DECODING.seconds - decoding_s
+            with self._busy_lock:
+                self._reading_s += time.perf_counter() - t0 - decoding_s
+                self._decoding_s += decoding_s
             self._inbox.put(slot)
         except BaseException as error:
             self._inbox.put(error)
@@ -308,3 +335,8 @@ def _read_items(source: ItemSource, slot: _Slot, reads: Reads, out: Mapping[str,
         np.asarray(out[name])[reads.places] = columns[name]
     if ragged:
         slot.items.append((reads.places, ragged))
+
+
+def bottleneck(loader: Loader) -> str:
+    """See `PrefetchLoader.bottleneck`. Empty for any other loader."""
+    return loader.bottleneck() if isinstance(loader, PrefetchLoader) else ""

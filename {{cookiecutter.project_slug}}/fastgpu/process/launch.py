@@ -22,6 +22,8 @@ T = TypeVar("T")
 CONTROL = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 13), *range(14, 32), *range(127, 160))}
 ESCAPES = CONTROL | {0xDC00 + byte: f"\\x{byte:02x}" for byte in range(128, 256)}
 """How text is shown: terminals obey control characters, and bytes of a file name that are no text are surrogates."""
+STARTED_S = time.time()
+"""When this process started: this is one of the first modules that it imports."""
 EXIT_DELAY_S = 3.0
 """The other ranks of a machine exit this much later, so that the first one can print the message of all: torchrun kills
 all ranks when one exits. With a first rank that was 0.3 s late, no message came in 4 of 4 jobs without this."""

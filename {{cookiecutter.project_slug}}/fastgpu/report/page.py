@@ -14,7 +14,7 @@ from string import Template
 from typing import Any
 
 from fastgpu.process.files import new_file
-from fastgpu.report import results
+from fastgpu.report import ledger, results
 from fastgpu.report.results import Point, Run
 
 MAX_POINTS = 1000
@@ -29,10 +29,14 @@ def write_report(run: Run) -> Path:
     scalars = [name for name in summary if any(name in point for point in run.points)]
     values = [(name, results.number(value)) for name, value in summary.items()]
     settings = [(key, results.setting_text(value)) for key, value in results.changed_settings(run).items()]
+    rows = ledger.as_rows(run.ledger)[:-1]
+    parts = [(share.removesuffix(" %"), str(colour), kind, time) for colour, (kind, time, share) in enumerate(rows)]
     text = Template((here / "page.html").read_text(encoding="utf-8")).substitute(
         title=html.escape(run.folder.name),
         facts=html.escape(f"{began} · {device} · {run.points[-1]['step']:,.0f} steps"),
         cards=_fill("<div><span>{}</span><b>{}</b></div>", values[:6]),  # quality and speed
+        ledger=_fill('<div style="flex-grow: {0}; --of: var(--c{1})" title="{2}: {3}"></div>', parts),
+        legend=_fill('<li style="--of: var(--c{1})">{2} {3}, {0} %', parts),
         settings=_fill("<tr><td>{}<td>{}", settings),
         values=_fill("<tr><td>{}<td>{}", values),
         data=json.dumps(_charts(run.points, scalars)).replace("<", "\\u003c"),  # nothing ends the script
@@ -45,8 +49,8 @@ def write_report(run: Run) -> Path:
     return path
 
 
-def _fill(form: str, values: Iterable[tuple[str, str]]) -> str:
-    return "".join(form.format(html.escape(name), html.escape(value)) for name, value in values)
+def _fill(form: str, values: Iterable[tuple[str, ...]]) -> str:
+    return "".join(form.format(*map(html.escape, texts)) for texts in values)
 
 
 def _charts(points: Sequence[Point], names: Iterable[str]) -> list[dict[str, Any]]:

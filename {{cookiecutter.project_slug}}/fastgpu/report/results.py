@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from math import inf, isfinite, isnan, nan
@@ -14,9 +14,8 @@ import yaml
 
 from fastgpu.process.config_loader import keys
 from fastgpu.process.launch import say
+from fastgpu.report.ledger import Point, account, goodput, read_process
 
-Point = dict[str, float]
-"""A line of metrics.jsonl: step, time_s, part, the sums of a `Throughput`, and scalars, named `group/name_unit`."""
 WEIGHTS = {"train/step_ms": "steps", "data/echo": "fresh_rows"}
 """{scalar: the sum that weights its mean}; `seconds` for others: rows per second are all rows over all seconds."""
 MAX_DEPTH = 50
@@ -34,6 +33,8 @@ class Run(NamedTuple):
     """{dotted key: value} of the newest config.yaml"""
     description: dict[str, Any]
     """The newest run.json"""
+    ledger: dict[str, float]
+    """See `account`."""
 
     @property
     def best(self) -> tuple[str, str]:
@@ -56,10 +57,15 @@ def read_run(folder: Path) -> Run:
     if n_others := len(lines) - len(read):
         say(f"warning: {n_others} lines of {path} are no points, such as one that a kill has cut", sys.stderr)
     config: dict[str, Any] = {}
-    for name, value in _read_newest(folder, "config*.yaml").items():
+    for name, value in next(_read_all(folder, "config*.yaml"), {}).items():
         is_section = isinstance(value, dict)
         config |= {f"{name}.{key}": each for key, each in value.items()} if is_section else {name: value}
-    return Run(folder, points, config, _read_newest(folder, "run*.json"))
+    descriptions = [*_read_all(folder, "run*.json")]
+    processes = []
+    for description in descriptions:
+        with suppress(Exception):  # of many kinds: a person may write anything
+            processes.append(read_process(description))
+    return Run(folder, points, config, descriptions[0] if descriptions else {}, account(read, processes))
 
 
 def _read_point(line: bytes) -> Point | None:
@@ -71,16 +77,15 @@ def _read_point(line: bytes) -> Point | None:
     return None
 
 
-def _read_newest(folder: Path, pattern: str) -> dict[str, Any]:
-    """The newest whole file of those that the parts of a run wrote, such as config-2.yaml. Empty if there is none."""
+def _read_all(folder: Path, pattern: str) -> Iterator[dict[str, Any]]:
+    """The whole files of those that the parts of a run wrote, such as config-2.yaml, the newest one first."""
     for path in sorted(folder.glob(pattern), key=lambda path: (len(path.name), path.name), reverse=True):
         with suppress(Exception):  # of many kinds: whatever the bytes have become
             text = path.read_text(encoding="utf-8") if path.is_file() else ""  # a fifo would never end
             content = yaml.safe_load(text) if _is_short_to_read(text) else None  # JSON is YAML, too
             if isinstance(content, dict):
                 text = json.dumps(content, default=str, skipkeys=True, ensure_ascii=False)  # such as dates
-                return dict(json.loads(text.encode(errors="replace")))
-    return {}
+                yield dict(json.loads(text.encode(errors="replace")))
 
 
 def _is_short_to_read(text: str) -> bool:
@@ -96,12 +101,14 @@ def _is_short_to_read(text: str) -> bool:
 
 
 def over_run(points: Sequence[Point], name: str) -> float:
-    """A scalar over the whole run: the last metric, loss or learning rate; the extreme of a minimum or peak; or a mean,
+    """A scalar over the whole run: the last metric, loss or learning rate; an extreme; the time of saving; or a mean,
     which is a sum divided by a sum. A mean is without the first point of each part, which holds what happens only at
     the start, if there are others. Some point has the scalar."""
     logged = [point for point in points if name in point]
     if name.startswith(("val/", "train/loss", "train/lr")):
         return logged[-1][name]
+    if name == "run/save_s":
+        return sum(point[name] for point in logged)
     if "_min_" in name:
         return min(point[name] for point in logged)
     if "_peak_" in name:
@@ -143,6 +150,7 @@ def compare(runs: Sequence[Run], text_of: Callable[[float], str]) -> list[list[s
         values = summary(run)
         line = {"run": str(run.folder)}
         line |= {name: text_of(values[name]) for name in (f"best {metric}", *SPEED) if name in values}
+        line |= {"goodput": text_of(goodput(run.ledger))} if run.ledger else {}
         line["steps"] = f"{run.points[-1]['step']:.0f}"
         line |= {key: setting_text(run.config[key]) for key in differing if key in run.config}
         sign = -1 if direction == "higher" else 1

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import version
 from operator import methodcaller
 from pathlib import Path
@@ -15,26 +16,39 @@ import yaml
 from fastgpu import TEMPLATE_VERSION
 from fastgpu.feed.sizes import Data
 from fastgpu.process.files import new_file
-from fastgpu.process.launch import UserError, warn
+from fastgpu.process.launch import STARTED_S, UserError, warn
 from fastgpu.rows.contract import Dataset
 
 VERSIONS = {"template": TEMPLATE_VERSION, **{name: version(name) for name in ("torch", "numpy", "h5py")}}
 
 
-def write_record(folder: Path, config: Mapping[str, Any], gpu: str, best: Sequence[str]) -> None:
-    """Write run.json and config.yaml, a valid --config file; a resumed run adds run-2.json and config-2.yaml."""
+def write_record(folder: Path, config: Mapping[str, Any], gpu: str, best: Sequence[str]) -> Path:
+    """Write run.json and config.yaml, a valid --config file; a resumed run adds run-2.json and config-2.yaml.
+
+    Returns the path of run.json. Its `started` is the time now, and `started_s` that when the process started.
+    """
     number = 1 + len([*folder.glob("run*.json")])
     suffix = f"-{number}" if number > 1 else ""
     description = {
         "command": sys.argv,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "started_s": round(STARTED_S, 3),
         "versions": {"python": sys.version, **VERSIONS},
         "gpu": gpu,
         "git_commit": subprocess.getoutput("git describe --always --abbrev=40 --dirty '--exclude=*' 2>/dev/null"),
         "best": list(best),
     }
-    write_or_warn(folder / f"run{suffix}.json", json.dumps(description, indent=2))
+    path = folder / f"run{suffix}.json"
+    write_or_warn(path, json.dumps(description, indent=2))
     write_or_warn(folder / f"config{suffix}.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+    return path
+
+
+def note_end(path: Path) -> None:
+    """Add `ended_s` to a run.json: all is saved. For report.py, the time after any other end is lost."""
+    with suppress(OSError, ValueError):  # it was not written, or somebody has removed it
+        description = json.loads(path.read_text(encoding="utf-8")) | {"ended_s": round(time.time(), 3)}
+        write_or_warn(path, json.dumps(description, indent=2))
 
 
 def write_or_warn(path: Path, text: str | None) -> None:

@@ -19,6 +19,7 @@ from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import PoolPlan
 from fastgpu.rows.rows import LONG_ROW_BYTES, Field, RaggedArray
 from fastgpu.storage.file import RESTORE, scratch
+from fastgpu.storage.filters import DECODING
 from fastgpu.storage.layout import Layout, Range, index_of
 
 
@@ -130,13 +131,14 @@ class DecodedColumn(NamedTuple):
             row_ids = np.arange(start, start + len(places)) + self.first_row
             draws = self.codec.draw(plan, row_ids, np.asarray(places))
             bounds = offsets.tolist()
-            for number, place in enumerate(places):
-                try:
-                    self.codec.decode(values[bounds[number] : bounds[number + 1]], out[place], draws[number])
-                except Exception as error:
-                    reason = " ".join(str(error).split())
-                    cure = f"{RESTORE}, or convert the image files again with --on-error skip"
-                    if isinstance(error, MemoryError) or "allocate memory" in reason:
-                        cure = "free some memory, or use a smaller loader.num_readers"
-                    where = f"{self.dataset}: the image in row {row_ids[number]:,}"
-                    raise UserError(f"{where} cannot be decoded: {reason}; {cure}") from None
+            with DECODING:  # once for a range: small images take few microseconds each
+                for number, place in enumerate(places):
+                    try:
+                        self.codec.decode(values[bounds[number] : bounds[number + 1]], out[place], draws[number])
+                    except Exception as error:
+                        reason = " ".join(str(error).split())
+                        cure = f"{RESTORE}, or convert the image files again with --on-error skip"
+                        if isinstance(error, MemoryError) or "allocate memory" in reason:
+                            cure = "free some memory, or use a smaller loader.num_readers"
+                        where = f"{self.dataset}: the image in row {row_ids[number]:,}"
+                        raise UserError(f"{where} cannot be decoded: {reason}; {cure}") from None

@@ -16,7 +16,7 @@ from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import PoolPlan
 from fastgpu.rows.rows import Field
 from fastgpu.storage.file import RESTORE, OpenFile
-from fastgpu.storage.filters import DECODERS, Bytes, decode, filters_of
+from fastgpu.storage.filters import DECODERS, DECODING, Bytes, decode, filters_of
 from fastgpu.storage.hdf5 import dtype_of
 
 BLOCK_BYTES = 2 << 20
@@ -159,7 +159,8 @@ class CompressedRows(Layout):
         offset, n_bytes, skipped = self._chunks[chunk].tolist()
         content = self._file.read(offset, n_bytes) if content is None else content
         try:
-            decoded = decode(content.data, self._filters, skipped, self.chunk_rows * self.field.row_bytes)
+            with DECODING:
+                decoded = decode(content.data, self._filters, skipped, self.chunk_rows * self.field.row_bytes)
         except ValueError as error:
             raise UserError(f"{self.name}: block {chunk} is damaged: it {error}; {RESTORE}") from None
         return self._as_rows(decoded)

@@ -19,6 +19,8 @@ from fastgpu.process.launch import UserError, say, warn
 from fastgpu.process.world import World
 from fastgpu.telemetry.clock import Throughput
 
+DIAGNOSE = Path(__file__).parents[2] / "diagnose.py"
+"""A project without tools does not have it."""
 LINE_EVERY_S = 5.0
 """Seconds between two lines of progress, which stand for the bar if the output is no terminal."""
 
@@ -32,6 +34,7 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
         Raises UserError on every rank if wandb refuses.
         """
         self._folder = folder if world.is_main else None
+        self._n_epochs = config["train.epochs"]
         self._n_done = step
         self._n_steps = step + n_left
         self._epoch: list[tuple[float, Throughput]] = []  # loss and interval of each point
@@ -98,20 +101,26 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
                 if self._writer:
                     self._writer.add_scalar(tag, value, step)
 
-    def end_epoch(self, epoch: str, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the metrics of the validation, and print them with the means of the epoch. epoch: such as 3/20."""
+    def end_epoch(self, epoch: int, step: int, metrics: Mapping[str, float], bottleneck: str = "") -> None:
+        """Log the metrics of the validation, and print them with the means of the epoch. epoch: those that are done.
+
+        metrics: {tag: value}, of which those of the group `val` are printed. bottleneck: for an epoch that waited, the
+        slowest stage of the feed and what to try, in words.
+        """
         if not self._folder:
             return
         self.write(step, metrics)
-        text = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        text = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items() if name.startswith("val/"))
         if self._epoch:  # no step has been made if the run was resumed at the end of an epoch
             total = Throughput(*map(sum, zip(*(interval for _, interval in self._epoch), strict=True)))
             loss = sum(loss * interval.steps for loss, interval in self._epoch) / total.steps
             text = f"train/loss {loss:.4g}, {text}, {total}"
             if total.wait_s > 0.1 * total.seconds:
-                text += " (input-bound: run `python diagnose.py`)"
+                tool = "run `python diagnose.py`" if DIAGNOSE.is_file() else ""
+                cures = ", or ".join(filter(None, (bottleneck, tool)))
+                text += f" (input-bound: {cures})" if cures else " (input-bound)"
         self._bar.clear()
-        say(f"epoch {epoch} {text}")
+        say(f"epoch {epoch}/{self._n_epochs} {text}")
         self._epoch.clear()
 
     @contextmanager

@@ -1,0 +1,156 @@
+"""Where the time of a run went: runs that are written here, and one that is really killed and resumed."""
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from harness import ROOT, kill_tree, printed_by, run_train, train_command, wait_for_step
+
+from fastgpu.report.ledger import KINDS, account, as_rows, goodput, read_process
+from fastgpu.report.results import compare, number, read_run
+
+T0 = 1_700_000_000
+
+
+def at(second: float, part: float = T0, **values: float) -> dict[str, float]:
+    """A point that is logged this many seconds after the start of the first part."""
+    values = {name.replace("save_s", "run/save_s"): value for name, value in values.items()}
+    return {"time_s": T0 + second, "part": part} | values
+
+
+def interval(second: float, step: int, part: float = T0, **values: float) -> dict[str, float]:
+    """A point about ten steps, which took ten seconds, of which one was waiting for data."""
+    return at(second, part, step=step, steps=10, seconds=10, wait_s=1) | at(second, part, **values)
+
+
+def process(second: float, **values: float) -> dict:
+    """A run.json that was written at this second. An old one knows nothing else."""
+    started = time.strftime("%Y-%m-%dT%H:%M:%S+0000", time.gmtime(T0 + second))
+    return {"started": started} | {name: T0 + value for name, value in values.items()}
+
+
+def write(folder: Path, points: list[dict], processes: list[dict]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(point)}\n" for point in points))
+    for number_, description in enumerate(processes, 1):
+        (folder / f"run{f'-{number_}' if number_ > 1 else ''}.json").write_text(json.dumps(description))
+    return folder
+
+
+def spent_in(points: list[dict], processes: list[dict]) -> dict[str, float]:
+    return {kind: round(s, 6) for kind, s in account(points, map(read_process, processes)).items()}
+
+
+WHOLE = [interval(15, 10), interval(25, 20, save_s=2), at(33, step=20, save_s=3, **{"val/x": 1}), interval(44, 30)]
+"""It started at second -2, and saved in the middle of an epoch and, for three seconds, after a validation of five."""
+
+
+def test_the_time_of_a_run_is_accounted_for_to_the_second():
+    spent = spent_in(WHOLE, [process(0, started_s=-2, ended_s=45)])
+    assert spent == {
+        "computing": 25,
+        "waiting for data": 3,
+        "starting": 7,
+        "validating": 5,
+        "saving": 2 + 3 + 1,
+        "other": 1,
+    }
+    assert sum(spent.values()) == 45 + 2
+    assert goodput(spent) == 25 / 47
+    assert as_rows(spent)[-1] == ("wall time", "47.0 s", "100.0 %")
+    assert as_rows({"computing": 3 * 86_400.0})[0] == ("computing", "3 days, 0:00:00", "100.0 %")
+
+
+def test_a_run_of_before_shows_what_can_be_known():
+    points = [{name: value for name, value in point.items() if name != "run/save_s"} for point in WHOLE]
+    expected = {"computing": 27, "waiting for data": 3, "starting": 5, "validating and saving": 8, "other": 1}
+    assert spent_in(points, [process(0)]) == expected
+    assert spent_in(points, []) == expected
+    assert account([{"step": 1, "part": 1}], []) == {}
+    stopped = [interval(15, 10), interval(1015, 20, T0 + 1000)]  # it continued with the next step
+    assert spent_in(stopped, [process(0), process(1000)])["starting"] == 10
+    assert "lost to kills" not in spent_in(stopped, [process(0), process(1000)])
+
+
+RESUMED = [
+    *(interval(15, 10), interval(25, 20), interval(35, 30), at(40, step=30, save_s=1, **{"val/x": 1})),
+    *(interval(115, 15, T0 + 100), interval(125, 25, T0 + 100)),  # from a checkpoint at step 5
+    *(interval(215, 30, T0 + 200), interval(225, 40, T0 + 200)),  # from one at step 20
+]
+
+
+def test_steps_that_were_made_again_are_lost_also_in_the_middle_of_an_interval_and_so_is_the_time_until_the_start():
+    descriptions = [process(n, started_s=n) for n in (0, 100, 150, 200)]  # that of second 150 did not come far
+    spent = spent_in(RESUMED, descriptions)
+    # Of the first part, half of an interval is kept; of the second one, one and a half.
+    assert spent["computing"] == 9 * (0.5 + 1.5 + 2)
+    assert spent["waiting for data"] == 4
+    assert spent["starting"] == 5 + 5 + 5
+    assert spent["lost to kills"] == (2.5 * 10 + 5) + (100 - 40) + 0.5 * 10 + (200 - 125)
+    assert sum(spent.values()) == 225
+    saved = [process(0, started_s=0, ended_s=41), *descriptions[1:]]  # the night after an end is not counted
+    assert sum(spent_in(RESUMED, saved).values()) == 225 - (100 - 41)
+
+
+def test_runs_are_compared_by_goodput(tmp_path):
+    runs = [
+        write(tmp_path / "a", WHOLE, [process(0, started_s=-2, ended_s=45)]),
+        write(tmp_path / "b", [{"step": 1, "part": 1, "train/loss": 1}], []),
+    ]
+    head, *lines = compare([read_run(run) for run in runs], number)
+    assert [line[head.index("goodput")] for line in lines] == ["0.5319", "-"]
+
+
+def test_the_page_has_a_bar_and_the_command_a_table(tmp_path):
+    run = write(tmp_path / "a", WHOLE, [process(0, started_s=-2, ended_s=45)])
+    printed = printed_by([sys.executable, "report.py", run], ROOT)
+    assert "    waiting for data  3.0 s   6.4 %\n" in printed
+    page = (run / "report.html").read_text()
+    assert '<div style="flex-grow: 53.2; --of: var(--c0)" title="computing: 25.0 s"></div>' in page
+    assert "computing 25.0 s, 53.2 %" in page
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1.0, 0.0, 1e300, -1e300, 1e9])
+@pytest.mark.parametrize("name", ["time_s", "seconds", "wait_s", "steps", "step", "part", "run/save_s"])
+def test_times_that_cannot_be_are_no_error(tmp_path, name, value):
+    """Also a clock that was set back: the parts overlap."""
+    for place in range(len(RESUMED)):
+        points = [*map(dict, RESUMED)]
+        points[place][name] = value
+        run = read_run(write(tmp_path, points, [process(n, started_s=n, ended_s=value) for n in (0, 100, 50)]))
+        assert all(kind in KINDS and 0 < seconds < math.inf for kind, seconds in run.ledger.items())
+        assert as_rows(run.ledger)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"started": 5}', '{"started": "9999-99-99"}', '{"started": "2024-01-01", "started_s": "x"}', "5", "{}"]
+)
+def test_a_damaged_description_is_as_good_as_none(tmp_path, text):
+    folder = write(tmp_path, WHOLE, [])
+    (folder / "run.json").write_text(text)
+    assert read_run(folder).ledger["starting"] == 5
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_and_resumed_and_stopped_is_accounted_for(folder):
+    """Of the time from the first start to the last end, only that after the stop does not count."""
+    words = ("train.epochs=40", "run.checkpoint_every_steps=50", "data.tier=disk")
+    run = folder / "runs/a"
+    with subprocess.Popen(train_command(*words), cwd=folder, stdout=subprocess.DEVNULL) as killed:
+        wait_for_step(run, 60, killed)
+        kill_tree(killed)
+    with subprocess.Popen(train_command(*words, "run.resume=auto"), cwd=folder, stdout=subprocess.DEVNULL) as stopped:
+        wait_for_step(run, 200, stopped)
+        stopped.send_signal(signal.SIGTERM)
+    assert run_train(*words, "run.resume=auto", cwd=folder).returncode == 0
+    spent = read_run(run).ledger
+    assert {"computing", "starting", "validating", "saving", "lost to kills"} <= spent.keys()
+    first, second, third = (json.loads((run / f"run{suffix}.json").read_text()) for suffix in ("", "-2", "-3"))
+    assert "ended_s" not in first
+    wall_s = (second["ended_s"] - first["started_s"]) + (third["ended_s"] - third["started_s"])
+    assert sum(spent.values()) == pytest.approx(wall_s, abs=0.1)  # times are rounded
