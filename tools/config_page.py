@@ -14,10 +14,10 @@ from fastgpu.process.config_loader import keys
 
 HEAD = """# Configuration
 
-For those who edit `config.yaml`: every key with its default value.
+For anyone who edits `config.yaml`: every key with its default value.
 
 Of several `--config` files, later ones win over earlier ones, and `section.key=value` on the command line wins over all
-files. A word is read as YAML, but where text is asked for it stays as it is (`run.name=20241127`). An unknown key or a
+files. A word is read as YAML, but where text is expected it stays text (`run.name=20241127`). An unknown key or a
 value that is not allowed is an error. To add a key of your own, add a field to the class
 `Options` of your workload, as `workloads/minimal.py` does.
 """

@@ -51,7 +51,7 @@ def parse(argv: list[str]) -> Namespace:
     add("arrays repack info check", "source", nargs="+")
     add("dataset", "path", help="what the class is called with, such as a folder")
     add(WRITING, "target", type=Path, help="file to write; it has a temporary name until it is complete")
-    add(WRITING, "--seed", type=natural, default=0, help="seed of everything that is random; default: 0")
+    add(WRITING, "--seed", type=natural, default=0, help="seed of order and split, but not of the users of `events`")
     add(WRITING, "--keep-order", **switch, help="write the rows in the order of the source")
     add(WRITING, "--compression", choices=("none", "gzip"), default="none", help="default: none")
     add(WRITING, "--force", **switch, help="replace existing files")

@@ -16,7 +16,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=form, allow_abbrev=False)
     add = parser.add_argument
-    text = "longest time of a measurement (0.3), but at least one step or two pools; up to seven in a round"
+    text = "target seconds of each measurement (default: 0.3)"
     add("--seconds", type=float, default=0.3, metavar="S", help=text)
     add("--json", action="store_true", help="print the numbers as JSON; everything else goes to stderr")
     text = "write a profile of N steps to run.folder, for https://ui.perfetto.dev"

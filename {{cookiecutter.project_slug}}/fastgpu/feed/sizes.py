@@ -21,7 +21,8 @@ from fastgpu.rows.rows import MAX_VALUES
 from fastgpu.rows.selection import Mixture
 
 POOL_BYTES = 256 << 20
-"""Size of a pool if data.pool_batches is auto: 128 blocks of 2 MiB shuffle even a file in class order well."""
+"""Size of a pool if data.pool_batches is auto: 128 blocks of 2 MiB. They shuffle a file well that is in random order,
+but not one in class order."""
 MAX_POOL_ROWS = 8 << 20
 """Maximum number of rows of such a pool. To plan so many takes a third of a second, in which no row is read."""
 MAX_READERS = 8

@@ -1,6 +1,6 @@
 """The settings of a run: one class for each section of config.yaml.
 
-The docstring below a field is what `python train.py --help` and docs/config.md say about it. Functions take the
+The docstring below a field is what docs/config.md says about it. Functions take the
 sections they need. The section `model` belongs to the workload, which declares its settings itself (see
 workloads/__init__.py). This module does not import torch, so a typing error in the config is reported at once.
 """
@@ -41,8 +41,8 @@ class Run(Section):
     seed: CountOrZero = 0
     """Seed of the weights, the order of the rows and the augmentation."""
     resume: Literal["never", "auto"] = "never"
-    """auto: continue from the last checkpoint if there is one. On a command line also the folder of a run, such as
-    runs/first: it goes on with the config that it recorded, and other words change it."""
+    """auto: continue from the last checkpoint if there is one. On the command line, also a run folder, such as
+    runs/first: the run continues with its recorded config; other `key=value` arguments override it."""
     checkpoint_every_steps: CountOrZero = 0
     """Also save inside an epoch, after every so many steps of the run. 0: save only after each epoch."""
     deterministic: bool = False
@@ -71,10 +71,10 @@ class Data(Section):
     dataset: Annotated[str, Field(pattern=r"^(none|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")] = "none"
     """Your own map-style Dataset as `package.module:Class`, called with data.train or data.val. none: HDF5 files."""
     image_size: CountOrZero = 0
-    """Height and width that JPEG and PNG images are decoded to."""
+    """Height and width that encoded images (JPEG, PNG, WebP) are decoded to."""
     min_crop_scale: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """JPEG and PNG images: train on a random part of at least this share of the area (0.08 to 0.35 for photographs),
-    and validate on the centre, 7/8 of the sides. 1: train and validate on the whole centre."""
+    """Encoded images: train on a random crop of at least this share of the area (0.08 to 0.35 for photographs), and
+    validate on the centre crop, 7/8 of the sides. 1: train and validate on the largest centre crop."""
     batch_size: Count = 64
     """Global batch size: rows of one optimizer step over all ranks and accumulation steps."""
     tier: Tier | Auto = "auto"
