@@ -188,6 +188,13 @@ def test_an_optimizer_has_the_settings_fused_kernels_and_no_frozen_weights(monke
     assert {*trained} == {*model[1].parameters(), *model[3].parameters()}
 
 
+def test_lamb_does_not_clip_gradients_beside_train_step(monkeypatch):
+    made = SimpleNamespace(FusedLAMB=lambda groups, **options: options)
+    monkeypatch.setitem(sys.modules, "apex.optimizers", made)
+    options = make_optimizer(make_model(), Optim(name="fused_lamb", clip_grad_norm=0.0))
+    assert options["max_grad_norm"] == float("inf")  # that of Apex is 1
+
+
 @pytest.mark.filterwarnings("ignore:.*CUDA is not available")
 @pytest.mark.parametrize(
     ("asked", "device", "has_bf16", "name", "dtype"),

@@ -116,7 +116,9 @@ def test_a_full_disk_costs_one_checkpoint(run, monkeypatch, capsys, owner, name,
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, Mock(side_effect=error))
         assert not write(run, "last", 2)
-    assert "last-000002 was not written: " in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "last-000002 was not written: " in out
+    assert f"make room in {run}" in out
     assert names(run) == ["last-000001"]
     assert write(run, "last", 3)
     assert names(run) == ["last-000001", "last-000002"]

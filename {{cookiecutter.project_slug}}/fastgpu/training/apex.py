@@ -1,5 +1,6 @@
 """NVIDIA Apex (https://github.com/NVIDIA/apex), where it is installed."""
 
+from math import inf
 from pkgutil import resolve_name
 from typing import Any
 
@@ -27,4 +28,6 @@ def from_apex(setting: str, name: str, *arguments: Any, **options: Any) -> Any:
 def apex_optimizer(groups: list[dict[str, Any]], optim: Optim) -> torch.optim.Optimizer:
     """FusedAdam or FusedLAMB, with betas (momentum, 0.999). Raises UserError if Apex is missing."""
     name, betas = f"apex.optimizers:{OPTIMIZERS[optim.name]}", (optim.momentum, 0.999)
-    return from_apex(f"optim.name is {optim.name}", name, groups, lr=optim.lr, betas=betas)
+    # FusedLAMB would clip gradients at a norm of 1, whatever optim.clip_grad_norm is, by which train.py clips.
+    options = {"max_grad_norm": inf} if optim.name == "fused_lamb" else {}
+    return from_apex(f"optim.name is {optim.name}", name, groups, lr=optim.lr, betas=betas, **options)
