@@ -82,7 +82,7 @@ messages: .venv/installed
 	git --no-pager diff -- 'tests/**/messages.yaml'
 
 pictures: .venv/installed
-	"$(BIN)/python" tools/pictures.py
+	"$(BIN)/python" tools/draw_pictures.py
 
 goldens: .venv/installed
 	"$(BIN)/python" tests/goldens/goldens.py

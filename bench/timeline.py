@@ -2,7 +2,7 @@
 
 The usual Dataset opens the file, which h5py has written with its defaults, and reads a row in `__getitem__`; two worker
 processes. The device is simulated: a step takes STEP_S, and needs no CPU. Writes docs/pictures/timeline.json, which
-tools/pictures.py draws.
+tools/draw_pictures.py draws.
 """
 
 import json
