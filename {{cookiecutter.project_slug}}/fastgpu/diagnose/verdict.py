@@ -23,7 +23,7 @@ ADVICE: dict[Cause, str] = {
     "READ": "data.tier=auto; a disk of this machine, or blocks of 2 MiB (python convert.py repack writes them)",
     "DECODE": "decode once instead of in each epoch: python convert.py dataset, or repack; more CPUs",
     "COPY": "data.tier=auto; floats stored as uint8; nvidia-smi -q shows missing PCIe lanes and held-down clocks",
-    "AUGMENT": "a lighter transform in the workload: fewer operations, each on a whole batch, in uint8 where that will do",
+    "AUGMENT": "a lighter transform of the workload: fewer operations, each on a whole batch, in uint8 if possible",
     "HOST": "train.compile=true; bf16 instead of fp16, whose loss scaler reads a value in each step",
     "RANKS": "fewer ranks; of a slow rank, the other processes, clocks and disk of its machine",
     "COMPUTE": "nothing but the step itself: train.compile=true and train.precision=bf16 may make it faster",
