@@ -50,7 +50,7 @@ def of_arrays() -> Mistakes:
     np.savez("far.npz", format=np.array(b"csr"), data=np.ones(2), indices=[0, 5], indptr=[0, 1, 2], shape=(2, 5))
     np.savez("wide.npz", format=np.array(b"coo"), row=[0], col=[3], data=[1.0], shape=(2, 10**12))
     sources = ["x.npy", "a=y.npz", "a=none.npy", "a=x.h5::none", "a=text.npy", "a=words.npy", "a=x.npy b=short.npy"]
-    sources += ["a=y.npz::none", "a=empty.npy", "bytes.npz", "a=far.npz", "a=wide.npz", "a=zeros.npz"]
+    sources += ["a=y.npz::none", "a=x.npy::x", "a=empty.npy", "bytes.npz", "a=far.npz", "a=wide.npz", "a=zeros.npz"]
     made: Mistakes = {f"arrays {source}": partial(open_arrays, source.split()) for source in sources}
     return made | {"arrays --layout nhwc": partial(open_arrays, ["a=x.npy"], channels_last=True)}
 

@@ -69,6 +69,10 @@ def load(path: str) -> Any:
         is_h5 = h5py.is_hdf5(file)
         content = h5py.File(file)[member or "/"] if is_h5 else np.load(file, mmap_mode="r", allow_pickle=False)
         if member and not is_h5:
+            if isinstance(content, np.ndarray):
+                raise UserError(f"{file} is one array: name it without ::{member}")
+            if member not in content:
+                raise UserError(f"{file} has no array {member}; its arrays are {list_first([*content])}")
             content = content[member]
         members = content.values() if isinstance(content, h5py.Group) else ()
         for item in (content, *members) if is_h5 else ():
