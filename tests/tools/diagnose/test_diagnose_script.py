@@ -71,7 +71,7 @@ def verdict_on_slow_dataset(folder: Path) -> dict[str, Any]:
 @pytest.mark.slow
 def test_a_slow_dataset_is_named_and_more_workers_are_the_cure(folder):
     found = verdict_on_slow_dataset(folder)
-    assert (found["cause"], found["change"]) == ("DECODE", "loader.num_workers=4")
+    assert (found["cause"], found["change"]) == ("READ", "loader.num_workers=4")
 
 
 @pytest.mark.nightly

@@ -271,6 +271,9 @@ def measure(
     n_units = {name: task.multiple for name, task in tasks.items()}
     step_s: dict[str, list[list[float]]] = {name: [] for name in tasks}  # of each round: of each rank
     cpu_shares = []
+    waiting: list[float] = []
+    has_workers = isinstance(loop.source, ItemDataset) and loop.sizes.tier == "disk" and not loop.other
+    n_workers = loop.sizes.n_readers if has_workers else 0
     deadline = time.perf_counter() + MAX_S
     for number in range(MAX_ROUNDS):
         world.print_once(f"measuring: round {number + 1} of at most {MAX_ROUNDS}")
@@ -279,9 +282,13 @@ def measure(
             t0, cpu_t0 = time.perf_counter(), _cpu_s()
             n_units[name], passed_s, ranks_s = meter.run(task.work, n_units[name])
             step_s[name].append(ranks_s)
+            n_cpus = (_cpu_s() - cpu_t0) / (time.perf_counter() - t0)
             if name == "loop":
-                n_cpus = (_cpu_s() - cpu_t0) / (time.perf_counter() - t0) * world.local_world_size
-                cpu_shares.append(world.all_reduce_max(n_cpus / available_cpus()))
+                cpu_shares.append(world.all_reduce_max(n_cpus * world.local_world_size / available_cpus()))
+            if name == "supply" and n_workers:
+                # More workers than CPUs wait for each other, which is no waiting for a disk.
+                n_busy = min(n_workers, available_cpus() / world.local_world_size)
+                waiting.append(1 - world.all_reduce_max(n_cpus / n_busy))
             time.sleep(min(MAX_REST_S, task.n_ready * passed_s / n_units[name]))
         by_rank = {name: tuple(map(Rounds, zip(*rounds, strict=True))) for name, rounds in step_s.items()}
         slowest = {name: Rounds(map(max, rounds)) for name, rounds in step_s.items() if name != "local"}
@@ -295,6 +302,7 @@ def measure(
             cpu_share=Rounds(cpu_shares),
             is_other=loop.other is not None,
             is_uncached=isinstance(loop.source, HDF5Dataset) and loop.source.file.is_direct,
+            waiting=Rounds(waiting) if waiting else None,
         )
         is_late = time.perf_counter() > deadline and number + 1 >= N_ROUNDS
         if world.broadcast(is_late or stop(measured)):

@@ -116,6 +116,8 @@ class Measured(NamedTuple):
     """Whether the loader of train.py is not this project's, so that nothing is known of its parts."""
     is_uncached: bool = False
     """Whether files larger than the memory are read around the page cache, so that there is no `cached`."""
+    waiting: Rounds | None = None
+    """Share of the supply's time in which the workers of a torch Dataset do not compute: they wait, as for a disk."""
 
     @property
     def lost(self) -> Rounds:
@@ -244,11 +246,15 @@ def _find_in_supply(m: Measured) -> list[Suspect]:
         return [*suspects, Suspect("LOADER", "the loader of train.py alone takes as long as the loop")]
     if m.is_uncached and m.cpu_share.low < CPU_SHARE:
         return [*suspects, Suspect("READ", "the files are larger than the memory, and the CPUs wait for the disk")]
-    if not (m.supply and m.cached):
+    if m.supply and m.cached:
+        storage = saved(m.cached, m.supply)
+        why = f"{storage} of the time of the supply is spent in storage"
+    elif m.waiting:
+        storage = m.waiting
+        why = f"the Dataset's workers wait, as for a disk or a network, for {storage} of their time"
+    else:
         return [*suspects, Suspect("DECODE", "the supply from memory takes as long as the loop")]
-    storage = saved(m.cached, m.supply)
     is_read = exceeds(storage, READ_SHARE)
-    why = f"{storage} of the time of the supply is spent in storage"
     if is_read is not False:
         suspects.append(Suspect("READ", why))
     if not is_read:
