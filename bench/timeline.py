@@ -9,9 +9,9 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import data
 import h5py
@@ -57,15 +57,13 @@ class UsualDataset(Dataset):
 
 
 class WatchedLoader(PrefetchLoader):
-    """Notes when its reader threads work."""
+    """Notes when its reader threads work. There is one of it."""
 
-    def __init__(self, *args: Any, **options: Any):
-        self.intervals: list[Interval] = []
-        super().__init__(*args, **options)
+    intervals: ClassVar[list[Interval]] = []
 
-    def _do(self, *job: Any) -> None:
+    def _do(self, job: Callable[[], None], slot: Any) -> None:
         begin = time.monotonic()
-        super()._do(*job)
+        super()._do(job, slot)
         name = threading.current_thread().name
         self.intervals.append((f"reader {int(name.removeprefix('reader_')) + 1}", begin, time.monotonic()))
 

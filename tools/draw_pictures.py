@@ -18,7 +18,7 @@ from template import PROJECT, ROOT
 
 TEXT = "#768390"
 """A grey that is readable on white and on black."""
-OURS, OTHERS, WAITING, PALE = "#2f81f7", "#d29922", "#f85149", "#76839040"
+OURS, OTHERS, PALE = "#2f81f7", "#d29922", "#76839040"
 PICTURES = ROOT / "docs" / "pictures"
 RESULTS = ROOT / "bench" / "results"
 STYLE = {
