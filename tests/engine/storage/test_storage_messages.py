@@ -134,7 +134,7 @@ def test_a_file_that_is_locked_by_its_writer(write):
 
 def test_what_h5py_raises_is_one_line_and_a_bug_of_ours_is_not(write):
     path = write(5)
-    with pytest.raises(UserError, match="cannot be read as HDF5: .* doesn't exist"), open_file(path, path) as file:
+    with pytest.raises(UserError, match="cannot be read as HDF5: .* doesn't exist"), open_file(path, path) as (_, file):
         file["nothing"]
     with pytest.raises(TypeError, match="bug"), open_file(path, path):
         raise TypeError("bug")

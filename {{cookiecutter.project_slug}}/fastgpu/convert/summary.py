@@ -31,8 +31,8 @@ class Stored(NamedTuple):
 
 
 @contextmanager
-def _open(path: str) -> Iterator[list[h5py.Dataset]]:
-    """The datasets of numbers with rows in a file or group; see `inspect`. Links are not followed."""
+def _open(path: str) -> Iterator[tuple[OpenFile, list[h5py.Dataset]]]:
+    """A file, and the datasets of numbers with rows in it or its group; see `inspect`. Links are not followed."""
     datasets: list[h5py.Dataset] = []
 
     def note(name: str, item: h5py.Group | h5py.Dataset) -> None:
@@ -45,15 +45,15 @@ def _open(path: str) -> Iterator[list[h5py.Dataset]]:
             datasets.append(item)
 
     file_path, group = split_group(path)
-    with open_file(file_path, file_path) as file:
-        find(file, group, h5py.Group, file_path).visititems(note)
-        yield datasets
+    with open_file(file_path, file_path) as (file, h5):
+        find(h5, group, h5py.Group, file_path).visititems(note)
+        yield file, datasets
 
 
 def inspect(path: str) -> list[Stored]:
     """The datasets of numbers in `file.h5`, or below the group of `file.h5::/group`. Raises UserError if unreadable."""
     stored = []
-    with _open(path) as datasets:
+    with _open(path) as (_, datasets):
         for data in datasets:
             path_in_file = PurePosixPath(data.name)
             has_digests = f"{DIGESTS}/{path_in_file.name}" in data.parent
@@ -102,9 +102,8 @@ def damaged(path: str) -> list[str]:
             return f"rows {start:,} to {start + n_rows - 1:,}: {reason}"
         return ""
 
-    with _open(path) as datasets, ThreadPoolExecutor(available_cpus()) as pool:
-        opened = OpenFile(split_group(path)[0])
-        layouts = [open_layout(f"{path}: {data.name}", data, opened) for data in datasets]
+    with _open(path) as (file, datasets), ThreadPoolExecutor(available_cpus()) as pool:
+        layouts = [open_layout(f"{path}: {data.name}", data, file) for data in datasets]
         blocks = [(each, number) for each in layouts for number in range(-(-len(each) // each.chunk_rows))]
         lines = tqdm(pool.map(lambda block: check(*block), blocks), total=len(blocks), unit="blocks", disable=None)
         return [line for line in lines if line]

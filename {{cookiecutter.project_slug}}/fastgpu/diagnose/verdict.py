@@ -20,7 +20,8 @@ from typing import Literal, NamedTuple
 
 Cause = Literal["READ", "DECODE", "COPY", "AUGMENT", "HOST", "RANKS", "COMPUTE", "LOADER", "INCONCLUSIVE"]
 ADVICE: dict[Cause, str] = {
-    "READ": "data.tier=auto; a disk of this machine, or blocks of 2 MiB (python convert.py repack writes them)",
+    "READ": "data.tier=auto; a disk of this machine (a later epoch finds the files of a bucket there), or blocks of "
+    "2 MiB (python convert.py repack writes them)",
     "DECODE": "decode once instead of in each epoch: python convert.py dataset, or repack; more CPUs",
     "COPY": "data.tier=auto; floats stored as uint8; nvidia-smi -q shows missing PCIe lanes and held-down clocks",
     "AUGMENT": "a lighter transform of the workload: fewer operations, each on a whole batch, in uint8 if possible",
@@ -116,6 +117,8 @@ class Measured(NamedTuple):
     """Whether the loader of train.py is not this project's, so that nothing is known of its parts."""
     is_uncached: bool = False
     """Whether files larger than the memory are read around the page cache, so that there is no `cached`."""
+    is_fetched: bool = False
+    """Whether blocks came over the network while the supply was measured."""
     waiting: Rounds | None = None
     """Share of the supply's time in which the workers of a torch Dataset do not compute: they wait, as for a disk."""
 
@@ -248,7 +251,7 @@ def _find_in_supply(m: Measured) -> list[Suspect]:
         return [*suspects, Suspect("READ", "the files are larger than the memory, and the CPUs wait for the disk")]
     if m.supply and m.cached:
         storage = saved(m.cached, m.supply)
-        why = f"{storage} of the time of the supply is spent in storage"
+        why = f"{storage} of the time of the supply is spent in {'the network' if m.is_fetched else 'storage'}"
     elif m.waiting:
         storage = m.waiting
         why = f"the Dataset's workers wait, as for a disk or a network, for {storage} of their time"

@@ -19,6 +19,7 @@ from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import MAX_VALUES
 from fastgpu.rows.selection import Mixture
+from fastgpu.storage.store import is_remote
 
 POOL_BYTES = 256 << 20
 """Size of a pool if data.pool_batches is auto: 128 blocks of 2 MiB. They shuffle a file well that is in random order,
@@ -27,6 +28,8 @@ MAX_POOL_ROWS = 8 << 20
 """Maximum number of rows of such a pool. To plan so many takes a third of a second, in which no row is read."""
 MAX_READERS = 8
 """Maximum number of threads that copy rows, if loader.num_readers is auto. Decoding takes all CPUs of a rank."""
+REMOTE_READERS = 64
+"""Threads that read from a bucket, if loader.num_readers is auto. They wait for most of their time, for the network."""
 RESIDENT_SHARE = 0.5
 """Share of the free memory that data.tier=auto fills with rows. The rest is for the model and its gradients."""
 
@@ -105,6 +108,8 @@ def choose_sizes(cfg: Config, source: Dataset, val_source: Dataset, world: World
         _warn_of_class_order(source)
     has_items = isinstance(source, ItemDataset)
     asked = loader.num_workers if has_items else loader.num_readers
+    if asked == "auto" and is_remote(source):
+        asked = REMOTE_READERS
     max_readers = sys.maxsize if has_items or source.decoding else MAX_READERS
     need = sum(len(each) * each.row_bytes for each in (source, val_source))
     free_host = free_host_bytes() // world.local_world_size

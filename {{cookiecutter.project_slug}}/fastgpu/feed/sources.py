@@ -17,6 +17,7 @@ from fastgpu.rows.contract import Dataset
 from fastgpu.rows.selection import Groups, Mixture, Share, hold_out
 from fastgpu.storage.columns import Codec
 from fastgpu.storage.meaning import check_meaning
+from fastgpu.storage.remote import is_url
 from fastgpu.storage.store import HDF5Dataset, expand, open_store
 
 Splits = Callable[[], tuple[Dataset, Dataset]]
@@ -46,7 +47,7 @@ def _open(data: Data, loader: Loader, split: Literal["train", "val"]) -> Dataset
         size = (data.image_size, data.image_size)
         sizes = dict.fromkeys(fields, size) if data.image_size else {}
         codecs = image_codecs(sizes, min_scale=data.min_crop_scale)
-        source = open_store(key, list(named) if isinstance(named, dict) else named, fields, codecs)
+        source = open_store(key, list(named) if isinstance(named, dict) else named, fields, codecs, cache=data.cache)
     elif isinstance(named, dict):
         raise UserError("data.train has weights, which work for HDF5 files only; use data.dataset=none")
     else:
@@ -90,7 +91,10 @@ def _warn_of_shared_rows(data: Data, train: Dataset, val: Dataset) -> None:
     """Say that validation rows are trained on, as with the pattern `photos-*.h5`, which also matches photos-val.h5."""
     names, val_names = [str(data.train)], [str(data.val)]
     if isinstance(train, HDF5Dataset) and isinstance(val, HDF5Dataset):
-        names, val_names = ([os.path.relpath("/".join(file)) for file in rows.files] for rows in (train, val))
+        names, val_names = (
+            ["/".join(file) if is_url(file[0]) else os.path.relpath("/".join(file)) for file in rows.files]
+            for rows in (train, val)
+        )
     if data.val_share is not None:  # a row that is held out of one copy is trained on in the other
         val_names = [name for name in names if names.count(name) > 1]
     if (shared := {*names} & {*val_names}) and data.val_fields in ({}, data.fields):

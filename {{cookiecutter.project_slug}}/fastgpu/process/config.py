@@ -57,8 +57,9 @@ class Data(Section):
     """Which rows are trained on, and in which portions."""
 
     train: str | list[str] | dict[str, Weight]
-    """HDF5 file, list of files or glob pattern (shards). `file.h5::/group` uses the datasets of a group. {file: weight}
-    mixes several sources: each epoch takes rows from them in proportion to the weights."""
+    """HDF5 file, list of files or glob pattern (shards), also as URLs (s3://bucket/part-*.h5). `file.h5::/group` uses
+    the datasets of a group. {file: weight} mixes several sources: each epoch takes rows from them in proportion to the
+    weights."""
     val: str | list[str]
     """The same for validation, without weights. A share such as 10% holds out rows of data.train: the same rows for
     every run.seed."""
@@ -82,6 +83,8 @@ class Data(Section):
     pool_batches: Count | Auto = "auto"
     """Global batches in a pool, which is shuffled, copied and echoed as a whole. auto: 256 MiB of rows, at most 8
     million."""
+    cache: Annotated[str, Field(min_length=1)] = "data/cache"
+    """Folder for the local copies of files that are named by URLs: s3://, gs://, az:// or https://."""
     echo: Annotated[float, Field(ge=1)] = 1.0
     """Train on each pool this many times, reshuffled each time (2.5 means 2, 3, 2, 3, ...)."""
 
@@ -96,7 +99,8 @@ class Loader(Section):
     """How rows are read ahead of the training loop."""
 
     num_readers: Count | Auto = "auto"
-    """Threads of each rank that read HDF5 files. auto: the CPUs of this rank, at most 8 unless they decode images."""
+    """Threads of each rank that read HDF5 files. auto: the CPUs of this rank, at most 8 unless they decode images; 64
+    for URLs."""
     prefetch_pools: Count = 2
     """Pools prepared ahead of the one in use; for validation it is always 1. Each has its own staging memory. No effect
     on the device tier."""

@@ -111,6 +111,8 @@ def identify_job(
 
     How rows are read may differ, and so may the names of files: their rows are compared.
     """
-    settings = {key: value for key, value in config.items() if not key.startswith(("loader.", "data.tier"))}
+    settings = {
+        key: value for key, value in config.items() if not key.startswith(("loader.", "data.tier", "data.cache"))
+    }
     train, val = (f"{len(rows):,} rows of digest {rows.fingerprint}" for rows in splits)
     return settings | {"data.train": train, "data.val": val, "the versions": VERSIONS, "the order": fingerprint}

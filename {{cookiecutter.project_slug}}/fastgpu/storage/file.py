@@ -5,6 +5,7 @@ import os
 import random
 import resource
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property
 from io import FileIO
@@ -22,9 +23,10 @@ READ_AHEAD_BYTES = 128 << 10
 PAGE_BYTES = 4096
 """Reads around the page cache begin and end at multiples of this. No common disk asks for more."""
 HUGE_PAGE_BYTES = 2 << 20
-FEW_FILES, MANY_FILES = 1 / 16, 3 / 4
+FEW_FILES, OWN_FILES, MANY_FILES = 1 / 16, 1 / 4, 3 / 4
 """Shares of the descriptors that a process may have. Files of the first share may have several each, for a mapping or
-for h5py. Those of the second one are refused: the rest is for checkpoints and for connections between ranks."""
+for h5py; up to the second one, each reader thread opens them for itself. Files beyond the third one are refused: the
+rest is for checkpoints and for connections between ranks."""
 OWNERS = attrgetter("st_mode", "st_uid", "st_gid", "st_nlink")
 RESTORE = "restore the file, then go on with run.resume=auto"
 
@@ -40,8 +42,12 @@ def split_group(path: str) -> tuple[str, str]:
 class OpenFile:
     """A file that is open for reading.
 
-    Threads and forks may share its descriptor, because `preadv` does not use the position of the file.
+    Threads and forks may share its descriptor, because `preadv` does not use the position of the file. But a bucket
+    that is mounted as a folder serves the reads of one descriptor one after the other, so each thread has its own.
     """
+
+    is_remote = False
+    """Whether parts of it may still have to be fetched: see `RemoteFile`, which overrides these methods."""
 
     def __init__(self, path: str, *, around_page_cache: bool = False):
         """around_page_cache: read directly from the disk (O_DIRECT), if the file system can."""
@@ -49,19 +55,19 @@ class OpenFile:
         self._raw = FileIO(path)
         self._source = self._raw
         # Descriptors are numbered from 0 on. Of many files, the later ones have to do with one each.
-        number, (soft, hard) = self._raw.fileno(), resource.getrlimit(resource.RLIMIT_NOFILE)
-        if number > soft * FEW_FILES:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        if number > hard * MANY_FILES:
+        number = self._raw.fileno()
+        if number > (limit := _limit_of_files(number)) * MANY_FILES:
             cure = "raise it by ulimit -n, or write some hundred files each into one: python convert.py repack"
-            raise UserError(f"{path} is one file too many for the limit of {hard} open files; {cure}")
-        self._is_among_few = number <= hard * FEW_FILES
+            raise UserError(f"{path} is one file too many for the limit of {limit} open files; {cure}")
+        self._is_among_few = number <= limit * FEW_FILES
         if around_page_cache and self._is_among_few:
             with suppress(OSError):  # raised by a file system that has no such reads
                 direct = FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT), "rb")
                 os.preadv(direct.fileno(), [mmap.mmap(-1, PAGE_BYTES)], 0)
                 self._source = direct
         self.is_direct = self._source is not self._raw
+        self._own = threading.local()
+        self._own.file = self._source
         self._status = os.fstat(self._raw.fileno())
         self.size = self._status.st_size
         self._rng = random.Random(0)
@@ -78,19 +84,40 @@ class OpenFile:
             raise UserError(f"{self.path} was changed while in use; {RESTORE}")
         self._status = new
 
+    def local_until(self, offset: int) -> int:
+        """The first byte from `offset` on that is not on this machine."""
+        return self.size
+
+    def fetch(self, offset: int, count: int, check: Callable[[np.ndarray], None] | None = None) -> np.ndarray:
+        """Fetch bytes that are not on this machine."""
+        raise NotImplementedError
+
     def _has_its_name(self, status: os.stat_result) -> bool:
         """Whether the path still leads to this file."""
         with suppress(OSError):
             return os.path.samestat(Path(self.path).stat(), status)
         return False
 
+    def _descriptor(self) -> int:
+        """The descriptor of this thread, which is closed when the thread ends; a common one if there are many files."""
+        if not hasattr(self._own, "file"):
+            self._own.file = self._source
+            with suppress(OSError):  # no more may be opened
+                flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if self.is_direct else 0)
+                # This leads to the file that was opened, even if its path leads to another one by now.
+                own = FileIO(os.open(f"/proc/self/fd/{self._source.fileno()}", flags))
+                if own.fileno() <= _limit_of_files(own.fileno()) * OWN_FILES:
+                    self._own.file = own
+        return self._own.file.fileno()
+
     def preadv(self, targets: list[memoryview], offset: int) -> None:
         """Fill the targets, one after the other, with the bytes from `offset` on.
 
         Raises UserError if the file ends before the targets are full.
         """
+        descriptor = self._raw.fileno() if self.is_direct else self._descriptor()
         missing = sum(target.nbytes for target in targets)
-        while (n_read := os.preadv(self._raw.fileno(), targets, offset)) < missing:
+        while (n_read := os.preadv(descriptor, targets, offset)) < missing:
             if n_read == 0:
                 raise UserError(f"{self.path} ends at byte {offset}: it was cut while in use; {RESTORE}")
             offset += n_read
@@ -110,7 +137,7 @@ class OpenFile:
             memory = memory[start : start + size]
         else:  # no whole pages: a copy to a place in a page that is a little behind the one it comes from is slow
             memory = scratch(needed, "file")
-        n_read = os.preadv(self._source.fileno(), [memory.data], begin)
+        n_read = os.preadv(self._descriptor(), [memory.data], begin)
         if n_read < needed:  # a signal or the limit of 2 GiB ended the call early, or the file was cut
             self.preadv([memory[n_read:needed].data], begin + n_read)
         return memory[offset - begin : needed]
@@ -126,12 +153,13 @@ class OpenFile:
         if self.is_direct or not count:
             return None
         byte = offset + self._rng.randrange(count)
+        descriptor = self._descriptor()
         try:
-            is_cached = os.preadv(self._raw.fileno(), [bytearray(1)], byte, os.RWF_NOWAIT)  # 0: it was cut just now
+            is_cached = os.preadv(descriptor, [bytearray(1)], byte, os.RWF_NOWAIT)  # 0: it was cut just now
             return self.mapped[offset : offset + count] if is_cached and self._is_among_few else None
         except OSError:  # not in memory, or on a network, of which Linux does not tell
             for start in range(offset, offset + count, READ_AHEAD_BYTES):
-                os.posix_fadvise(self._raw.fileno(), start, READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
+                os.posix_fadvise(descriptor, start, READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
             return None
 
     @cached_property
@@ -139,15 +167,27 @@ class OpenFile:
         """(bytes,) uint8: the mapped file. Each of its pages that is not in memory costs a page fault."""
         return np.frombuffer(mmap.mmap(self._raw.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
 
+    def open_h5(self) -> h5py.File:
+        """The file as h5py reads it, with a descriptor of its own. Raises what h5py raises."""
+        return h5py.File(self.path, "r")
+
     def read_h5(self, dataset: str, start: int, n_rows: int) -> np.ndarray:
         """The rows start, start + 1, ... as far as there are any, by the HDF5 library, which holds its one lock."""
         try:
-            h5 = self._h5 or h5py.File(self.path, "r")
+            h5 = self._h5 or self.open_h5()
             self._h5 = h5 if self._is_among_few else None
             return np.asarray(h5[dataset][start : start + n_rows])
         except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:
             text = " ".join(str(error).split())
             raise UserError(f"{self.path}: {dataset} from row {start} on cannot be read ({text}); {RESTORE}") from None
+
+
+def _limit_of_files(number: int) -> int:
+    """The most files that this process may open. number: of the newest one; the limit is raised before they run out."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if number > soft * FEW_FILES:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
 
 
 def scratch(size: int, purpose: str) -> np.ndarray:

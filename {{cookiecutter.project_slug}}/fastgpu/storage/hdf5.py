@@ -10,6 +10,8 @@ import h5py
 import numpy as np
 
 from fastgpu.process.launch import UserError
+from fastgpu.storage import remote
+from fastgpu.storage.file import OpenFile
 
 OR_CONVERT = "or convert it once: python convert.py --help says how"
 """The cure for files of images, tables and arrays."""
@@ -19,11 +21,17 @@ Member = TypeVar("Member", h5py.Group, h5py.Dataset)
 
 
 @contextmanager
-def open_file(path: str, where: str) -> Iterator[h5py.File]:
-    """Open a file to read. Raises UserError, beginning with `where`, for what h5py raises, also in the block."""
+def open_file(path: str, where: str, *, around_page_cache: bool = False) -> Iterator[tuple[OpenFile, h5py.File]]:
+    """Open a file or URL to read: its bytes, and what h5py makes of them, which is closed after the block.
+
+    around_page_cache: see `OpenFile`. Raises UserError, beginning with `where`, for what h5py raises, also in the
+    block.
+    """
     try:
-        with h5py.File(path, "r") as file:
-            yield file
+        is_remote = remote.is_url(path)
+        file = remote.open_remote(path, where) if is_remote else OpenFile(path, around_page_cache=around_page_cache)
+        with file.open_h5() as h5:
+            yield file, h5
     except FileNotFoundError:
         raise UserError(f"{where} does not exist (looked in {Path.cwd()})") from None
     except IsADirectoryError:

@@ -6,8 +6,10 @@ docs/data-path.md: `PlainRows`, `CompressedRows`, or `Layout`, by the HDF5 libra
 
 import hashlib
 import math
+import threading
 from collections.abc import Iterable
-from functools import cached_property
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, partial
 
 import h5py
 import numpy as np
@@ -18,6 +20,7 @@ from fastgpu.rows.rows import Field
 from fastgpu.storage.file import RESTORE, OpenFile
 from fastgpu.storage.filters import DECODERS, DECODING, Bytes, decode, filters_of
 from fastgpu.storage.hdf5 import dtype_of
+from fastgpu.storage.remote import MAX_REQUESTS
 
 BLOCK_BYTES = 2 << 20
 """Size of a block: random pieces of 2 MiB are read as fast as a cold disk can."""
@@ -64,6 +67,9 @@ class Layout:
         self._filters = filters_of(data)
         self._chunks = self._find_chunks(data)
         """(chunks, 3) int64: first byte, number of bytes in the file, and skipped filters (see `decode`)."""
+        self._is_local = np.full(len(self._chunks), not file.is_remote)
+        """(chunks,) bool: whether a chunk is known to be on this machine."""
+        self._fetching: dict[int, threading.Lock] = {}
 
     def __len__(self) -> int:
         return self._n_rows
@@ -101,7 +107,9 @@ class Layout:
     def read_all(self, dtype: np.dtype | None = None) -> np.ndarray:
         """All rows, (rows, *shape), as `dtype` if it is given. For small fields that are kept in memory."""
         out = np.empty((self._n_rows, *self.field.shape), dtype or self.field.dtype)
-        self.read([(0, range(self._n_rows))], out)
+        step = MAX_REQUESTS * self.chunk_rows  # chunks that are fetched are in memory, too, until they are copied
+        for start in range(0, self._n_rows, step):
+            self.read([(start, range(start, min(self._n_rows, start + step)))], out)
         return out
 
     def read(self, ranges: Iterable[Range], out: np.ndarray, plan: PoolPlan | None = None) -> None:
@@ -118,16 +126,49 @@ class Layout:
                 of_chunk = places[done : done + self.chunk_rows - row]
                 by_chunk.setdefault(chunk, []).append((row, of_chunk))
                 done += len(of_chunk)
-        self._read(by_chunk, out)
+        self._read(by_chunk, out, self._fetch(by_chunk))
         self._file.check_unchanged()
 
-    def _read(self, by_chunk: dict[int, list[Range]], out: np.ndarray) -> None:
+    def _fetch(self, chunks: Iterable[int]) -> dict[int, np.ndarray]:
+        """{chunk: its bytes} of the chunks of a remote file that were not on this machine."""
+        missing = [chunk for chunk in chunks if not self._is_local[chunk]]
+        if len(missing) < 2:
+            contents = [self._fetch_chunk(chunk) for chunk in missing]
+        else:
+            with ThreadPoolExecutor(MAX_REQUESTS) as threads:
+                contents = list(threads.map(self._fetch_chunk, missing))
+        return {chunk: content for chunk, content in zip(missing, contents, strict=True) if content is not None}
+
+    def _fetch_chunk(self, chunk: int) -> np.ndarray | None:
+        """The bytes of a chunk; None if the copy has them, because somebody else has fetched them meanwhile."""
+        begins, n_bytes, _ = self._chunks.T
+        begin = int(begins[chunk])
+        with self._fetching.setdefault(chunk, threading.Lock()):
+            end = self._file.local_until(begin)
+            self._is_local |= (begins >= begin) & (begins + n_bytes <= end)
+            if self._is_local[chunk]:
+                return None
+            check = None
+            if self.digests is not None and type(self) is not Layout:
+                check = partial(self._check, chunk, self.digests[chunk].tobytes())
+            return self._file.fetch(begin, int(n_bytes[chunk]), check)
+
+    def _check(self, chunk: int, digest: bytes, content: np.ndarray) -> None:
+        """Raise UserError if the rows of a chunk, of which `content` has the bytes, have another SHA-256."""
+        n_rows = min(self.chunk_rows, self._n_rows - chunk * self.chunk_rows)
+        rows = self.read_chunk(chunk, content)[:n_rows].astype(self.field.dtype)
+        if hashlib.sha256(rows.data).digest() != digest:
+            raise UserError(f"{self.name}: block {chunk} is damaged: its SHA-256 is another one; {RESTORE}")
+
+    def _read(self, by_chunk: dict[int, list[Range]], out: np.ndarray, fetched: dict[int, np.ndarray]) -> None:
         """Copy rows to their places. by_chunk: {chunk: ranges of it}, whose rows are numbered from its first one.
+        fetched: {chunk: its bytes} of those that are in memory.
 
         Each chunk is read as a whole, once for all its ranges. The kernel is asked for all of them before the first is
         read, so that a few threads keep a disk busy.
         """
-        contents = {chunk: self._file.cached(*self._chunks[chunk, :2].tolist()) for chunk in by_chunk}
+        places_in_file = {chunk: self._chunks[chunk, :2].tolist() for chunk in by_chunk if chunk not in fetched}
+        contents = {**{chunk: self._file.cached(*place) for chunk, place in places_in_file.items()}, **fetched}
         for chunk, ranges in by_chunk.items():
             rows = self.read_chunk(chunk, contents[chunk])
             for row, places in ranges:
@@ -174,15 +215,21 @@ class PlainRows(Layout):
         """Whether each row is copied on its own: it is long, and its bytes in the file are those in a pool."""
         return self.field.row_bytes >= SCATTER_BYTES and self._dtype.isnative and self._n_items is None
 
-    def _read(self, by_chunk: dict[int, list[Range]], out: np.ndarray) -> None:
+    def read_chunk(self, chunk: int, content: np.ndarray | None = None) -> np.ndarray:
+        return self._as_rows(self._file.read(*self._chunks[chunk, :2].tolist()) if content is None else content)
+
+    def _read(self, by_chunk: dict[int, list[Range]], out: np.ndarray, fetched: dict[int, np.ndarray]) -> None:
         """Bytes in the page cache are copied out of a mapping of the file. Others are read by one preadv for each
         range, because page faults are far slower."""
         row_bytes = self.field.row_bytes
         pieces: list[tuple[np.ndarray | None, int, np.ndarray | range]] = []
         for chunk, ranges in by_chunk.items():
+            content = fetched.get(chunk)
             for row, places in ranges:
-                offset = int(self._chunks[chunk, 0]) + row * row_bytes
-                pieces.append((self._file.cached(offset, len(places) * row_bytes), offset, places))
+                begin, n_bytes = row * row_bytes, len(places) * row_bytes
+                offset = int(self._chunks[chunk, 0]) + begin
+                part = self._file.cached(offset, n_bytes) if content is None else content[begin : begin + n_bytes]
+                pieces.append((part, offset, places))
         # Copies out of the mapping come last, in one go: each displaces code and data from the caches of the CPU.
         for content, offset, places in sorted(pieces, key=lambda piece: piece[0] is not None):
             if content is not None:
@@ -209,7 +256,8 @@ class PlainRows(Layout):
         first = int(self._chunks[0, 0])
         is_one_piece = np.all(np.diff(self._chunks[:, 0]) == self.chunk_rows * row_bytes)
         spans = ((first + start * row_bytes, len(places) * row_bytes) for start, places in ranges)
-        if self._has_long_rows and is_one_piece and not any(self._file.cached(*span) is None for span in spans):
+        is_ready = self._has_long_rows and is_one_piece and self._is_local.all()
+        if is_ready and not any(self._file.cached(*span) is None for span in spans):
             return self._file.mapped[first : first + self._n_rows * row_bytes].reshape(-1, row_bytes)
         return None
 

@@ -20,6 +20,7 @@ from fastgpu.process.launch import UserError, warn
 from fastgpu.process.machine import free_host_bytes
 from fastgpu.rows.contract import Dataset, Out, PoolPlan, Reads
 from fastgpu.rows.rows import MAX_VALUES, OFFSET_DTYPE, Field
+from fastgpu.storage import remote
 from fastgpu.storage.columns import Codec, DecodedColumn, InMemory, RaggedColumn
 from fastgpu.storage.file import OpenFile, split_group
 from fastgpu.storage.hdf5 import SOURCES, attributes_of, dtype_of, find, open_file
@@ -67,7 +68,7 @@ class HDF5Dataset(Dataset):
         """(rows,) bytes of UTF-8, empty for the rows of a file that does not have them."""
         found = []
         for (path, group), n_rows in zip(self.files, self.part_rows, strict=True):
-            with open_file(path, path) as file:
+            with open_file(path, path) as (_, file):
                 data = file[group].get(SOURCES)
                 is_known = isinstance(data, h5py.Dataset) and data.shape == (n_rows,) and data.dtype.kind in "SO"
                 found.append(data[:] if is_known else np.zeros(n_rows, "S1"))
@@ -122,19 +123,26 @@ class HDF5Dataset(Dataset):
 
 
 def open_store(
-    key: str, paths: str | Sequence[str], fields: Mapping[str, str], codecs: Mapping[str, Codec] | None = None
+    key: str,
+    paths: str | Sequence[str],
+    fields: Mapping[str, str],
+    codecs: Mapping[str, Codec] | None = None,
+    *,
+    cache: str = remote.CACHE,
 ) -> HDF5Dataset:
     """Open HDF5 files as one source of rows. Raises UserError if a person has to change something.
 
-    key: the config key that names the files, for messages. paths: one or more of `file.h5`, `file.h5::/group` and globs
-    such as `part-*.h5`. fields: {field: dataset or CSR group in the file}. codecs: {field: what decodes its rows, if
-    they are encoded}. The attributes are those of the first file or group, but `mean` and `std` are of all rows.
+    key: the config key that names the files, for messages. paths: one or more of `file.h5`, `file.h5::/group`, URLs and
+    globs such as `part-*.h5`. fields: {field: dataset or CSR group in the file}. codecs: {field: what decodes its rows,
+    if they are encoded}. cache: the folder for copies of remote files. The attributes are those of the first file or
+    group, but `mean` and `std` are of all rows.
     """
     names = [name for path in ([paths] if isinstance(paths, str) else paths) for name in expand(key, path)]
     if not fields or not names:
         raise UserError(f"{key}: no file or no field is named; data.fields maps names in the code to datasets of files")
     n_bytes = sum(Path(path).stat().st_size for path in {path for path, _ in names} if Path(path).is_file())
     is_large = n_bytes > AROUND_PAGE_CACHE * free_host_bytes()
+    remote.open_ahead(key, {path for path, _ in names if remote.is_url(path)}, cache)
     first, *others = files = [_open(key, path, group, fields, around_page_cache=is_large) for path, group in names]
     for other in others:
         check_meaning(key, first, other)
@@ -161,11 +169,18 @@ def open_store(
 def expand(key: str, path: str) -> list[tuple[str, str]]:
     """(file, group) for each file that `file.h5`, `file.h5::/group` or a glob names. Raises UserError for none."""
     pattern, group = split_group(path)
+    if remote.is_url(pattern):
+        return [(url, group) for url in remote.expand(key, pattern)]
     is_pattern = glob.has_magic(pattern) and not Path(pattern).exists()
     files = sorted(glob.glob(pattern)) if is_pattern else [pattern]  # noqa: PTH207 (pathlib globs no absolute patterns)
     if not files:
         raise UserError(f"{key}: no file matches {pattern} (looked in {Path.cwd()})")
     return [(file, group) for file in files]
+
+
+def is_remote(source: Dataset) -> bool:
+    """Whether rows come from a bucket or a web server."""
+    return isinstance(source, HDF5Dataset) and source.file.is_remote
 
 
 def _pool_statistics(files: Sequence[HDF5Dataset]) -> dict[str, Any]:
@@ -187,8 +202,7 @@ def _open(key: str, path: str, group: str, fields: Mapping[str, str], *, around_
     """The rows of one file, or of one group of a file."""
     name = path if group == "/" else f"{path}::{group}"
     where = f"{key}: {name}"
-    with open_file(path, f"{key}: {path}") as h5:
-        file = OpenFile(path, around_page_cache=around_page_cache)
+    with open_file(path, f"{key}: {path}", around_page_cache=around_page_cache) as (file, h5):
         root = find(h5, group, h5py.Group, f"{key}: {path}")
         attributes = attributes_of(root)
         opened = {field: _open_column(root, dataset, where, file) for field, dataset in fields.items()}

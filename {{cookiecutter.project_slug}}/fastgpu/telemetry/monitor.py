@@ -1,4 +1,5 @@
-"""Counters of the machine of rank 0: its GPUs through NVML, its CPUs, memory and disks through psutil.
+"""Counters of the machine of rank 0: its GPUs through NVML, its CPUs, memory and disks through psutil, and what it
+fetches from buckets.
 
 A counter that a GPU, its driver or this system does not have is named once and left out, never logged as 0.
 """
@@ -20,6 +21,7 @@ import torch
 from fastgpu.process.launch import warn
 from fastgpu.process.machine import GIB
 from fastgpu.process.world import World
+from fastgpu.storage import remote
 
 Counters = dict[str, Callable[[], float | None]]
 """{tag: function that reads its value, or None if there is no new one}"""
@@ -53,7 +55,7 @@ class Monitor(AbstractContextManager["Monitor"]):
             values[tag].append(value)
         means = {tag: fmean(read) for tag, read in values.items()}
         minima = {tag.replace("util", "util_min"): min(read) for tag, read in values.items() if "/util" in tag}
-        taken = means | minima | _read_host()
+        taken = means | minima | _read_host() | remote.counters()
         if self._disk:
             (then, before), self._disk = self._disk, _disk_reads()
             now, after = self._disk

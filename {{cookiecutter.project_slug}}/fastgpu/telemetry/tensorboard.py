@@ -86,6 +86,8 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
         if interval:
             self._epoch.append((values["train/loss"], interval))
             text = f"step {step}: loss {values['train/loss']:.4f}, {interval}"
+            if (local_pct := values.get("storage/local_pct", 100)) < 99:
+                text += f", {local_pct:.0f} % of the data fetched"
             self._bar.set_postfix_str(text)
             if self._bar.disable and time.monotonic() - self._printed >= LINE_EVERY_S:
                 self._printed = time.monotonic()
