@@ -1,0 +1,97 @@
+"""An object store on this machine, of which a test says how it fails: HEAD, and GET with Range and If-Match."""
+
+import threading
+import time
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+LISTING = '<?xml version="1.0"?><ListBucketResult><IsTruncated>false</IsTruncated>{}</ListBucketResult>'
+ENTRY = (
+    "<Contents><Key>{}</Key><Size>1</Size><ETag>x</ETag><LastModified>2026-11-27T00:00:00Z</LastModified></Contents>"
+)
+
+
+@dataclass
+class Store:
+    """Objects by their path, such as /bucket/x.h5. Each fault strikes that many of the next GETs."""
+
+    objects: dict[str, bytes] = field(default_factory=dict)
+    tag: str = '"1"'
+    status: int = 503
+    message: str = ""
+    refused: int = 0  # answered by `status` and `message`
+    cut: int = 0  # the connection ends in mid-body
+    hanging: int = 0  # no answer comes
+    flipped: int = 0  # a bit is another one
+    ignores_ranges: bool = False
+    ignores_tags: bool = False
+    gets: list[tuple[str, str]] = field(default_factory=list)
+    """(path, range) of each GET that was answered in full."""
+    delay_s: float = 0.0
+
+    def strikes(self, fault: str) -> bool:
+        n_left = getattr(self, fault)
+        setattr(self, fault, max(0, n_left - 1))
+        return n_left > 0
+
+
+def serve(store: Store) -> tuple[ThreadingHTTPServer, str]:
+    """The server, which runs until `shutdown`, and its address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def answer(self, status: int, body: bytes = b"", **headers: str) -> None:
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name.replace("_", "-"), value)
+            if "Content_Length" not in headers:
+                self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_HEAD(self) -> None:
+            body = store.objects.get(self.path)
+            if body is None:
+                return self.answer(404)
+            modified = "Fri, 27 Nov 2026 00:00:00 GMT"
+            return self.answer(200, ETag=store.tag, Content_Length=str(len(body)), Last_Modified=modified)
+
+        def do_GET(self) -> None:
+            path, _, query = self.path.partition("?")
+            if "list-type=2" in query:
+                prefix = f"{path}/"
+                keys = sorted(key.removeprefix(prefix) for key in store.objects if key.startswith(prefix))
+                return self.answer(200, LISTING.format("".join(map(ENTRY.format, keys))).encode())
+            if store.strikes("hanging"):
+                time.sleep(3)
+            if store.strikes("refused"):
+                return self.answer(store.status, store.message.encode(), Content_Type="application/xml")
+            if self.headers["If-Match"] not in (None, store.tag) and not store.ignores_tags:
+                return self.answer(412)
+            time.sleep(store.delay_s)
+            whole = store.objects[path]
+            begin, _, last = (
+                (self.headers["Range"] or f"bytes=0-{len(whole) - 1}").removeprefix("bytes=").partition("-")
+            )
+            body = whole if store.ignores_ranges else whole[int(begin) : int(last) + 1]
+            if store.strikes("flipped"):
+                middle = len(body) // 2
+                body = body[:middle] + bytes([body[middle] ^ 1]) + body[middle + 1 :]
+            headers = {"ETag": store.tag, "Last_Modified": "Fri, 27 Nov 2026 00:00:00 GMT"}
+            if not store.ignores_ranges:
+                headers["Content_Range"] = f"bytes {begin}-{last}/{len(whole)}"
+            if store.strikes("cut"):
+                self.answer(206, body[: len(body) // 2], Content_Length=str(len(body)), **headers)
+                self.close_connection = True
+                return None
+            store.gets.append((path, f"{begin}-{last}"))
+            return self.answer(200 if store.ignores_ranges else 206, body, **headers)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server, f"http://127.0.0.1:{server.server_port}"

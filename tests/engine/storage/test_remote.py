@@ -1,0 +1,297 @@
+import errno
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from hashlib import sha256
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from harness import ROOT, convert, open_feed, wait_until, write_photos
+from object_store import Store, serve
+from scattered import read_scattered
+
+from fastgpu.process.launch import UserError
+from fastgpu.rows.order import BlockSampler
+from fastgpu.rows.rows import RaggedArray
+from fastgpu.storage import remote
+from fastgpu.storage.store import open_store
+
+IMAGES = {"images": "images", "labels": "labels"}
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, monkeypatch) -> Iterator[Store]:
+    """An object store with the bucket `b`, from which this process and its children read with short patience."""
+    store = Store()
+    server, address = serve(store)
+    environment = {"AWS_ENDPOINT_URL": address, "AWS_REGION": "us-east-1", "AWS_SKIP_SIGNATURE": "true"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(remote, "OPENING_RETRIES", 2)
+    monkeypatch.setattr(remote, "READING_RETRIES", 2)
+    monkeypatch.setitem(remote.TIMES, "read_timeout", timedelta(seconds=1))
+    forget()
+    yield store
+    server.shutdown()
+    remote.RemoteFile.is_full = False
+
+
+def forget() -> None:
+    """As a new process, which has opened nothing."""
+    remote._opened.clear()
+    remote._client.cache_clear()
+
+
+def put(store: Store, path: str) -> str:
+    """Put a file into the bucket. Returns its URL."""
+    store.objects[f"/b/{Path(path).name}"] = Path(path).read_bytes()
+    return f"s3://b/{Path(path).name}"
+
+
+def copy_of(name: str = "*.h5") -> bytes:
+    (path,) = Path("data/cache").glob(name)
+    return path.read_bytes()
+
+
+def same(rows: dict, others: dict) -> bool:
+    def parts(column):
+        return (column.values, column.offsets) if isinstance(column, RaggedArray) else (column,)
+
+    pairs = [(one, other) for name in others for one, other in zip(parts(rows[name]), parts(others[name]), strict=True)]
+    return rows.keys() == others.keys() and all(np.array_equal(one, other) for one, other in pairs)
+
+
+def with_digests(path: str) -> str:
+    """Write the checksums of the images, as convert.py does."""
+    with h5py.File(path, "r+") as file:
+        images = file["images"]
+        starts = range(0, len(images), images.chunks[0])
+        digests = [
+            np.frombuffer(sha256(images[at : at + images.chunks[0]].tobytes()).digest(), np.uint8) for at in starts
+        ]
+        file["fastgpu_sha256/images"] = np.stack(digests)
+    return path
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk": None}, {"compression": "gzip"}, {"fletcher32": True}], ids=str)
+def test_remote_rows_are_fetched_once_and_equal_local_ones(bucket, write, options):
+    local = open_store("data.train", path := write(3000, (3, 16, 16), **{"chunk": 64} | options), IMAGES)
+    rows = open_store("data.train", put(bucket, path), IMAGES)
+    assert rows.fingerprint == local.fingerprint
+    assert same(read_scattered(rows), read_scattered(local))
+    ranges = bucket.gets.copy()
+    assert len(set(ranges)) == len(ranges)
+    assert same(read_scattered(rows), read_scattered(local))
+    forget()
+    assert same(read_scattered(open_store("data.train", "s3://b/rows.h5", IMAGES)), read_scattered(local))
+    assert bucket.gets == ranges
+
+
+def test_remote_ragged_and_encoded_rows(bucket, write_ragged, tmp_path):
+    for path, fields in (
+        (write_ragged(500), {"items": "items", "number": "number"}),
+        (write_photos(tmp_path / "p.h5", 60), IMAGES),
+    ):
+        local = open_store("data.train", path, fields)
+        assert same(read_scattered(open_store("data.train", put(bucket, path), fields)), read_scattered(local))
+
+
+@pytest.mark.parametrize("tier", ["disk", "host", "device"])
+def test_remote_batches_equal_local_ones(bucket, write, tier):
+    epochs = []
+    path = write(1000, (3, 16, 16), 32)
+    for url in (path, put(bucket, path)):
+        rows = open_store("data.train", url, IMAGES)
+        feed = open_feed(rows, BlockSampler(rows, 50, pool_batches=4, seed=1), tier, n_readers=8)
+        epochs.append([batch["images"].clone() for epoch in (0, 1) for batch in feed.batches(epoch)])
+        feed.close()
+    assert all(map(torch.equal, *epochs))
+    assert len(set(bucket.gets)) == len(bucket.gets)
+
+
+@pytest.mark.slow
+def test_remote_requests_are_three_and_one_a_block(bucket, write, tmp_path):
+    converted = tmp_path / "converted.h5"
+    printed = convert("repack", write(4000, (3, 32, 32), 500), converted, "--seed", "0", cwd=tmp_path)
+    assert not printed.returncode, printed.stderr
+    rows = open_store("data.train", put(bucket, str(converted)), IMAGES)
+    assert rows.file.n_requests == 3  # its size, and metadata at its beginning and end
+    read_scattered(rows)
+    assert rows.file.n_requests <= 3 + len(rows.block_rows)
+    assert len(set(bucket.gets)) == len(bucket.gets)
+
+
+FAULTS = {
+    "503 for a while": {"refused": 2},
+    "429 for a while": {"refused": 2, "status": 429},
+    "a body that is cut": {"cut": 1},
+    "a server that hangs": {"hanging": 1},
+    "no If-Match": {"ignores_tags": True},
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_remote_fault_is_survived(bucket, write, fault):
+    local = open_store("data.train", path := write(500, (3, 16, 16)), IMAGES)
+    rows = open_store("data.train", put(bucket, path), IMAGES)
+    vars(bucket).update(FAULTS[fault])
+    assert same(read_scattered(rows), read_scattered(local))
+
+
+EXPIRED = "<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
+LINES = {
+    "503 for ever": ({"refused": 99}, "cannot be read: .*503.*check the URL, the credentials .*run.resume=auto"),
+    "429 for ever": ({"refused": 99, "status": 429}, "cannot be read: .*429"),
+    "a token that expires": ({"refused": 99, "status": 403, "message": EXPIRED}, "cannot be read: .*token has expired"),
+    "another region": ({"refused": 99, "status": 301}, "cannot be read: .*incorrectly configured region"),
+    "an object that is removed": ({"refused": 99, "status": 404}, "cannot be read: .*not found"),
+    "bodies that are cut": ({"cut": 99}, "cannot be read: "),
+    "another object": ({"tag": '"2"'}, "was changed while in use; restore the file"),
+    "another object, no If-Match": ({"tag": '"2"', "ignores_tags": True}, "was changed while in use"),
+    "ranges that are ignored": ({"ignores_ranges": True}, "cannot be read: .*[Rr]ange"),
+    "a flipped bit": ({"flipped": 1}, "images: block 0 is damaged: its SHA-256 is another one; restore"),
+}
+
+
+@pytest.mark.parametrize("fault", LINES)
+def test_remote_fault_is_one_line(bucket, write, fault):
+    rows = open_store("data.train", put(bucket, with_digests(write(3000, (3, 32, 32), 750))), IMAGES)
+    settings, message = LINES[fault]
+    vars(bucket).update(settings)
+    with pytest.raises(UserError, match=f"s3://b/rows.h5.*{message}") as caught:
+        rows[:750]
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 600
+    vars(bucket).update(vars(Store(bucket.objects)))
+    forget()
+    rows = open_store("data.train", "s3://b/rows.h5", IMAGES)  # nothing wrong has been kept
+    assert same(read_scattered(rows), read_scattered(open_store("data.train", "rows.h5", IMAGES)))
+
+
+def test_remote_file_that_cannot_be_opened(bucket, write, monkeypatch):
+    def message(url: str) -> str:
+        with pytest.raises(UserError) as caught:
+            open_store("data.train", url, IMAGES)
+        forget()
+        return str(caught.value)
+
+    url = put(bucket, write(10))
+    put(bucket, write(10, name="part-1.h5"))
+    assert message("s3://b/none.h5") == "data.train: s3://b/none.h5 does not exist"
+    assert message("s3://b/none-*.h5") == "data.train: no file matches s3://b/none-*.h5"
+    assert "should end in the name of a file" in message("s3://b*/x.h5")
+    assert "should end in the name of a file" in message("s3://b/")
+    assert "cannot be opened: " in message("what://b/x.h5")
+    Path("data").write_text("a file")
+    assert "needs a local copy, but data/cache cannot be written (" in message(url)
+    Path("data").unlink()
+    bucket.objects["/b/rows.h5"] = b"no HDF5" * 100
+    assert "cannot be read as HDF5: " in message(url)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # nobody listens
+    assert "cannot be opened: " in message(url)
+    monkeypatch.setattr(remote, "find_spec", lambda name: None)
+    assert message(url) == 'data.train: s3://b/rows.h5 is read by obstore: pip install "obstore>=0.12"'
+
+
+def test_remote_pattern_names_files_in_order(bucket, write):
+    for number in range(3):
+        put(bucket, write(10, name=f"part-{number}.h5", start=10 * number))
+    rows = open_store("data.train", "s3://b/part-*.h5", IMAGES)
+    assert [path for path, _ in rows.files] == [f"s3://b/part-{number}.h5" for number in range(3)]
+    assert same(read_scattered(rows), read_scattered(open_store("data.train", "part-*.h5", IMAGES)))
+
+
+def out_of_space(*_: object) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+FULL = {
+    "little is free": (remote, "KEEP_FREE_BYTES", 1 << 60),
+    "nothing is free": (os, "pwrite", out_of_space),
+    "no holes": (remote, "find_page_bytes", lambda folder: 0),
+}
+
+
+@pytest.mark.parametrize("reason", FULL)
+def test_remote_rows_are_right_without_a_copy(bucket, write, monkeypatch, capfd, reason):
+    path = write(3000, (3, 16, 16), 500)
+    url = put(bucket, path)
+    if reason != "no holes":
+        rows = open_store("data.train", url, IMAGES)
+        rows[:500]
+    monkeypatch.setattr(*FULL[reason])
+    if reason == "no holes":
+        rows = open_store("data.train", url, IMAGES)
+    expected = read_scattered(open_store("data.train", path, IMAGES))
+    assert same(read_scattered(rows), expected)
+    n_gets = len(bucket.gets)
+    assert same(read_scattered(rows), expected)
+    assert len(bucket.gets) > n_gets  # what is not kept is fetched again
+    assert capfd.readouterr().out.count("data.cache") == 1
+
+
+READ_ALL = """
+from fastgpu.storage.store import open_store
+rows = open_store("data.train", "s3://b/rows.h5", {"images": "images", "labels": "labels"})
+for start in range(0, len(rows), 100):
+    rows[start : start + 100]
+"""
+
+
+def read_all() -> subprocess.Popen:
+    """A process that reads all rows of rows.h5 in the bucket."""
+    return subprocess.Popen([sys.executable, "-c", READ_ALL], env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+
+@pytest.mark.slow
+def test_remote_reader_is_killed_and_its_copy_goes_on(bucket, write):
+    path = write(3000, (3, 32, 32), 100)
+    url = put(bucket, path)
+    bucket.delay_s = 0.05
+    process = read_all()
+    wait_until(lambda: len(bucket.gets) > 10, process)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    fetched = bucket.gets.copy()
+    bucket.delay_s = 0.0
+    rows = open_store("data.train", url, IMAGES)
+    assert same(read_scattered(rows), read_scattered(open_store("data.train", path, IMAGES)))
+    again = [each for each in bucket.gets[len(fetched) :] if each in fetched]
+    assert len(again) <= 1  # the one that was under way
+    assert len(fetched) > 10
+
+
+@pytest.mark.slow
+def test_remote_copy_is_shared_by_processes(bucket, write):
+    path = write(3000, (3, 32, 32), 100)
+    put(bucket, path)
+    bucket.delay_s = 0.01
+    processes = [read_all() for _ in range(2)]
+    assert [process.wait() for process in processes] == [0, 0]
+    n_gets = len(bucket.gets)
+    rows = open_store("data.train", "s3://b/rows.h5", IMAGES)
+    assert same(read_scattered(rows), read_scattered(open_store("data.train", path, IMAGES)))
+    assert len(bucket.gets) == n_gets
+    assert copy_of() == Path(path).read_bytes()
+
+
+def test_remote_file_refuses_a_fork(bucket, write):
+    rows = open_store("data.train", put(bucket, write(4000, (3, 32, 32), 100)), IMAGES)
+
+    def read(pipe):
+        with pytest.raises(UserError, match="was opened before a fork"):
+            rows[2000:2008]
+        pipe.send("refused")
+
+    mine, its = multiprocessing.Pipe()
+    multiprocessing.get_context("fork").Process(target=read, args=(its,)).start()
+    assert mine.poll(30)
+    assert mine.recv() == "refused"
