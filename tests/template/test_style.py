@@ -83,7 +83,15 @@ def test_nothing_is_unpickled_and_everything_is_formatted():
 NOT_SHIPPED = {
     *("run.check", "run.deterministic", "log.wandb", "loader.num_workers", "loader.timeout_s"),
     *("model.timm", "model.pretrained"),
-    *("data.val_fields", "data.balance", "data.dataset", "data.image_size", "data.min_crop_scale", "data.pool_batches"),
+    *(
+        "data.val_fields",
+        "data.balance",
+        "data.dataset",
+        "data.image_size",
+        "data.min_crop_scale",
+        "data.pool_batches",
+        "data.cache",
+    ),
     *("dist.strategy", "dist.device", "dist.find_unused_parameters", "dist.timeout_s"),
 }
 """Keys whose defaults are right for most, or that belong on a command line: docs/config.md has them."""

@@ -3,7 +3,9 @@ import fcntl
 import mmap
 import os
 import resource
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
 
@@ -201,6 +203,43 @@ def test_of_many_files_few_have_more_than_one_descriptor(write, tmp_path, monkey
     monkeypatch.setattr(resource, "getrlimit", lambda _: (128, 128))
     with pytest.raises(UserError, match="h5 is one file too many for the limit of 128 open files; raise it by ulimit"):
         open_store("data.train", str(tmp_path / "*.h5"), {"images": "images"})
+
+
+def test_reader_threads_have_descriptors_of_their_own(write, tmp_path, monkeypatch, n_open):
+    used = []
+    real = os.preadv
+
+    def preadv(descriptor, buffers, offset, *flags):
+        used.append(descriptor)
+        return real(descriptor, buffers, offset, *flags)
+
+    def read_by_threads() -> int:
+        """How many descriptors threads that live at the same time have read from."""
+        used.clear()
+        n_threads = 6
+        barrier = threading.Barrier(n_threads)
+
+        def read() -> bool:
+            barrier.wait()
+            is_right = rows_are_right(opened)
+            barrier.wait()
+            return is_right
+
+        with ThreadPoolExecutor(n_threads) as threads:
+            reads = [threads.submit(read) for _ in range(n_threads)]
+            assert all(each.result() for each in reads)
+        return len(set(used))
+
+    opened = open_store("data.train", write(40, BIG), {"images": "images", "labels": "labels"})
+    n_before = n_open()
+    monkeypatch.setattr(os, "preadv", preadv)
+    Path(tmp_path / "rows.h5").rename(tmp_path / "moved.h5")
+    write(40, BIG, start=1000)  # another file has the name now
+    assert read_by_threads() == 6
+    assert n_open() == n_before  # those of threads that have ended are closed
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (4, 4))
+    assert read_by_threads() == 1  # there are too many open files: all threads share one
 
 
 def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be(write, monkeypatch):

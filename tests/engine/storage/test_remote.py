@@ -13,7 +13,18 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from harness import ROOT, convert, open_feed, wait_until, write_photos
+from harness import (
+    ROOT,
+    convert,
+    metrics_of,
+    open_feed,
+    same_weights,
+    train,
+    train_command,
+    wait_for_step,
+    wait_until,
+    write_photos,
+)
 from object_store import Store, serve
 from scattered import read_scattered
 
@@ -295,3 +306,30 @@ def test_remote_file_refuses_a_fork(bucket, write):
     multiprocessing.get_context("fork").Process(target=read, args=(its,)).start()
     assert mine.poll(30)
     assert mine.recv() == "refused"
+
+
+@pytest.mark.slow
+def test_remote_run_is_killed_and_resumed_bit_for_bit(bucket, folder):
+    rng = np.random.default_rng(0)
+    with h5py.File("rows.h5", "w") as file:  # of 35 blocks, of which few come with the metadata
+        for name, n_rows in (("train", 700), ("val", 100)):
+            x = rng.standard_normal((n_rows, 1024), np.float32)
+            file.create_dataset(f"{name}/x", data=x, chunks=(20, 1024))
+            file[f"{name}/y"] = x[:, 0]
+    put(bucket, "rows.h5")
+    settings = ["data.tier=disk", "run.checkpoint_every_steps=4", "train.epochs=2"]
+    assert train("run.name=local", *settings) == 0
+    bucket.delay_s = 0.1  # the run is killed in its first epoch
+    words = ["run.name=remote", "run.resume=auto", "data.train=s3://b/rows.h5::/train", "data.val=s3://b/rows.h5::/val"]
+    process = subprocess.Popen(train_command(*settings, *words))
+    wait_for_step(folder / "runs/remote", 4, process)
+    process.kill()
+    process.wait()
+    fetched = bucket.gets.copy()
+    bucket.delay_s = 0.0
+    assert train(*settings, *words) == 0
+    assert same_weights(folder / "runs/remote", folder / "runs/local")
+    assert any(point.get("storage/requests") for point in metrics_of(folder / "runs/remote"))
+    assert len(fetched) > 5
+    again = [each for each in bucket.gets[len(fetched) :] if each in fetched]
+    assert len(again) <= 16  # those that were under way
