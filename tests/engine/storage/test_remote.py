@@ -8,19 +8,23 @@ from collections.abc import Iterator
 from datetime import timedelta
 from hashlib import sha256
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 import h5py
 import numpy as np
+import obstore.store
 import pytest
 import torch
 from harness import (
     ROOT,
     convert,
+    free_port,
     metrics_of,
     open_feed,
     same_weights,
     train,
     train_command,
+    wait_for_port,
     wait_for_step,
     wait_until,
     write_photos,
@@ -333,3 +337,32 @@ def test_remote_run_is_killed_and_resumed_bit_for_bit(bucket, folder):
     assert len(fetched) > 5
     again = [each for each in bucket.gets[len(fetched) :] if each in fetched]
     assert len(again) <= 16  # those that were under way
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_remote_rows_of_a_server_that_speaks_s3(bucket, write, monkeypatch):
+    """With signatures, listings and errors as S3 has them: moto checks all but the secret."""
+    port = free_port()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+    monkeypatch.delenv("AWS_SKIP_SIGNATURE")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    with subprocess.Popen([sys.executable, "-m", "moto.server", "-p", str(port)]) as server:
+        try:
+            wait_for_port(port, server)
+            urlopen(Request(f"http://127.0.0.1:{port}/bucket", method="PUT")).close()
+            client = obstore.store.from_url("s3://bucket/deep/down", client_options={"allow_http": True})
+            for number in range(2):
+                path = write(2000, (3, 32, 32), 500, name=f"part-{number}.h5", start=2000 * number)
+                obstore.put(client, f"part-{number}.h5", Path(path))
+            rows = open_store("data.train", "s3://bucket/deep/down/part-*.h5", IMAGES)
+            assert same(read_scattered(rows), read_scattered(open_store("data.train", "part-*.h5", IMAGES)))
+            obstore.put(client, "part-0.h5", Path("part-1.h5"))
+            forget()
+            rows = open_store("data.train", "s3://bucket/deep/down/part-0.h5", IMAGES)
+            assert same(read_scattered(rows), read_scattered(open_store("data.train", "part-1.h5", IMAGES)))
+            with pytest.raises(UserError, match="s3://bucket/none.h5 does not exist"):
+                open_store("data.train", "s3://bucket/none.h5", IMAGES)
+        finally:
+            server.terminate()
