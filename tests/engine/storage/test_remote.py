@@ -167,7 +167,7 @@ LINES = {
     "429 for ever": ({"refused": 99, "status": 429}, "cannot be read: .*429"),
     "a token that expires": ({"refused": 99, "status": 403, "message": EXPIRED}, "cannot be read: .*token has expired"),
     "another region": ({"refused": 99, "status": 301}, "cannot be read: .*incorrectly configured region"),
-    "an object that is removed": ({"refused": 99, "status": 404}, "cannot be read: .*not found"),
+    "an object that is removed": ({"refused": 99, "status": 404}, "does not exist"),
     "bodies that are cut": ({"cut": 99}, "cannot be read: "),
     "another object": ({"tag": '"2"'}, "was changed while in use; restore the file"),
     "another object, no If-Match": ({"tag": '"2"', "ignores_tags": True}, "was changed while in use"),
@@ -204,14 +204,14 @@ def test_remote_file_that_cannot_be_opened(bucket, write, monkeypatch):
     assert message("s3://b/none-*.h5") == "data.train: no file matches s3://b/none-*.h5"
     assert "should end in the name of a file" in message("s3://b*/x.h5")
     assert "should end in the name of a file" in message("s3://b/")
-    assert "cannot be opened: " in message("what://b/x.h5")
+    assert "cannot be read: " in message("what://b/x.h5")
     Path("data").write_text("a file")
     assert "needs a local copy, but data/cache cannot be written (" in message(url)
     Path("data").unlink()
     bucket.objects["/b/rows.h5"] = b"no HDF5" * 100
     assert "cannot be read as HDF5: " in message(url)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # nobody listens
-    assert "cannot be opened: " in message(url)
+    assert "cannot be read: " in message(url)
     monkeypatch.setattr(remote, "find_spec", lambda name: None)
     assert message(url) == 'data.train: s3://b/rows.h5 is read by obstore: pip install "obstore>=0.12"'
 

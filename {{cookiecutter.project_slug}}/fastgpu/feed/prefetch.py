@@ -42,8 +42,8 @@ from fastgpu.process.launch import HangError
 from fastgpu.rows.contract import Dataset, Out, Pool, PoolPlan, Reads
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import RaggedArray, Rows
+from fastgpu.storage import remote
 from fastgpu.storage.filters import DECODING
-from fastgpu.storage.remote import n_fetched_bytes
 from fastgpu.storage.store import HDF5Dataset
 
 JOB_BYTES = 1 << 20
@@ -112,7 +112,7 @@ class PrefetchLoader(PoolLoader):
         self._busy_lock = threading.Lock()
         self._busy_since = time.perf_counter()
         self._reading_s = self._decoding_s = 0.0  # of all threads
-        self._n_fetched_bytes = n_fetched_bytes()
+        self._n_requests = remote.n_requests()
         self._threads: list[threading.Thread] = []
         self._next: tuple[int, int] | None = None  # (epoch, number) of the pools that are being read now
         # The threads are daemons, so that one that hangs does not keep Python from ending. One that runs C++ while
@@ -129,7 +129,7 @@ class PrefetchLoader(PoolLoader):
             reading_s, decoding_s, elapsed_s = self._reading_s, self._decoding_s, now - self._busy_since
             self._reading_s = self._decoding_s = 0.0
             self._busy_since = now
-        n_before, self._n_fetched_bytes = self._n_fetched_bytes, n_fetched_bytes()
+        n_before, self._n_requests = self._n_requests, remote.n_requests()
         if reading_s + decoding_s < n_readers * elapsed_s / 2:
             return ""
         if isinstance(self._source, ItemDataset):
@@ -137,7 +137,7 @@ class PrefetchLoader(PoolLoader):
         if decoding_s > reading_s:
             return "decoding; try to decode once, into pixels without compression, or more CPUs"
         cure = f"try loader.num_readers={2 * n_readers}"
-        if self._n_fetched_bytes > n_before:
+        if self._n_requests > n_before:
             return f"the network, from which each block comes once, to data.cache; {cure}"
         return f"reading; {cure}, or a faster disk"
 

@@ -12,12 +12,12 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
-from fnmatch import fnmatch
+from fnmatch import filter as matching
 from functools import cache, lru_cache
 from importlib import import_module
 from importlib.util import find_spec
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from fastgpu.storage.file import PAGE_BYTES, RESTORE, OpenFile
 CACHE = "data/cache"
 """The folder of the copies, unless data.cache names another one."""
 PIECE_BYTES = 1 << 20
-"""The metadata, which h5py reads in small parts, are fetched in pieces of this size."""
+"""h5py reads the metadata in small parts, which are fetched in pieces of this size."""
 MAX_PAGE_BYTES = 4 << 20
 KEEP_FREE_BYTES = 1 << 30
 """A copy leaves so much of its disk free."""
@@ -50,35 +50,28 @@ class RemoteFile(OpenFile):
 
     is_remote = True
     is_full = False
-    """Whether nothing more is written to copies, because a disk is full."""
+    """Whether nothing more is written to any copy, because a disk is full."""
 
     def __init__(self, url: str, where: str, folder: str):
         """where: names it in messages. folder: of the copies. Raises UserError."""
-        obstore = _library(where)
         self._bucket, _, self._name = url.rpartition("/")
-        try:
-            head = obstore.head(_client(self._bucket, OPENING_RETRIES), self._name)
-        except FileNotFoundError:
-            raise UserError(f"{where} does not exist") from None
-        except (obstore.exceptions.BaseError, ValueError, OSError) as error:
-            raise UserError(f"{where} cannot be opened: {_in_words(error)}; {CURE}") from None
+        head = _request(where, CURE, lambda obstore: obstore.head(_client(self._bucket, OPENING_RETRIES), self._name))
         self._version = _version_of(head)
         self._process = os.getpid()
         self.n_requests, self.n_fetched_bytes = 1, 0
+        copy = f"{folder}/{hashlib.sha256(f'{url} {self._version}'.encode()).hexdigest()[:16]}.h5"
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
             self._page_bytes = find_page_bytes(folder)
-            copy = "/dev/null"  # of which all is missing
+            if not self._page_bytes:
+                warn(f"the file system of {folder} (data.cache) has no holes, so {url} is fetched in each epoch")
+                copy = os.devnull
+            self._writer = io.FileIO(os.open(copy, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "r+")
             if self._page_bytes:
-                copy = f"{folder}/{hashlib.sha256(f'{url} {self._version}'.encode()).hexdigest()[:16]}.h5"
-                with Path(copy).open("ab") as file:
-                    os.truncate(file.fileno(), head["size"])
-            self._writer = FileIO(copy, "r+")
+                self._writer.truncate(head["size"])
         except OSError as error:
             cure = "set data.cache to a folder on a disk of this machine"
             raise UserError(f"{where} needs a local copy, but {folder} cannot be written ({error}); {cure}") from None
-        if not self._page_bytes:
-            warn(f"the file system of {folder} (data.cache) has no holes, so all of {url} is fetched in each epoch")
         super().__init__(copy)
         self.path = url
         self.size = head["size"]
@@ -99,10 +92,15 @@ class RemoteFile(OpenFile):
         check: raises an error if they are damaged, so that they are not written. Raises UserError if they cannot be
         had.
         """
+        if os.getpid() != self._process:
+            raise UserError(f"{self.path} was opened before a fork, which cannot read it; open it in the fork")
         page_bytes = self._page_bytes or PAGE_BYTES
         begin = offset - offset % page_bytes
         end = min(self.size, -(-(offset + count) // page_bytes) * page_bytes)
-        pages = self._get(begin, end)
+        cure = f"{CURE}, then go on with run.resume=auto"
+        pages = _request(self.path, cure, lambda obstore: self._get(obstore, begin, end))
+        self.n_requests += 1
+        self.n_fetched_bytes += len(pages)
         content = pages[offset - begin : offset - begin + count]
         if check:
             check(content)
@@ -110,30 +108,20 @@ class RemoteFile(OpenFile):
             self._write(pages, begin)
         return content
 
-    def _get(self, begin: int, end: int) -> np.ndarray:
-        if os.getpid() != self._process:
-            raise UserError(f"{self.path} was opened before a fork, which cannot read it; open it in the fork")
-        obstore = _library(self.path)
+    def _get(self, obstore: Any, begin: int, end: int) -> np.ndarray:
         tag = self._version[0]
         match = {"if_match": tag} if tag and not tag.startswith("W/") else {}  # a weak one matches nothing
         client = _client(self._bucket, READING_RETRIES)
-        try:
+        found = None
+        with suppress(obstore.exceptions.PreconditionError):
             found = obstore.get(client, self._name, options={"range": (begin, end), **match})
-            is_other = _version_of(found.meta) != self._version  # some servers do not know If-Match
-            data = b"" if is_other else found.bytes()
-        except obstore.exceptions.PreconditionError:
-            is_other = True
-        except (obstore.exceptions.BaseError, OSError) as error:
-            cure = f"{CURE}, then go on with run.resume=auto"
-            raise UserError(f"{self.path} cannot be read: {_in_words(error)}; {cure}") from None
-        if is_other:
+        if found is None or _version_of(found.meta) != self._version:  # some servers do not know If-Match
             _opened.pop(self.path, None)
             raise UserError(f"{self.path} was changed while in use; {RESTORE}")
-        if len(data) != end - begin:
-            raise UserError(f"{self.path}: {len(data)} bytes came instead of {end - begin}; {RESTORE}")
-        self.n_requests += 1
-        self.n_fetched_bytes += len(data)
-        return np.frombuffer(data, np.uint8)
+        pages = np.frombuffer(found.bytes(), np.uint8)
+        if len(pages) != end - begin:
+            raise UserError(f"{self.path}: {len(pages)} bytes came instead of {end - begin}; {RESTORE}")
+        return pages
 
     def _write(self, pages: np.ndarray, begin: int) -> None:
         try:
@@ -141,10 +129,9 @@ class RemoteFile(OpenFile):
             free_bytes = disk.f_bavail * disk.f_frsize
             if free_bytes < KEEP_FREE_BYTES + len(pages):
                 raise OSError(f"{format_bytes(free_bytes)} of its disk are free")
-            view = pages.data
-            while view:
-                n_written = os.pwrite(self._writer.fileno(), view, begin)
-                begin, view = begin + n_written, view[n_written:]
+            n_written = 0
+            while n_written < len(pages):
+                n_written += os.pwrite(self._writer.fileno(), pages[n_written:].data, begin + n_written)
         except OSError as error:
             RemoteFile.is_full = True
             warn(f"data.cache stays as it is ({error}): what it does not have is fetched in each epoch")
@@ -153,9 +140,8 @@ class RemoteFile(OpenFile):
         """A piece of the metadata."""
         begin = number * PIECE_BYTES
         count = min(PIECE_BYTES, self.size - begin)
-        if self.local_until(begin) >= begin + count:
-            return os.pread(self._writer.fileno(), count, begin)
-        return self.fetch(begin, count).tobytes()
+        is_local = self.local_until(begin) >= begin + count
+        return (self.read if is_local else self.fetch)(begin, count).tobytes()
 
 
 class _Metadata(io.RawIOBase):
@@ -168,9 +154,6 @@ class _Metadata(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         self._at = offset + (0, self._at, self._size)[whence]
-        return self._at
-
-    def tell(self) -> int:
         return self._at
 
     def readinto(self, out: Any) -> int:
@@ -197,7 +180,7 @@ def open_remote(url: str, where: str, folder: str = CACHE) -> RemoteFile:
 
 
 def open_ahead(key: str, urls: Iterable[str], folder: str) -> None:
-    """Open files side by side and read the beginning of each, since h5py opens one file after the other."""
+    """Open files side by side and fetch the beginning of each, since h5py reads one file after the other."""
     with ThreadPoolExecutor(MAX_REQUESTS) as threads:
         for _ in threads.map(lambda url: open_remote(url, f"{key}: {url}", folder).read_piece(0), urls):
             pass
@@ -210,33 +193,30 @@ def expand(key: str, pattern: str) -> list[str]:
         raise UserError(f"{key}: {pattern} should end in the name of a file, or in a pattern such as part-*.h5")
     if not glob.has_magic(name):
         return [pattern]
-    obstore = _library(f"{key}: {pattern}")
-    try:
-        found = obstore.list_with_delimiter(_client(bucket, OPENING_RETRIES))["objects"]
-    except (obstore.exceptions.BaseError, ValueError, OSError) as error:
-        raise UserError(f"{key}: {bucket} cannot be listed: {_in_words(error)}; name each file, or {CURE}") from None
-    names = sorted(each["path"].rpartition("/")[2] for each in found)
-    if not (matching := [each for each in names if fnmatch(each, name)]):
+    listed = _request(
+        f"{key}: {bucket}", CURE, lambda obstore: obstore.list_with_delimiter(_client(bucket, OPENING_RETRIES))
+    )
+    names = sorted(matching([each["path"].rpartition("/")[2] for each in listed["objects"]], name))
+    if not names:
         raise UserError(f"{key}: no file matches {pattern}")
-    return [f"{bucket}/{each}" for each in matching]
+    return [f"{bucket}/{name}" for name in names]
 
 
-def n_fetched_bytes() -> int:
-    """What this process has fetched until now."""
-    return sum(file.n_fetched_bytes for file in _opened.values())
+def n_requests() -> int:
+    """How many requests this process has sent until now."""
+    return sum(file.n_requests for file in _opened.values())
 
 
 def counters() -> dict[str, float]:
     """{tag: value}: what this process has fetched until now, and how much of its files is on this machine."""
     files = list(_opened.values())
-    if not files:
-        return {}
     n_local = sum(512 * os.fstat(file._writer.fileno()).st_blocks for file in files)
-    return {
-        "storage/requests": sum(file.n_requests for file in files),
-        "storage/fetched_mib": n_fetched_bytes() / MIB,
-        "storage/local_pct": 100 * n_local / sum(file.size for file in files),
+    counts = {
+        "storage/requests": float(n_requests()),
+        "storage/fetched_mib": sum(file.n_fetched_bytes for file in files) / MIB,
+        "storage/local_pct": 100 * n_local / max(1, sum(file.size for file in files)),
     }
+    return counts if files else {}
 
 
 def find_page_bytes(folder: str) -> int:
@@ -249,6 +229,22 @@ def find_page_bytes(folder: str) -> int:
     return max(PAGE_BYTES, end - at) if begin == at and end - at <= MAX_PAGE_BYTES else 0
 
 
+def _request(where: str, cure: str, request: Callable[[Any], Any]) -> Any:
+    """What a request gives, called with obstore. Raises UserError for what it raises."""
+    if not find_spec("obstore"):
+        raise UserError(f'{where} is read by obstore: pip install "obstore>=0.12"')
+    obstore = import_module("obstore")
+    try:
+        return request(obstore)
+    except UserError:
+        raise
+    except FileNotFoundError:
+        raise UserError(f"{where} does not exist") from None
+    except (obstore.exceptions.BaseError, ValueError, OSError) as error:
+        reason = " ".join(str(error).partition("\n\nDebug source")[0].split())[:300]
+        raise UserError(f"{where} cannot be read: {reason}; {cure}") from None
+
+
 @cache
 def _client(bucket: str, max_retries: int) -> Any:
     """It takes credentials, regions and endpoints from the environment."""
@@ -257,18 +253,6 @@ def _client(bucket: str, max_retries: int) -> Any:
     return store.from_url(bucket, client_options={"allow_http": True, **TIMES}, retry_config=retries)
 
 
-def _library(where: str) -> Any:
-    """obstore, which only those need who read from a bucket."""
-    if not find_spec("obstore"):
-        raise UserError(f'{where} is read by obstore: pip install "obstore>=0.12"')
-    import_module("obstore.exceptions")
-    return import_module("obstore")
-
-
 def _version_of(meta: Any) -> tuple[Any, ...]:
     """What must not change while an object is in use."""
     return meta["e_tag"], meta["size"], meta["last_modified"]
-
-
-def _in_words(error: Exception) -> str:
-    return " ".join(str(error).partition("\n\nDebug source")[0].split())[:300]
