@@ -107,9 +107,11 @@ class Layout:
     def read_all(self, dtype: np.dtype | None = None) -> np.ndarray:
         """All rows, (rows, *shape), as `dtype` if it is given. For small fields that are kept in memory."""
         out = np.empty((self._n_rows, *self.field.shape), dtype or self.field.dtype)
-        step = MAX_REQUESTS * self.chunk_rows  # chunks that are fetched are in memory, too, until they are copied
-        for start in range(0, self._n_rows, step):
-            self.read([(start, range(start, min(self._n_rows, start + step)))], out)
+        if not self._is_local.all():
+            with ThreadPoolExecutor(MAX_REQUESTS) as threads:  # at the start of a run there are no reader threads yet
+                for _ in threads.map(self._fetch_chunk, range(len(self._chunks))):
+                    pass
+        self.read([(0, range(self._n_rows))], out)
         return out
 
     def read(self, ranges: Iterable[Range], out: np.ndarray, plan: PoolPlan | None = None) -> None:
@@ -131,13 +133,8 @@ class Layout:
 
     def _fetch(self, chunks: Iterable[int]) -> dict[int, np.ndarray]:
         """{chunk: its bytes} of the chunks of a remote file that were not on this machine."""
-        missing = [chunk for chunk in chunks if not self._is_local[chunk]]
-        if len(missing) < 2:
-            contents = [self._fetch_chunk(chunk) for chunk in missing]
-        else:
-            with ThreadPoolExecutor(MAX_REQUESTS) as threads:
-                contents = list(threads.map(self._fetch_chunk, missing))
-        return {chunk: content for chunk, content in zip(missing, contents, strict=True) if content is not None}
+        contents = {chunk: self._fetch_chunk(chunk) for chunk in chunks if not self._is_local[chunk]}
+        return {chunk: content for chunk, content in contents.items() if content is not None}
 
     def _fetch_chunk(self, chunk: int) -> np.ndarray | None:
         """The bytes of a chunk; None if the copy has them, because somebody else has fetched them meanwhile."""

@@ -36,7 +36,7 @@ MAX_PAGE_BYTES = 4 << 20
 KEEP_FREE_BYTES = 1 << 30
 """A copy leaves so much of its disk free."""
 MAX_REQUESTS = 16
-"""Requests of one thread at the same time."""
+"""Requests at the same time while a run starts. Later, each reader thread sends one."""
 OPENING_RETRIES, READING_RETRIES = 3, 10
 """How often a request is sent again: a wrong name is told soon, and a server that is overloaded is waited for."""
 TIMES = {"connect_timeout": timedelta(seconds=10), "read_timeout": timedelta(seconds=30), "timeout": "10m"}

@@ -180,7 +180,7 @@ def expand(key: str, path: str) -> list[tuple[str, str]]:
 
 def is_remote(source: Dataset) -> bool:
     """Whether rows come from a bucket or a web server."""
-    return isinstance(source, HDF5Dataset) and source.file.is_remote
+    return isinstance(source, HDF5Dataset) and any(remote.is_url(path) for path, _ in source.files)
 
 
 def _pool_statistics(files: Sequence[HDF5Dataset]) -> dict[str, Any]:
