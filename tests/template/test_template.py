@@ -40,7 +40,8 @@ def parses(project: Path) -> dict:
         if name in ("LICENSE", "pyproject.toml"):
             assert not re.search(r"cookiecutter\.|{[{%#]|[}%#]}", path.read_text())
         if path.suffix == ".md":
-            assert not re.search(r"<!-- (only|end|numbers)|\n\n\n#|\n\n\Z", path.read_text()), f"{name} has sections or gaps"
+            found = re.search(r"<!-- (only|end|numbers)|\n\n\n#|\n\n\Z", path.read_text())
+            assert not found, f"{name} has sections or gaps"
     return tomllib.loads((project / "pyproject.toml").read_text())
 
 
