@@ -181,7 +181,11 @@ def test_every_step_of_the_tutorial_works(own_copy, workload):
 
 @pytest.mark.parametrize(
     ("original", "translation"),
-    [("README.md", "docs/ko/README.md"), (f"{FOLDER}/docs/tutorial.md", f"{FOLDER}/docs/ko/tutorial.md")],
+    [
+        ("README.md", "docs/ko/README.md"),
+        (f"{FOLDER}/docs/tutorial.md", f"{FOLDER}/docs/ko/tutorial.md"),
+        (f"{FOLDER}/docs/why-is-my-gpu-idle.md", f"{FOLDER}/docs/ko/why-is-my-gpu-idle.md"),
+    ],
 )
 def test_a_translation_has_the_same_commands(original, translation):
     ours, theirs = ([block.text for block in read_blocks(ROOT / page)] for page in (original, translation))
