@@ -67,7 +67,8 @@ def draw_bars(axes: Axes, title: str, speeds: dict[str, list[float]]) -> None:
         middle = median(values)
         axes.barh(place, middle, color=OURS if name.startswith("this project") else OTHERS, height=0.65)
         axes.plot([min(values), max(values)], [place, place], color=TEXT, linewidth=2)
-        axes.text(max(values), place, f"  {middle:,.0f}", va="center")
+        beside = {"xytext": (6, 0), "textcoords": "offset points", "va": "center"}
+        axes.annotate(f"{middle:,.0f}", (max(values), place), **beside)
     axes.set_yticks(range(len(order)), order)
     axes.set_title(title, loc="left", fontsize=10)
     axes.set_xticks([])
@@ -104,7 +105,7 @@ def draw_peers() -> None:
             names[name]: [each["rows"] / each["seconds"] for each in warm[name]] for name in names if name in warm
         }
         draw_bars(panel, title, speeds)
-        panel.set_xlabel(source_of(result), fontsize=7, loc="left")
+        panel.set_xlabel(source_of(result), fontsize=8, loc="left")
     save("peers", figure)
 
 
@@ -127,7 +128,7 @@ def draw_timeline() -> None:
         panel.set_title(f"{title}: the device works {share:.0f} % of the time", loc="left", fontsize=10)
         panel.set_xlim(0, result["span_ms"])
     note = f"ms. Batches of {result['rows']}, page cache; simulated device: a step takes {result['step_ms']:g} ms"
-    axes[1].set_xlabel(f"{note}; {source_of(result)}", fontsize=7, loc="left")
+    axes[1].set_xlabel(f"{note}; {source_of(result)}", fontsize=8, loc="left")
     save("timeline", figure)
 
 
