@@ -19,6 +19,8 @@ from template import PROJECT, ROOT
 TEXT = "#768390"
 """A grey that is readable on white and on black."""
 OURS, OTHERS, PALE = "#2f81f7", "#d29922", "#76839040"
+IN_BOX = "#0d1117"
+"""Text on either colour."""
 PICTURES = ROOT / "docs" / "pictures"
 RESULTS = ROOT / "bench" / "results"
 STYLE = {
@@ -138,8 +140,8 @@ def draw_timeline() -> None:
 def box(axes: Axes, corner: tuple[float, float], width: float, text: str, *, color: str) -> None:
     """A box of the height 0.8 and its text. corner: the lower left one."""
     x, y = corner
-    axes.add_patch(plt.Rectangle(corner, width, 0.8, facecolor=f"{color}60", edgecolor=TEXT, linewidth=0.8))
-    axes.text(x + width / 2, y + 0.4, text, ha="center", va="center", fontsize=9)
+    axes.add_patch(plt.Rectangle(corner, width, 0.8, facecolor=color, edgecolor=TEXT, linewidth=0.8))
+    axes.text(x + width / 2, y + 0.4, text, ha="center", va="center", fontsize=9, color=IN_BOX)
 
 
 def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], text: str = "") -> None:
