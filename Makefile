@@ -9,6 +9,8 @@
 # make messages write the golden messages of the tests again, and show what changed: read it before you commit
 # make docs     the pages as a site in build/site; a broken link is an error
 # make pictures draw the pictures of the pages from bench/results and docs/pictures/timeline.json (bench/timeline.py)
+# make screenshots  take those of TensorBoard and of report.html again (tools/screenshots.py); it needs chromium, two idle
+#               CPUs and four minutes
 # make goldens  the same rows, bytes and weights as before (tests/goldens): about ten minutes, of which seconds without g3
 # make lines    the lines of each room beside the size that it should have; nothing fails
 # make gpu      the tests that need a CUDA device; a skipped one is a failure
@@ -32,7 +34,7 @@ export MYPY_CACHE_DIR := $(CURDIR)/.cache/mypy
 WORKLOAD ?= images
 IN_PLACE := cd "$(PROJECT)" && "$(BIN)/python" -m
 
-.PHONY: help demo test slow nightly check fix messages docs pictures goldens lines gpu slurm soak fuzz images bench bench-peers clean
+.PHONY: help demo test slow nightly check fix messages docs pictures screenshots goldens lines gpu slurm soak fuzz images bench bench-peers clean
 .DELETE_ON_ERROR:
 
 .venv/installed: requirements.txt $(PROJECT)/constraints.txt
@@ -83,6 +85,9 @@ messages: .venv/installed
 
 pictures: .venv/installed
 	"$(BIN)/python" tools/draw_pictures.py
+
+screenshots: .venv/installed
+	"$(BIN)/python" tools/screenshots.py
 
 goldens: .venv/installed
 	"$(BIN)/python" tests/goldens/goldens.py

@@ -170,7 +170,7 @@ def dali(task: Task) -> Contender:
 def spdl(task: Task) -> Contender:
     """SPDL: a PipelineBuilder of threads that decode, then one that makes the batches; simplejpeg.
 
-    SPDL's own decoder, which is FFmpeg's, took 1.3 to 1.9 times the CPU time. The source never ends.
+    SPDL's own decoder, which is FFmpeg's, takes more CPU time. The source never ends.
     """
     from spdl.pipeline import PipelineBuilder
 

@@ -1,7 +1,8 @@
 """What all benchmarks share: taking turns, medians with their spread, and the page of a result.
 
 A page is bench/results/<what>_<hardware>_<yyyymm>.md. Its numbers lie beside it, as JSON on one line. The rows of its
-table "targets" go to bench/README.md: python bench/publish.py updates the table there from the newest results.
+table "targets" go to bench/README.md: python bench/publish.py updates the table there from the newest results, and
+the numbers of all tables in pages that stand below a comment such as `<!-- numbers: layouts -->`.
 """
 
 import argparse
@@ -25,8 +26,11 @@ import torch
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 README = ROOT / "bench" / "README.md"
+PAGES = ROOT / "{{cookiecutter.project_slug}}" / "docs"
 IN_README = ("loader", "order", "encoded", "recsys", "gpu")
 """The benchmarks with targets in bench/README.md, in this order."""
+NUMBERS = re.compile(r"(?m)(^<!-- numbers: ([\w-]+) -->\n\|.*\n\|.*\n)((?:\|.*\n)+)")
+"""A table of a page whose last columns are filled: its head and its rows."""
 MARKERS = re.compile(r"(?s)(?<=<!-- results:begin -->\n).*(?=<!-- results:end -->\n)")
 TARGET_COLUMNS = ["what", "measured", "required / goal"]
 """Columns of a table "targets": a change must not fall below the required value."""
@@ -204,12 +208,133 @@ def first_screen() -> str:
     return f"{text}\n{versions}; files in the page cache. **Not measured on a GPU yet.**\n"
 
 
+class Fill(NamedTuple):
+    """Where the numbers of a page's table are: rows and columns of result tables."""
+
+    what: str
+    """The benchmark."""
+    rows: Sequence[str]
+    """What stands for {} in the names of `columns`, for each row of the page's table."""
+    columns: Sequence[tuple[str, str, str]]
+    """(start of the title of a result table, first cells of its row, its column) for each of the last columns."""
+
+    def cells(self) -> list[list[str]]:
+        """The numbers of each row. A cell is empty if there is no such row in the result."""
+        ((result, _),) = newest(self.what)
+        return [
+            [self._cell(result, title, name.format(row), column) for title, name, column in self.columns]
+            for row in self.rows
+        ]
+
+    @staticmethod
+    def _cell(result: dict[str, Any], title: str, name: str, column: str) -> str:
+        (table,) = (table for table in result["tables"] if table["title"].startswith(title))
+        rows = [row for row in table["rows"] if "|".join(row).startswith(f"{name}|")]
+        return rows[0][table["columns"].index(column)] if rows else ""
+
+
+def measures(title: str) -> list[tuple[str, str, str]]:
+    """The three columns of what bench/run.py measures."""
+    return [(title, "{}", column) for column in ("rows/s", "CPU us a row", "x the first")]
+
+
+def both_sizes(column: str) -> list[tuple[str, str, str]]:
+    """A column for large and one for small rows."""
+    return [(f"warm, {case}", "{}", column) for case in ("celeba", "cifar")]
+
+
+def echoed(data: str) -> Fill:
+    """What echo costs on this data."""
+    columns = ("equally many fresh rows", "equally many steps")
+    return Fill("echo", ["1", "2", "4"], [("accuracy", f"{data}|{{}}", column) for column in columns])
+
+
+BEYOND_RAM = ("around, rows/s", "through, rows/s", "around, CPU us/row", "through, CPU us/row")
+FILLS = {
+    "cifar": Fill(
+        "idle",
+        [
+            "cifar: each image in the Dataset, 0 workers",
+            "cifar: each image in the Dataset, 2 workers",
+            "cifar: disk tier, batches augmented on this CPU",
+            "cifar: disk tier, without augmentation",
+        ],
+        measures("warm, cifar"),
+    ),
+    "csv": Fill(
+        "idle",
+        [
+            "faces: pixel strings of a CSV, 0 workers",
+            "faces: pixel strings of a CSV, 2 workers",
+            "faces: PNG files, 0 workers",
+            "faces: PNG files, 2 workers",
+            "faces: disk tier, converted once",
+        ],
+        measures("warm, faces"),
+    ),
+    "workers": Fill(
+        "idle",
+        ["0", "1", "2", "4", "8"],
+        [
+            ("warm, faces", "faces: PNG files, {} workers", "rows/s"),
+            ("warm, waiting", "waiting: 1 ms a row, {} workers", "rows/s"),
+        ],
+    ),
+    "prefetch": Fill("idle", ["1", "2", "8", "32"], [("warm, uneven", "uneven: prefetch_factor {}", "x the first")]),
+    "beyond-ram": Fill(
+        "beyond-ram", ["1.25", "1.6", "2.5", "5"], [("files larger", "{}", column) for column in BEYOND_RAM]
+    ),
+    "recsys": Fill(
+        "recsys",
+        ["feed: toarray, float64 and a cast", "feed: toarray, float32", "feed: fastgpu, disk tier"],
+        [("warm, feed", "{}", "rows/s")],
+    ),
+    "recsys-step": Fill(
+        "recsys",
+        ["step: dense rows by toarray, float32", "step: fastgpu, disk tier"],
+        [("warm, step", "{}", "rows/s"), ("warm, step", "{}", "x the first")],
+    ),
+    "layouts": Fill(
+        "layouts",
+        ["chunks of 1 row", "chunks that split rows", "gzip", "lz4", "zstd", "fletcher32"],
+        both_sizes("x the first"),
+    ),
+    "chunk-cache": Fill(
+        "loader",
+        [
+            "h5py, in process",
+            "h5py, in process, no cache",
+            "h5py, workers",
+            "h5py, workers, 1 GiB cache",
+            "fastgpu, disk",
+        ],
+        both_sizes("rows/s"),
+    ),
+    "echo-digits": echoed("digits, top1 %"),
+    "echo-users": echoed("users, NDCG@100"),
+}
+
+
+def fill(page: str) -> str:
+    """A page with the newest numbers in its tables."""
+
+    def filled(found: re.Match[str]) -> str:
+        lines = found[3].splitlines()
+        cells = FILLS[found[2]].cells()
+        own = [line.split(" | ")[: -len(new)] for line, new in zip(lines, cells, strict=True)]
+        return found[1] + "".join(f"{' | '.join([*words, *new])} |\n" for words, new in zip(own, cells, strict=True))
+
+    return NUMBERS.sub(filled, page)
+
+
 def publish() -> dict[Path, str]:
     """{page: its text with the newest results between the markers}"""
     shown = first_screen()
     korean = shown.replace("(bench/", "(../../bench/")
     made = {README: targets(), ROOT / "README.md": shown, ROOT / "docs/ko/README.md": korean}
-    return {page: MARKERS.sub(lambda _, text=text: text, page.read_text()) for page, text in made.items()}
+    pages = {page: MARKERS.sub(lambda _, text=text: text, page.read_text()) for page, text in made.items()}
+    with_tables = [page for page in sorted(PAGES.rglob("*.md")) if NUMBERS.search(page.read_text())]
+    return pages | {page: fill(page.read_text()) for page in with_tables}
 
 
 if __name__ == "__main__":

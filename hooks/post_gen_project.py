@@ -19,6 +19,7 @@ KEEP = [
         {"tools": ["all"]},
         "docs/data.md docs/python.md docs/measuring.md docs/troubleshooting.md docs/why-is-my-gpu-idle.md",
     ),
+    ({"tools": ["all"]}, "docs/pictures/tensorboard.png docs/pictures/report.png"),
     ({"tools": ["all"], "workload": ["images", "recsys", "both"]}, "docs/tutorial.md docs/ko"),
     ({"launch": ["slurm", "kubernetes", "both"]}, "launch docs/clusters.md"),
     ({"launch": ["slurm", "both"]}, "launch/slurm.sh"),
@@ -47,6 +48,8 @@ FACTS = {
 """What a page may ask by `<!-- only: tools images or own -->`; `no-tools` asks for the opposite."""
 SECTION = re.compile(r"(?ms)(^)?<!-- only: ([^>]+) -->(?(1)\n)((?:(?!<!-- only:).)*?)<!-- end -->(?(1)\n)")
 """An innermost section: whole lines if its comment begins a line, else a part of a sentence, list or table."""
+NUMBERS = re.compile(r"(?m)^<!-- numbers: .*\n")
+"""Says which numbers of the template's benchmarks fill the table below."""
 LEFTOVERS = [
     ".venv",
     "runs",
@@ -94,7 +97,7 @@ if config.exists():
 for path in list(Path().glob("config.*.yaml")):
     remove(path)
 for page in [*Path().glob("*.md"), *Path("docs").rglob("*.md")]:
-    text = choose_sections(page.read_text("utf-8"))
+    text = NUMBERS.sub("", choose_sections(page.read_text("utf-8")))
     if page.name == "README.md":  # its title is the name of the project
         text = f"# {answers['project_name']}\n{text.partition(chr(10))[2]}"
     page.write_text(f"{text.rstrip()}\n", "utf-8", newline="\n")

@@ -19,6 +19,8 @@ from template import PROJECT, ROOT
 TEXT = "#768390"
 """A grey that is readable on white and on black."""
 OURS, OTHERS, PALE = "#2f81f7", "#d29922", "#76839040"
+IN_BOX = "#0d1117"
+"""Text on either colour."""
 PICTURES = ROOT / "docs" / "pictures"
 RESULTS = ROOT / "bench" / "results"
 STYLE = {
@@ -67,7 +69,8 @@ def draw_bars(axes: Axes, title: str, speeds: dict[str, list[float]]) -> None:
         middle = median(values)
         axes.barh(place, middle, color=OURS if name.startswith("this project") else OTHERS, height=0.65)
         axes.plot([min(values), max(values)], [place, place], color=TEXT, linewidth=2)
-        axes.text(max(values), place, f"  {middle:,.0f}", va="center")
+        beside = {"xytext": (6, 0), "textcoords": "offset points", "va": "center"}
+        axes.annotate(f"{middle:,.0f}", (max(values), place), **beside)
     axes.set_yticks(range(len(order)), order)
     axes.set_title(title, loc="left", fontsize=10)
     axes.set_xticks([])
@@ -104,7 +107,7 @@ def draw_peers() -> None:
             names[name]: [each["rows"] / each["seconds"] for each in warm[name]] for name in names if name in warm
         }
         draw_bars(panel, title, speeds)
-        panel.set_xlabel(source_of(result), fontsize=7, loc="left")
+        panel.set_xlabel(source_of(result), fontsize=8, loc="left")
     save("peers", figure)
 
 
@@ -127,7 +130,7 @@ def draw_timeline() -> None:
         panel.set_title(f"{title}: the device works {share:.0f} % of the time", loc="left", fontsize=10)
         panel.set_xlim(0, result["span_ms"])
     note = f"ms. Batches of {result['rows']}, page cache; simulated device: a step takes {result['step_ms']:g} ms"
-    axes[1].set_xlabel(f"{note}; {source_of(result)}", fontsize=7, loc="left")
+    axes[1].set_xlabel(f"{note}; {source_of(result)}", fontsize=8, loc="left")
     save("timeline", figure)
 
 
@@ -137,8 +140,8 @@ def draw_timeline() -> None:
 def box(axes: Axes, corner: tuple[float, float], width: float, text: str, *, color: str) -> None:
     """A box of the height 0.8 and its text. corner: the lower left one."""
     x, y = corner
-    axes.add_patch(plt.Rectangle(corner, width, 0.8, facecolor=f"{color}60", edgecolor=TEXT, linewidth=0.8))
-    axes.text(x + width / 2, y + 0.4, text, ha="center", va="center", fontsize=9)
+    axes.add_patch(plt.Rectangle(corner, width, 0.8, facecolor=color, edgecolor=TEXT, linewidth=0.8))
+    axes.text(x + width / 2, y + 0.4, text, ha="center", va="center", fontsize=9, color=IN_BOX)
 
 
 def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], text: str = "") -> None:

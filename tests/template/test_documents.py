@@ -49,8 +49,9 @@ def convert_commands(project: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_pages_show_no_template_language(name):
-    assert not re.search(r"{%|{{ ", (ROOT / name).read_text())
+def test_pages_show_no_template_language_and_no_unfinished_merge(name):
+    """Nor lines that begin with a per cent sign, which the site takes for comments."""
+    assert not re.search(r"(?m){%|{{ |^[<>]{7} |^ *%", (ROOT / name).read_text())
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -69,6 +70,58 @@ def test_links_lead_somewhere_and_commands_for_users_name_what_exists(name):
         assert {word for word in words if re.fullmatch(r"\w+\.py|configs/\S+", word)} <= exist, command
         for word, after in itertools.pairwise(words):
             assert word != "convert.py" or after in convert_commands(PROJECT), command
+
+
+# ---------------------------------------------------------------------------------------------- numbers of speed
+
+TIMES = r"x(?= as| the|,|;|\.|\)|$| slower| faster)|times (?:as|slower|faster|the (?:speed|time|CPU|rows|samples))"
+RATE = r"(?:[a-z]+ )?(?:rows|samples|images|users|steps|MB|GB|MiB|GiB)/s"
+UNIT = rf"(?:ms|us|\xb5s|{TIMES})(?!\w)|{RATE}"
+SPEED = re.compile(rf"(?m)(?<![\w.,])\d[\d.,]* ?(?:{UNIT})|\[\d[\d.,]*-\d[\d.,]*\]")
+"""A number of speed: `1.31x`, `20 ms`, `1.5 times as fast`, `2,659 fresh rows/s`, a range such as `[0.39-0.41]`."""
+SOURCE = re.compile(r"20\d\d-\d\d|bench/results/|<!-- (?:numbers|results)")
+"""The date of a measurement, its page, or the mark of a table that bench/publish.py fills."""
+
+
+def paragraphs(name: str) -> list[str]:
+    """Of a page, its paragraphs, tables and fenced blocks; of code, docstrings and comments."""
+    text = (ROOT / name).read_text()
+    if not name.endswith(".md"):
+        return re.findall(r'(?ms)""".*?"""|(?:^ *#.*?\n)+|(?<=  )# .*?$', text)
+    joined = re.sub(r"(?ms)^```.*?^```$", lambda block: re.sub(r"\n+", "\n", block[0]), text)
+    return joined.split("\n\n")
+
+
+def speeds_without_source(name: str) -> list[str]:
+    """Numbers of speed whose paragraph has no source, nor the one before it or after it. What a command prints may have
+    it in the introduction of the page."""
+    parts = paragraphs(name)
+    introduction = list(itertools.takewhile(lambda part: "\n## " not in f"\n{part}", parts))
+    missing = []
+    for number, part in enumerate(parts):
+        near = parts[max(0, number - 1) : number + 2] if name.endswith(".md") else [part]
+        near += introduction if "```" in part else []
+        missing += [] if any(map(SOURCE.search, near)) else [found[0] for found in SPEED.finditer(part)]
+    return missing
+
+
+CODE = [name for name in tracked() if re.search(r"\.(py|yaml|toml)$", name) and not re.match("tests/|bench/", name)]
+
+
+@pytest.mark.parametrize("name", [*DOCUMENTS, *CODE])
+def test_every_number_of_speed_has_a_source(name):
+    assert speeds_without_source(name) == []
+
+
+@pytest.mark.parametrize(
+    "planted",
+    ["It is 1.31x as fast.", "2.5 times as fast", "A step takes 12 ms.", "24,310 fresh rows/s", "0.04 [0.03-0.05] |"],
+)
+def test_a_number_of_speed_without_a_source_is_found(planted, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    for source in ("", " (2 cores, 2026-11-28)"):
+        (tmp_path / "page.md").write_text(f"# Page\n\nWords.\n\n{planted}{source}\n\nWords.\n")
+        assert bool(speeds_without_source("page.md")) == (not source)
 
 
 # ---------------------------------------------------------------------------------------------- blocks that are run
@@ -129,7 +182,11 @@ def test_every_step_of_the_tutorial_works(own_copy, workload):
 
 @pytest.mark.parametrize(
     ("original", "translation"),
-    [("README.md", "docs/ko/README.md"), (f"{FOLDER}/docs/tutorial.md", f"{FOLDER}/docs/ko/tutorial.md")],
+    [
+        ("README.md", "docs/ko/README.md"),
+        (f"{FOLDER}/docs/tutorial.md", f"{FOLDER}/docs/ko/tutorial.md"),
+        (f"{FOLDER}/docs/why-is-my-gpu-idle.md", f"{FOLDER}/docs/ko/why-is-my-gpu-idle.md"),
+    ],
 )
 def test_a_translation_has_the_same_commands(original, translation):
     ours, theirs = ([block.text for block in read_blocks(ROOT / page)] for page in (original, translation))

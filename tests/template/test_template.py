@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import yaml
 from baking import bake_project, resolve
 from cookiecutter.environment import StrictEnvironment
 from cookiecutter.exceptions import FailedHookException
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from template import FOLDER, PROJECT, ROOT, project_files, removed_files
 
 
@@ -40,7 +43,8 @@ def parses(project: Path) -> dict:
         if name in ("LICENSE", "pyproject.toml"):
             assert not re.search(r"cookiecutter\.|{[{%#]|[}%#]}", path.read_text())
         if path.suffix == ".md":
-            assert not re.search(r"<!-- (only|end)|\n\n\n#|\n\n\Z", path.read_text()), f"{name} has sections or gaps"
+            found = re.search(r"<!-- (only|end|numbers)|\n\n\n#|\n\n\Z", path.read_text())
+            assert not found, f"{name} has sections or gaps"
     return tomllib.loads((project / "pyproject.toml").read_text())
 
 
@@ -165,6 +169,29 @@ def test_the_included_interactions_are_made_by_the_tool_and_their_law_beats_popu
         with h5py.File(tmp_path / file) as made, h5py.File(PROJECT / "data" / file) as included:
             for member in included[field]:
                 np.testing.assert_array_equal(made[field][member], included[field][member])
+
+
+def test_constraints_pin_every_package_that_an_install_brings():
+    """Also the packages of packages, by their metadata; torch's CUDA libraries, timm and wandb are exempt."""
+    lines = [line for line in (PROJECT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    pins = {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
+    project = tomllib.loads(re.sub(r"{%.*?%}", "", (PROJECT / "pyproject.toml").read_text()))
+    extras = project["project"]["optional-dependencies"]
+    pinned_extras = [each for name, needed in extras.items() if name not in ("timm", "wandb") for each in needed]
+    todo = [*project["project"]["dependencies"], *pinned_extras]
+    assert project["build-system"]["requires"] == [f"setuptools=={pins['setuptools']}"]
+    seen: set[str] = set()
+    while todo:
+        requirement = Requirement(todo.pop())
+        name = canonicalize_name(requirement.name)
+        known_extras = requirement.extras or {""}
+        is_needed = not requirement.marker or any(requirement.marker.evaluate({"extra": each}) for each in known_extras)
+        if name in seen or not is_needed or re.match("nvidia-(?!ml-py)|triton|cuda", name):
+            continue
+        seen.add(name)
+        assert name in pins, f"{name} is not in constraints.txt"
+        todo += metadata.requires(name) or []
+    assert len(seen) > 40
 
 
 def test_pre_commit_runs_the_linter_of_the_gate():

@@ -74,7 +74,8 @@ def to_array(value: object) -> np.ndarray | None:
         if isinstance(value, np.ndarray | np.generic):
             torch.from_numpy(np.empty(0, value.dtype))
             return np.asarray(value)
-        if type(value) is int:  # most labels; torch takes 5 us for one
+        # Most labels. NumPy makes an array of one faster than torch makes a tensor.
+        if type(value) is int:
             return np.asarray(value, np.int64)
         tensor = torch.as_tensor(value).detach().resolve_conj().resolve_neg()
         is_known = tensor.dtype in (torch.float16, torch.float32, torch.float64) or not tensor.is_floating_point()
