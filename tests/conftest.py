@@ -1,19 +1,16 @@
-"""Fixtures that bake projects from a clean copy of the template, and that write data for the project in place."""
+"""Options and fixtures of all tests: messages, signals, and files of numbered rows."""
 
-import functools
-import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import yaml
-from baking import bake_project
-from harness import write_minimal, write_ragged, write_rows
-from template import ALL_FILES, ROOT, tracked
 
 from fastgpu.process.launch import UserError
 from fastgpu.process.signals import STOP
+from support.rows import write_ragged, write_rows
+from support.runs import write_minimal
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,39 +21,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Tests that start a Slurm cluster run only where `-m slurm` asks for them."""
     if config.option.markexpr != "slurm":
         items[:] = [item for item in items if not item.get_closest_marker("slurm")]
-
-
-@pytest.fixture(scope="session")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A clean copy of the template, as a user clones it."""
-    copy = tmp_path_factory.mktemp("template")
-    for name in tracked():
-        target = copy / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, target)
-    return copy
-
-
-@pytest.fixture(scope="session")
-def baked(template: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """baked(workload, **answers) is a project that all tests share and leave as it is; it has ALL_FILES by default."""
-
-    @functools.cache
-    def project(workload: str, **answers: str) -> Path:
-        given = {"project_slug": "cats", "license": "MIT", "workload": workload} | ALL_FILES | answers
-        return bake_project(tmp_path_factory.mktemp(workload), template, **given)
-
-    return project
-
-
-@pytest.fixture
-def own_copy(baked: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
-    """own_copy(workload, **answers) is a project that the test may change."""
-
-    def copy(workload: str, **answers: str) -> Path:
-        return shutil.copytree(baked(workload, **answers), tmp_path / workload)
-
-    return copy
 
 
 # A shell lets its children in the background ignore SIGINT, nohup lets them ignore SIGHUP, and so would theirs.

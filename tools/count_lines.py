@@ -9,9 +9,8 @@ import tokenize
 from collections import Counter
 from io import StringIO
 
-from template import LEAF_ROOMS, PROJECT, project_files, removed_files
-
 from fastgpu.process.config import Config, Section
+from template import LEAF_ROOMS, PROJECT, project_files, removed_files
 
 TARGETS = {
     "process": 760,

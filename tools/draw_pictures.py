@@ -14,6 +14,7 @@ import matplotlib as mpl
 mpl.use("svg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+
 from template import PROJECT, ROOT
 
 TEXT = "#768390"

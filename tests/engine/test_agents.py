@@ -9,18 +9,9 @@ from typing import Any
 
 import psutil
 import pytest
-from harness import (
-    TIMEOUT_S,
-    free_port,
-    kill_tree,
-    metrics_of,
-    run_train,
-    same_weights,
-    saved_steps,
-    train_command,
-    wait_for_port,
-    wait_for_step,
-)
+
+from support.ranks import TIMEOUT_S, free_port, kill_tree, run_train, train_command, wait_for_port
+from support.runs import metrics_of, same_weights, saved_steps, wait_for_step
 
 WORDS = ("run.resume=auto", "run.checkpoint_every_steps=1", "train.epochs=40")
 

@@ -11,27 +11,24 @@ import psutil
 import pytest
 import train as script
 import yaml
-from harness import (
-    TIMEOUT_S,
+
+from fastgpu.process.config import Optim
+from fastgpu.process.launch import UserError
+from support.ranks import TIMEOUT_S, in_world, run_train, train_command
+from support.runs import (
     at_call,
-    in_world,
     metrics_of,
     newest,
-    run_train,
     same_weights,
     signalled,
     step_of,
     train,
-    train_command,
     train_rank,
     val_points,
     wait_for_step,
     weights_of,
     write_state,
 )
-
-from fastgpu.process.config import Optim
-from fastgpu.process.launch import UserError
 from workloads import minimal
 
 STEPS_PER_EPOCH = 21

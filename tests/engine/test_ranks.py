@@ -8,22 +8,12 @@ from unittest.mock import patch
 
 import h5py
 import pytest
-from harness import (
-    at_call,
-    build,
-    copy_project,
-    in_world,
-    run_ranks,
-    run_train,
-    same_weights,
-    saved_steps,
-    signalled,
-    train_rank,
-)
 
 from fastgpu.process.launch import UserError
 from fastgpu.process.signals import MAX_CALLS
 from fastgpu.process.world import World
+from support.ranks import copy_project, in_world, run_ranks, run_train
+from support.runs import at_call, build, same_weights, saved_steps, signalled, train_rank
 from workloads import minimal
 
 OTHER = "data.train=other.h5::/train"

@@ -15,30 +15,6 @@ import numpy as np
 import pytest
 import torch
 import train as script
-from harness import (
-    at_call,
-    in_world,
-    kill_tree,
-    needs_gpu,
-    numbered,
-    open_feed,
-    photo,
-    printed_by,
-    ragged,
-    rows_before,
-    same_weights,
-    saved_steps,
-    signalled,
-    train,
-    train_command,
-    train_rank,
-    val_points,
-    wait_for_step,
-    weights_of,
-    write_photos,
-    write_ragged,
-    write_rows,
-)
 from torch.utils.data import Dataset as TorchDataset
 
 from fastgpu.feed import PoolLoader
@@ -50,6 +26,20 @@ from fastgpu.report.results import read_run
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.rows.rows import Ragged, Rows
+from support.images import photo, write_photos
+from support.ranks import in_world, kill_tree, needs_gpu, printed_by, train_command
+from support.rows import numbered, open_feed, ragged, rows_before, write_ragged, write_rows
+from support.runs import (
+    at_call,
+    same_weights,
+    saved_steps,
+    signalled,
+    train,
+    train_rank,
+    val_points,
+    wait_for_step,
+    weights_of,
+)
 
 N_ROWS = 150
 N_FIRST = 70

@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import ALONE, CPU, in_world, needs_gpu, no_host_sync
-from short_run import parts_of_step
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -21,6 +19,8 @@ from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.training.average import AveragedModel
 from fastgpu.training.parallel import wrap_in_ddp
 from fastgpu.training.step import mixed_precision, note_groups
+from support.ranks import ALONE, CPU, in_world, needs_gpu, no_host_sync
+from support.runs import parts_of_step
 
 ROWS = ArrayDataset("x.h5", {"x": np.zeros((1, 3), np.float32)})
 CUDA = torch.device("cuda", 0)

@@ -33,16 +33,14 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 PROJECT = ROOT / "{{cookiecutter.project_slug}}"
-sys.path[:0] = [str(path) for path in (PROJECT, ROOT / "tests/engine")]
+sys.path[:0] = [str(path) for path in (PROJECT, ROOT / "tests")]
 
 import convert
 import h5py
 import numpy as np
 import torch
-from harness import ALONE, ITEMS, numbered, ragged, write_rows
 from mutations import flip, mutate
 from PIL import Image
-from short_run import CONFIG, SIZES
 from torch import nn
 
 import workloads
@@ -59,6 +57,9 @@ from fastgpu.run import checkpoint
 from fastgpu.run.record import describe_model
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.storage.store import open_store
+from support.ranks import ALONE
+from support.rows import ITEMS, numbered, ragged, write_rows
+from support.runs import SHORT_CONFIG, SHORT_SIZES
 
 WALL_S = 60
 MEMORY_BYTES = 2 << 30
@@ -135,8 +136,8 @@ def make_checkpoint() -> None:
     state["model"](torch.ones(1, 6)).sum().backward()
     state["optimizer"].step()
     source = ArrayDataset("made up", {"x": np.zeros((2, 6), np.float32), "y": np.zeros(2, np.float32)})
-    data = Data(source, source, SIZES)
-    card = describe_model(CONFIG.flat(), data, {}, {}) | {
+    data = Data(source, source, SHORT_SIZES)
+    card = describe_model(SHORT_CONFIG.flat(), data, {}, {}) | {
         "epoch": 2,
         "metrics": {"val/mse": 0.5},
     }

@@ -35,9 +35,10 @@ from torch.utils._pytree import tree_flatten
 
 HERE = Path(__file__).parent
 PROJECT = HERE.parents[1] / "{{cookiecutter.project_slug}}"
-sys.path[:0] = [str(PROJECT), str(HERE.parent / "engine")]
+sys.path[:0] = [str(PROJECT), str(HERE.parent)]
 
-from harness import copy_project, step_of, write_minimal
+from support.ranks import copy_project
+from support.runs import step_of, write_minimal
 
 MAX_STARTS = 8  # after which a run must be done
 END_S = 120  # in which a process must end that has been told to

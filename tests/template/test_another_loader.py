@@ -1,13 +1,15 @@
 """The loader of docs/code.md: a plain DataLoader in the loop of train.py."""
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from harness import kill_tree, printed_by, same_weights, train_command, wait_until
+
+from support.projects import use_torch_loader
+from support.ranks import kill_tree, printed_by, train_command, wait_until
+from support.runs import same_weights
 
 DIGITS = """
 import h5py
@@ -29,19 +31,6 @@ class Digits(Dataset):
 """
 WORDS = ["data.dataset=digits:Digits", "dist.device=cpu", "loader.num_workers=1"]
 LONG = "train.epochs=4"
-
-
-def use_torch_loader(project: Path) -> None:
-    """Put the code of the page into a project: a file, and a function of train.py."""
-    page = (project / "docs/code.md").read_text().split("## Another loader in this loop")[1]
-    loader, build = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[:2]
-    (project / "torch_loader.py").write_text(loader.removeprefix("# torch_loader.py\n"))
-    program = (project / "train.py").read_text()
-    changed = re.sub(r"def build_loaders\(.*?(?=\n\n\n)", lambda _: build.rstrip(), program, flags=re.DOTALL)
-    assert changed != program
-    line = "from fastgpu.telemetry import Clock, Monitor, TensorBoard\n"
-    assert line in program
-    (project / "train.py").write_text(changed.replace(line, f"{line}from torch_loader import TorchLoader\n"))
 
 
 def accuracy(run: Path) -> float:

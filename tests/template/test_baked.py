@@ -13,10 +13,10 @@ from pathlib import Path
 import h5py
 import pytest
 import yaml
-from harness import printed_by, run_to_end
-from template import FOLDER, ROOT, WORKLOAD_ANSWERS
-from test_documents import convert_commands
-from test_template import expected, files, parses
+
+from support.projects import convert_commands, expected_files, files_below, parse_files, run_in
+from support.ranks import printed_by, run_to_end
+from template import FOLDER, WORKLOAD_ANSWERS
 
 WORDS_OF_THE_OTHER = {
     "recsys": r"cifar|celeba|\bdigits\b|\bPIL\b|pillow|image_files|mixup|cutout",
@@ -25,12 +25,6 @@ WORDS_OF_THE_OTHER = {
 """{workload: what only the files of the other one speak of}"""
 SPEAK_OF_BOTH = {"constraints.txt", "convert.py"}
 """convert.py is one command line, of which it shows the commands whose rooms are there."""
-
-
-def run_in(project: Path, *command: str) -> str:
-    """What `python -m ...` or a script of the project prints; it must succeed."""
-    caches = {"MYPY_CACHE_DIR": str(ROOT / ".cache/mypy-baked"), "RUFF_NO_CACHE": "true"}
-    return printed_by([sys.executable, *command], project, **caches, PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1")
 
 
 def run_pytest(project: Path, *arguments: str) -> None:
@@ -55,8 +49,8 @@ def test_a_project_has_what_was_asked_for_and_names_nothing_else(baked, answers)
     project = baked(**answers)
     workload = answers["workload"]
     license = answers.get("license", "MIT")
-    assert files(project) == expected(**answers)
-    for name, is_wanted in {  # `expected` asks the hook itself
+    assert files_below(project) == expected_files(**answers)
+    for name, is_wanted in {  # `expected_files` asks the hook itself
         "convert.py": answers.get("tools") != "none",
         "launch/slurm.sh": answers["launch"] in ("slurm", "both"),
         "launch/kubernetes.yaml": answers["launch"] in ("kubernetes", "both"),
@@ -65,7 +59,7 @@ def test_a_project_has_what_was_asked_for_and_names_nothing_else(baked, answers)
     }.items():
         assert (project / name).exists() == is_wanted
     assert all(any(path.iterdir()) for path in project.rglob("*") if path.is_dir())
-    meta = parses(project)["project"]
+    meta = parse_files(project)["project"]
     assert any(name.startswith("pillow") for name in meta["dependencies"]) == (workload in ("images", "both"))
     assert meta["license"] == license.replace("proprietary", "LicenseRef-Proprietary")
     text = (project / "LICENSE").read_text()
@@ -81,7 +75,7 @@ def test_a_project_has_what_was_asked_for_and_names_nothing_else(baked, answers)
             assert not re.search(r"\b(convert|diagnose|predict)\.py|python report\.py", text), page
     if workload in WORDS_OF_THE_OTHER:
         pattern = re.compile(WORDS_OF_THE_OTHER[workload], re.IGNORECASE)
-        texts = [name for name in files(project) - SPEAK_OF_BOTH if Path(name).suffix not in (".h5", ".png")]
+        texts = [name for name in files_below(project) - SPEAK_OF_BOTH if Path(name).suffix not in (".h5", ".png")]
         assert {name: found for name in texts if (found := pattern.findall((project / name).read_text()))} == {}
 
 

@@ -13,9 +13,10 @@ import tables
 import worker
 from contenders import H5PY, MEMCPY, OURS
 from data import DataSpec
-from harness import printed_by
 from peers import FIXED, Task, fixed_batch
 from scipy.stats import chisquare
+
+from support.ranks import printed_by
 
 IMAGES = np.pad(np.arange(4, dtype=np.uint8).reshape(4, 1, 1, 1), ((0, 0), (0, 0), (0, 1), (0, 1)))
 

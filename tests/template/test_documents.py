@@ -6,17 +6,18 @@ file. A block in the language `console` is a part of what the block before has p
 ends of lines that it leaves out, and numbers may differ. A block below `<!-- not run: reason -->` is skipped.
 """
 
-import functools
 import itertools
 import os
 import re
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
-from harness import printed_by
-from template import FOLDER, PROJECT, ROOT, WORKLOAD_ANSWERS, project_files, tracked
+
+from support import PROJECT, ROOT
+from support.projects import convert_commands, read_blocks
+from support.ranks import printed_by
+from template import FOLDER, WORKLOAD_ANSWERS, project_files, tracked
 
 DOCUMENTS = [name for name in tracked() if name.endswith(".md") and not name.startswith("bench/results/")]
 
@@ -39,13 +40,6 @@ def test_make_targets_exist():
     exist = set(re.findall(r"(?m)^([a-z-]+):", makefile))
     assert set(re.findall(r"(?m)(?:^|`)make ([a-z-]+)", text)) <= exist
     assert set(re.findall(r"(?m)^# make ([a-z-]+)", makefile)) == exist - {"help", "clean"}
-
-
-@functools.cache
-def convert_commands(project: Path) -> set[str]:
-    """The sub-commands of convert.py."""
-    shown = printed_by([sys.executable, "convert.py", "--help"], project)
-    return set(re.findall(r"(?m)^    (\w+)(?: |$)", shown.split("COMMAND\n")[-1]))
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -72,21 +66,6 @@ def test_links_lead_somewhere_and_commands_for_users_name_what_exists(name):
 
 
 # ---------------------------------------------------------------------------------------------- blocks that are run
-
-
-class Block(NamedTuple):
-    """A fenced block of a page. reason: why it is not run; target: the file that it is; both may be empty."""
-
-    reason: str
-    language: str
-    text: str
-    target: str
-
-
-def read_blocks(page: Path) -> list[Block]:
-    """The fenced blocks of a page, in order."""
-    pattern = r"(?ms)^(?:<!-- not run: ([^>]+?) -->\n)?```(\w*)\n((?:# ([\w./-]+\.(?:py|yaml))\n)?.*?)^```$"
-    return [Block(*found) for found in re.findall(pattern, page.read_text())]
 
 
 def normalised(line: str) -> str:

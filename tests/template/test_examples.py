@@ -10,11 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from contract import check_workload
-from harness import kill_tree, printed_by, same_weights, train_command, wait_until, write_rows
-from test_recipes import EXAMPLES, take
 
 from fastgpu.convert.images.readers import IGNORED_CLASS
 from fastgpu.rows.rows import Field, Rows
+from support.projects import EXAMPLES, take_example
+from support.ranks import kill_tree, printed_by, train_command, wait_until
+from support.rows import write_rows
+from support.runs import same_weights
 
 GENERATOR = torch.Generator()
 
@@ -66,7 +68,7 @@ def test_an_example_fits_the_protocol(name, batch, options):
 def test_the_examples_are_complete_without_the_tools(own_copy):
     project = own_copy("both", tools="none")
     for path in EXAMPLES.glob("*.py"):
-        take(project, path.stem)
+        take_example(project, path.stem)
     names = [f"workloads.{path.stem}" for path in EXAMPLES.glob("*.py") if path.stem != "published"]  # a Dataset
     printed_by([sys.executable, "-c", f"import {', '.join(names)}"], project)
 
@@ -136,7 +138,7 @@ def test_an_example_with_a_state_of_its_own_is_killed_on_two_ranks_and_resumed_t
     own_copy, name, setting
 ):
     project = own_copy("both")
-    take(project, name)
+    take_example(project, name)
     write_rows(project / "data/images.h5", 240, (3, 16, 16))
     if name == "gan":
         subprocess.run(["git", "apply", "gan.diff"], cwd=project, check=True)

@@ -4,10 +4,9 @@ import shutil
 import subprocess
 
 import pytest
-from template import ROOT
-from test_another_loader import use_torch_loader
-from test_baked import run_in
-from test_documents import read_blocks
+
+from support import ROOT
+from support.projects import read_blocks, run_in, use_torch_loader
 
 
 @pytest.mark.slow

@@ -17,8 +17,10 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from harness import TIMEOUT_S, copy_project, free_port, metrics_of, run_to_end, wait_for_port, wait_until
-from template import PROJECT
+
+from support import PROJECT
+from support.ranks import TIMEOUT_S, copy_project, free_port, run_to_end, wait_for_port, wait_until
+from support.runs import metrics_of
 
 LAUNCH = PROJECT / "launch"
 

@@ -21,12 +21,13 @@ import h5py
 import numpy as np
 import pytest
 import yaml
-from harness import printed_by, run_train, write_rows
 from PIL import Image
-from template import PROJECT, ROOT
-from test_documents import read_blocks
 
-EXAMPLES = ROOT / "docs/examples"
+from support import PROJECT, ROOT
+from support.projects import read_blocks, take_example
+from support.ranks import printed_by, run_train
+from support.rows import write_rows
+
 SMALL = ["data.batch_size=8", "train.epochs=1", "log.every_steps=2", "dist.device=cpu", "run.name=a"]
 
 TORCHVISION = """
@@ -157,12 +158,6 @@ OTHERS = {
 """Workloads without a recipe of their own: two examples, that of the tutorial, and the one to copy."""
 
 
-def take(project: Path, name: str) -> None:
-    """Copy the workload and the config of an example into a project."""
-    for path in EXAMPLES.glob(f"{name}.*"):
-        shutil.copyfile(path, project / {".py": "workloads", ".yaml": "configs"}.get(path.suffix, "") / path.name)
-
-
 def commands_in(text: str, program: str) -> list[list[str]]:
     """The arguments of each call of a program in the head of a recipe."""
     commands = re.findall(rf"^#.*? {program} (.*?)\s*\\?$", text, re.MULTILINE)
@@ -178,7 +173,7 @@ def test_all_recipes_are_known():
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_trains_on_data_in_the_published_format(name, own_copy):
     project = own_copy("both")
-    take(project, name)
+    take_example(project, name)
     recipe = RECIPES[name]
     recipe.make(project)
     text = (project / f"configs/{name}.yaml").read_text()
@@ -207,7 +202,7 @@ def test_a_recipe_trains_on_data_in_the_published_format(name, own_copy):
 @pytest.mark.parametrize("name", [name for name in {**RECIPES, **OTHERS} if name != "imagenet"])  # it needs timm
 def test_every_command_works_with_every_workload(name, own_copy):
     project = own_copy("both")
-    take(project, name)
+    take_example(project, name)
     recipe = {**RECIPES, **OTHERS}[name]
     recipe.make(project)
     text = (project / f"configs/{name}.yaml").read_text()

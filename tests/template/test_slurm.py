@@ -16,8 +16,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from harness import copy_project, free_port, printed_by, same_weights, train_command, write_minimal
-from template import PROJECT
+
+from support import PROJECT
+from support.ranks import copy_project, free_port, printed_by, train_command
+from support.runs import same_weights, write_minimal
 
 is_installed = os.geteuid() == 0 and all(map(shutil.which, ("slurmctld", "slurmd", "sbatch", "scontrol")))
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(not is_installed, reason="needs root, slurmctld and slurmd")]

@@ -1,12 +1,10 @@
 """What the template asks, refuses and bakes."""
 
-import ast
 import itertools
 import re
 import shutil
 import sys
 import tomllib
-from pathlib import Path
 from typing import Any
 
 import h5py
@@ -14,35 +12,12 @@ import make_interactions
 import numpy as np
 import pytest
 import yaml
-from baking import bake_project, resolve
 from cookiecutter.environment import StrictEnvironment
 from cookiecutter.exceptions import FailedHookException
-from template import FOLDER, PROJECT, ROOT, project_files, removed_files
 
-
-def files(folder: Path) -> set[str]:
-    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-
-
-def expected(workload: str = "images", launch: str = "none", **answers: str) -> set[str]:
-    return set(project_files()) - removed_files(workload, launch=launch, **answers)
-
-
-def parses(project: Path) -> dict:
-    """Every file is what it should be, and nothing of the template's language is left; returns pyproject.toml."""
-    for name in files(project):
-        path = project / name
-        if path.suffix == ".py":
-            ast.parse(path.read_text())
-            assert path.read_bytes() == (PROJECT / name).read_bytes(), f"{name} is not its source"
-        elif path.suffix in (".yaml", ".yml"):
-            assert list(yaml.safe_load_all(path.read_text()))
-        if name in ("LICENSE", "pyproject.toml"):
-            assert not re.search(r"cookiecutter\.|{[{%#]|[}%#]}", path.read_text())
-        if path.suffix == ".md":
-            assert not re.search(r"<!-- (only|end)|\n\n\n#|\n\n\Z", path.read_text()), f"{name} has sections or gaps"
-    return tomllib.loads((project / "pyproject.toml").read_text())
-
+from support import PROJECT, ROOT
+from support.projects import bake_project, expected_files, files_below, parse_files, resolve
+from template import FOLDER
 
 # ---------------------------------------------------------------------------------------------- questions and answers
 
@@ -112,8 +87,8 @@ def test_default_answers_bake_a_clean_project_and_tell_the_next_three_commands(t
         path.write_text("{% broken {{")
     project = bake_project(tmp_path, dirty)
     assert project.name == "my_training_project"
-    assert parses(project)["project"]["name"] == "my-training-project"
-    assert files(project) == expected()
+    assert parse_files(project)["project"]["name"] == "my-training-project"
+    assert files_below(project) == expected_files()
     printed = capfd.readouterr().out
     assert "cd my_training_project" in printed
     assert sum(line.startswith("  ") for line in printed.splitlines()) == 3

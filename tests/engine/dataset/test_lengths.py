@@ -10,8 +10,6 @@ import predict
 import pytest
 import torch
 import train as script
-from harness import ALONE, at_call, in_world, open_feed, same_weights, signalled, train_rank, val_points
-from test_dataset import Made
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -23,6 +21,10 @@ from fastgpu.process.config import Config, Data, Tier
 from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
 from fastgpu.rows.order import BlockSampler
+from support.datasets import Made
+from support.ranks import ALONE, in_world
+from support.rows import open_feed
+from support.runs import at_call, same_weights, signalled, train_rank, val_points
 from workloads import minimal
 
 

@@ -6,7 +6,6 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from harness import CPU, open_feed, write_photos
 from torch.utils.data import Dataset
 
 from fastgpu.dataset.source import ItemDataset
@@ -18,6 +17,9 @@ from fastgpu.rows.order import BlockSampler
 from fastgpu.storage import layout
 from fastgpu.storage.file import OpenFile
 from fastgpu.storage.store import open_store
+from support.images import write_photos
+from support.ranks import CPU
+from support.rows import open_feed
 
 
 class Slow(Dataset):

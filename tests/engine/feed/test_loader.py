@@ -4,12 +4,13 @@ from itertools import chain
 import h5py
 import numpy as np
 import pytest
-from harness import CPU, ITEMS, is_ragged, numbers_of, open_feed, ragged, sizes_of, write_ragged, write_rows
 
 from fastgpu.feed import Passes, open_loaders
 from fastgpu.process.config import Loader
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.storage.store import open_store
+from support.ranks import CPU
+from support.rows import ITEMS, is_ragged, numbers_of, open_feed, ragged, sizes_of, write_ragged, write_rows
 
 N_ROWS = 150
 

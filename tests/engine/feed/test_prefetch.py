@@ -11,19 +11,6 @@ from itertools import chain, count, islice
 
 import pytest
 import torch
-from harness import (
-    CPU,
-    ROOT,
-    TIMEOUT_S,
-    is_ragged,
-    needs_gpu,
-    no_host_sync,
-    numbers_of,
-    open_feed,
-    rows_before,
-    run_to_end,
-    wait_until,
-)
 
 from fastgpu.dataset.workers import READERS_NICE
 from fastgpu.feed import Passes, prefetch
@@ -36,6 +23,9 @@ from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage.file import OpenFile
 from fastgpu.storage.store import HDF5Dataset, open_store
+from support import PROJECT
+from support.ranks import CPU, TIMEOUT_S, needs_gpu, no_host_sync, run_to_end, wait_until
+from support.rows import is_ragged, numbers_of, open_feed, rows_before
 
 FIELDS = {"images": "images", "labels": "labels"}
 
@@ -291,17 +281,17 @@ next(feed.pools(0))
 @pytest.mark.slow
 @pytest.mark.parametrize(("end", "code"), [("", 0), ("raise KeyboardInterrupt", -signal.SIGINT)])
 def test_no_thread_outlives_a_process_that_leaves_without_closing(write, end, code):
-    done = run_to_end([sys.executable, "-c", LEAVE + end, write(120)], ROOT)
+    done = run_to_end([sys.executable, "-c", LEAVE + end, write(120)], PROJECT)
     assert done.returncode == code, done.stderr
 
 
 def test_the_loader_works_in_a_loop_of_somebody_else(tmp_path):
     """The program of docs/code.md, as it is."""
-    page = (ROOT / "docs/code.md").read_text()
+    page = (PROJECT / "docs/code.md").read_text()
     program = re.search(r"## Our loader in another loop.*?```python\n(.*?)```", page, re.DOTALL)
     assert program
-    (tmp_path / "data").symlink_to(ROOT / "data")
-    done = run_to_end([sys.executable, "-c", program[1]], tmp_path, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    (tmp_path / "data").symlink_to(PROJECT / "data")
+    done = run_to_end([sys.executable, "-c", program[1]], tmp_path, PYTHONPATH=str(PROJECT), OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     losses = [float(line.rpartition(" ")[2]) for line in done.stdout.splitlines()]
     assert len(losses) == 3

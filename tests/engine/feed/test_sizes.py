@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import ALONE, CPU
 from torch.utils.data import TensorDataset
 
 from fastgpu.dataset.source import ItemDataset
@@ -17,6 +16,7 @@ from fastgpu.process.machine import GIB
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Field
+from support.ranks import ALONE, CPU
 
 
 class Shape(Dataset):

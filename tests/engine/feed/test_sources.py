@@ -6,7 +6,6 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from harness import numbered, ragged
 from torch.utils.data import Dataset as TorchDataset
 
 from fastgpu.dataset.source import ItemDataset
@@ -15,6 +14,7 @@ from fastgpu.process.config import Data, Loader
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.selection import Share
+from support.rows import numbered, ragged
 
 FIELDS = {"images": "images", "labels": "labels"}
 

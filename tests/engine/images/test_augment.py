@@ -1,9 +1,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import needs_gpu, no_host_sync
 
 from fastgpu.images.augment import cutout, mixup, random_crop, random_flip, random_resized_crop
+from support.ranks import needs_gpu, no_host_sync
 
 
 @pytest.fixture(params=[torch.uint8, torch.float16, torch.float32], ids=str)

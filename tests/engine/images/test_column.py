@@ -4,7 +4,6 @@ from unittest.mock import Mock
 import h5py
 import numpy as np
 import pytest
-from harness import ALONE, open_feed, photo, read_rows, write_photos
 
 from fastgpu.feed.sizes import Sizes, choose_sizes
 from fastgpu.feed.sources import open_splits
@@ -16,6 +15,9 @@ from fastgpu.process.launch import UserError
 from fastgpu.process.machine import available_cpus, format_bytes
 from fastgpu.rows.order import BlockSampler
 from fastgpu.storage.store import open_store
+from support.images import photo, write_photos
+from support.ranks import ALONE
+from support.rows import open_feed, read_rows
 
 N_ROWS = 90
 SIZE = (16, 16)

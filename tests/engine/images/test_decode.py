@@ -4,7 +4,6 @@ import math
 
 import numpy as np
 import pytest
-from pictures import KINDS, bytes_of, file_of
 from scipy import stats
 
 from fastgpu.convert.images.readers import keep
@@ -12,6 +11,7 @@ from fastgpu.imagefiles.pixels import decode
 from fastgpu.images import decode as module
 from fastgpu.images.decode import EncodedImage
 from fastgpu.images.parts import N_DRAWS, Box, Preprocessing, centre_box, draw, random_box
+from support.images import KINDS, bytes_of, file_of
 
 PARTS = (
     (Box(0, 0, 150, 200), (150, 200)),

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import yaml
-from harness import run_train, write_minimal
 from pydantic import Field
 
 from fastgpu.process.config import Config, Count, Section
 from fastgpu.process.config_loader import PROJECT, load_config, read_options
 from fastgpu.process.launch import SharedError
+from support.ranks import run_train
+from support.runs import write_minimal
 
 BASE = "workload: minimal\ndata: {train: a.h5, val: b.h5, fields: {x: x, y: y}}\n"
 """The keys that are required."""

@@ -4,10 +4,10 @@ import socket
 
 import psutil
 import pytest
-from harness import TIMEOUT_S, start_python
 
 from fastgpu.process import launch as launch_module
 from fastgpu.process.launch import Launch, SharedError, UserError, check_parent, exit_with_message, read_launch
+from support.ranks import TIMEOUT_S, start_python
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
 

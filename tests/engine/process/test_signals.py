@@ -5,10 +5,10 @@ import signal
 import time
 
 import pytest
-from harness import ALONE, TIMEOUT_S, in_world, start_python
 
 from fastgpu.process.signals import MAX_CALLS, STOP, StopSignal
 from fastgpu.process.world import World
+from support.ranks import ALONE, TIMEOUT_S, in_world, start_python
 
 AGAIN = """
 import os, torch

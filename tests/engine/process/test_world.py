@@ -7,11 +7,11 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from harness import ALONE, CPU, in_world, needs_gpu, no_host_sync
 
 from fastgpu.process.config import Dist
 from fastgpu.process.launch import Launch, SharedError, UserError, warn
 from fastgpu.process.world import World, choose_kernels, init_distributed
+from support.ranks import ALONE, CPU, in_world, needs_gpu, no_host_sync
 
 
 def error_of(function: Callable[..., None], *arguments: Any) -> str:

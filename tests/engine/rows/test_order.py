@@ -6,7 +6,6 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from harness import rows_before
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -14,6 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.rows.selection import Groups, Mixture, hold_out
+from support.rows import rows_before
 
 many = settings(max_examples=200, deadline=None)
 seeds = st.none() | st.integers(0, 9)

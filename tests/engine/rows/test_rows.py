@@ -3,9 +3,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from harness import CPU, ITEMS, is_ragged, numbered, numbers_of, ragged
 
 from fastgpu.rows.rows import Field, Rows
+from support.ranks import CPU
+from support.rows import ITEMS, is_ragged, numbered, numbers_of, ragged
 
 FIELDS = {
     "number": Field(np.dtype("i8"), ()),

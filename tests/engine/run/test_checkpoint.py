@@ -11,7 +11,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from harness import write_state
 from safetensors import SafetensorError
 from torch import nn
 
@@ -21,6 +20,7 @@ from fastgpu.run import checkpoint
 from fastgpu.run.checkpoint import Progress, find_intact, load, newest_first, save
 from fastgpu.run.run import lock_folder
 from fastgpu.training.average import AveragedModel
+from support.runs import write_state
 
 ORDER = {"rows": 10, "seed": 0}
 

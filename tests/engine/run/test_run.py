@@ -10,8 +10,6 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from harness import ALONE, in_world, newest, start_python, step_of
-from short_run import STEPS_PER_EPOCH, started_run, train_epoch
 from torch import nn
 
 from fastgpu.process import config, files
@@ -24,6 +22,8 @@ from fastgpu.run.record import write_or_warn
 from fastgpu.run.run import lock_folder
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.training.step import note_groups
+from support.ranks import ALONE, in_world, start_python
+from support.runs import SHORT_STEPS, newest, started_run, step_of, train_epoch
 
 
 def checkpoints(run: Path) -> list[str]:
@@ -123,7 +123,7 @@ def test_the_best_checkpoint_is_kept_by_the_value_of_the_metric(tmp_path, direct
         for score in scores:
             train_epoch(run, score=score)
             kept.append(run.progress.best_epoch)
-            best = [step_of(path) // STEPS_PER_EPOCH for path in (tmp_path / "a").glob("checkpoints/best-*")]
+            best = [step_of(path) // SHORT_STEPS for path in (tmp_path / "a").glob("checkpoints/best-*")]
             assert best == [epoch for epoch in kept[-1:] if epoch]
     assert kept == epochs
 

@@ -1,13 +1,12 @@
 import h5py
 import numpy as np
 import pytest
-from harness import ITEMS, is_ragged
-from scattered import read_scattered
 
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import Field
 from fastgpu.storage import store as store_module
 from fastgpu.storage.store import open_store
+from support.rows import ITEMS, is_ragged, read_scattered
 
 FIELDS = {"items": "items", "number": "number"}
 LAYOUTS = {

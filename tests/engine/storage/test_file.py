@@ -1,5 +1,6 @@
 import errno
 import fcntl
+import gc
 import mmap
 import os
 import resource
@@ -9,13 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import numbers_of
-from scattered import read_by_jobs, read_scattered
 
 from fastgpu.process.launch import UserError
 from fastgpu.storage import store as store_module
 from fastgpu.storage.file import OpenFile
 from fastgpu.storage.store import HDF5Dataset, open_store
+from support.rows import numbers_of, read_by_jobs, read_scattered
 
 BIG = (1, 96, 96)  # 9 KiB: rows that the kernel scatters
 NO_CACHE_TOLD = [
@@ -184,6 +184,7 @@ def test_a_file_with_another_mode_or_name_is_read_to_its_end(write, change):
 @pytest.fixture
 def n_open() -> Callable[[], int]:
     """How many descriptors more than now are open."""
+    gc.collect()  # files of other tests
     descriptors = Path("/proc/self/fd")
     before = len([*descriptors.iterdir()])
     return lambda: len([*descriptors.iterdir()]) - before

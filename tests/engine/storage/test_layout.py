@@ -5,13 +5,12 @@ import h5py
 import numpy as np
 import pytest
 from h5py import h5d, h5p, h5s, h5t
-from harness import by_h5py, numbered, numbers_of
-from scattered import read_scattered
 
 from fastgpu.process.launch import UserError
 from fastgpu.storage import layout as module
 from fastgpu.storage.filters import decode, filters_of
 from fastgpu.storage.store import open_store
+from support.rows import by_h5py, numbered, numbers_of, read_scattered
 
 hdf5plugin = pytest.importorskip("hdf5plugin", reason="comes with the codecs")
 

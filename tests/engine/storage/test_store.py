@@ -5,14 +5,13 @@ import h5py
 import numpy as np
 import pytest
 from h5py import h5a, h5s, h5t
-from harness import numbered, numbers_of
-from scattered import read_by_jobs, read_scattered
 
 from fastgpu.storage import store as module
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.storage.hdf5 import attributes_of
 from fastgpu.storage.layout import DIGESTS
 from fastgpu.storage.store import open_store
+from support.rows import numbered, numbers_of, read_by_jobs, read_scattered
 
 FIELDS = {"images": "images", "labels": "labels"}
 BIG = (1, 96, 96)  # 9 KiB: rows that the kernel scatters

@@ -4,11 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import ALONE, needs_gpu
 
 from fastgpu.process.world import World
 from fastgpu.telemetry import clock as clock_module
 from fastgpu.telemetry.clock import Clock
+from support.ranks import ALONE, needs_gpu
 
 
 @pytest.fixture

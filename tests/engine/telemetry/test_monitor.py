@@ -11,13 +11,15 @@ from unittest.mock import Mock
 import psutil
 import pytest
 import torch
-from harness import ALONE, CPU, ROOT, TIMEOUT_S, needs_gpu, train
 
 from fastgpu.process.world import World
 from fastgpu.report.results import read_run
 from fastgpu.telemetry import monitor as monitor_module
 from fastgpu.telemetry.clock import Throughput
 from fastgpu.telemetry.monitor import Counters, Monitor, gpu_counters
+from support import PROJECT
+from support.ranks import ALONE, CPU, TIMEOUT_S, needs_gpu
+from support.runs import train
 
 GPU = World(0, 1, 1, torch.device("cuda", 0))
 TWO_GPUS = World(0, 2, 2, torch.device("cuda", 0))
@@ -212,7 +214,7 @@ def test_the_page_of_scalars_explains_exactly_what_a_run_and_a_machine_with_a_gp
     logged = {name for point in points for name in point} - {"step", "time_s", "part", *Throughput._fields}
     logged |= {"val/loss"}  # of other workloads
     logged |= {"gpu0/util_min_pct", *gpu_counters(GPU)}
-    page = (ROOT / "docs/measuring.md").read_text(encoding="utf-8")
+    page = (PROJECT / "docs/measuring.md").read_text(encoding="utf-8")
     explained = re.findall(r"(?m)^\| `([^`|]+/[^`|]+)` \| [^|]* \| [^|]+ \| [^|]*\|$", page)
     patterns = {name: name.replace("<n>", r"\d+").replace("<metric>", r"\w+") for name in explained}
     assert [name for name in logged if not any(re.fullmatch(pattern, name) for pattern in patterns.values())] == []

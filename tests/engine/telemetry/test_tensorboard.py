@@ -10,7 +10,6 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from harness import ALONE, CPU, metrics_of, wait_until
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fastgpu.process.launch import UserError
@@ -19,6 +18,8 @@ from fastgpu.report.results import read_run
 from fastgpu.telemetry import tensorboard
 from fastgpu.telemetry.clock import Throughput
 from fastgpu.telemetry.tensorboard import TensorBoard
+from support.ranks import ALONE, CPU, wait_until
+from support.runs import metrics_of
 
 STEP = Throughput(seconds=1.0, wait_s=0.1, fresh_rows=10.0, trained_rows=10.0, steps=5)
 FULL = Mock(side_effect=OSError(28, "No space left on device"))

@@ -3,7 +3,6 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 import torch
-from harness import ALONE, CPU, in_world, numbered, open_feed
 from torch import Tensor, nn
 
 from fastgpu.process.config import Tier
@@ -14,6 +13,8 @@ from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.training import freeze
 from fastgpu.training.evaluate import evaluate
 from fastgpu.training.step import mixed_precision
+from support.ranks import ALONE, CPU, in_world
+from support.rows import numbered, open_feed
 
 FP32 = mixed_precision("fp32", CPU)
 

@@ -6,7 +6,6 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from harness import ALONE, CPU, in_world
 from torch import nn
 from train import make_optimizer
 
@@ -15,6 +14,7 @@ from fastgpu.process.seeds import reseed
 from fastgpu.process.world import World
 from fastgpu.rows.rows import Field
 from fastgpu.training.parallel import averaged_statistics, freeze, mean_over_ranks, wrap_in_ddp
+from support.ranks import ALONE, CPU, in_world
 
 TWO = World(0, 2, 2, CPU)
 ROWS, RAGGED = (SimpleNamespace(fields={"x": Field(np.dtype("u1"), (), mean)}) for mean in (None, 1.0))

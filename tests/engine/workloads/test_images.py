@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 from contract import check_workload
-from harness import metrics_of, needs_gpu, numbered, run_train, train
 
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.arrays import ArrayDataset
+from support.ranks import needs_gpu, run_train
+from support.rows import numbered
+from support.runs import metrics_of, train
 from workloads.images import Normalize, Workload, resnet
 
 EACH = {"flip": True, "crop_padding": 2, "min_crop_scale": 0.3, "cutout_size": 3, "mixup_alpha": 0.4}

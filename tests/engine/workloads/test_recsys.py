@@ -12,9 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from contract import check_workload
-from harness import ROOT, metrics_of, needs_gpu, no_host_sync, open_feed, same_weights, train
 from predict import to_columns
-from short_run import parts_of_step
 from torch import Tensor
 from train import train_step
 
@@ -22,6 +20,10 @@ from fastgpu.process.config import Optim
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Ragged, Rows
 from fastgpu.storage.store import HDF5Dataset, open_store
+from support import PROJECT
+from support.ranks import needs_gpu, no_host_sync
+from support.rows import open_feed
+from support.runs import metrics_of, parts_of_step, same_weights, train
 from workloads.recsys import AutoEncoder, Workload, multinomial_nll, rank
 
 ITEMS = 60
@@ -251,11 +253,11 @@ def test_users_of_two_kinds_are_told_apart_and_a_resumed_run_has_the_same_weight
 @pytest.mark.slow
 def test_the_model_beats_popularity_and_not_the_law_that_made_the_data(tmp_path, monkeypatch):
     """NDCG@100 is above 1.4 x that of popularity, and at most that of the known law."""
-    files = [f"data.{name}={ROOT}/data/interactions-{name}.h5" for name in ("train", "val")]
-    with h5py.File(ROOT / "data/interactions-val.h5") as file:
+    files = [f"data.{name}={PROJECT}/data/interactions-{name}.h5" for name in ("train", "val")]
+    with h5py.File(PROJECT / "data/interactions-val.h5") as file:
         popularity, oracle = (file.attrs[f"{name}_ndcg_at_100"] for name in ("popularity", "oracle"))
     monkeypatch.chdir(tmp_path)
-    train("--config", f"{ROOT}/configs/recsys.yaml", *files, "run.name=a", "dist.device=cpu")
+    train("--config", f"{PROJECT}/configs/recsys.yaml", *files, "run.name=a", "dist.device=cpu")
     assert 1.4 * popularity < last_scores(tmp_path / "runs/a")["val/ndcg_at_100"] <= oracle
 
 

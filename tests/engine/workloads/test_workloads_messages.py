@@ -6,12 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from harness import numbered
 
 import workloads
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Field
 from fastgpu.storage.arrays import ArrayDataset
+from support.rows import numbered
 from workloads import images, minimal, recsys
 
 IMAGES = numbered(5, (1, 8, 8))

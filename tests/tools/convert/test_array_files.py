@@ -3,11 +3,11 @@ import sys
 import h5py
 import numpy as np
 import pytest
-from harness import read_rows
 from scipy import sparse
 
 from fastgpu.storage import arrays
 from fastgpu.storage.store import open_store
+from support.rows import read_rows
 
 
 def test_arrays_are_named_in_folders_of_any_name_and_in_archives(tmp_path, convert):

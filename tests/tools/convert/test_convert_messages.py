@@ -13,11 +13,8 @@ import convert as script
 import h5py
 import numpy as np
 import pytest
-from harness import ROOT, numbered
 from PIL import Image
 from scipy import sparse
-from test_tables import csv_of, names_of
-from test_writing import Numbers
 
 from fastgpu.convert import commands
 from fastgpu.convert.arrays import open_arrays
@@ -32,6 +29,9 @@ from fastgpu.convert.writer import Compression
 from fastgpu.convert.writing import write_files
 from fastgpu.images.parts import Resize
 from fastgpu.storage.arrays import ArrayDataset
+from support import PROJECT
+from support.readers import Numbers, csv_of, names_of
+from support.rows import numbered
 
 Mistakes = dict[str, Callable[[], object]]
 
@@ -219,7 +219,7 @@ def test_help_and_mistakes_do_not_wait_for_torch():
     code = (
         "import sys, convert; convert.parse(['info', 'x']); sys.exit(any(n in sys.modules for n in ('torch', 'h5py')))"
     )
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=PROJECT, check=False).returncode == 0
 
 
 def test_shares_and_sizes():

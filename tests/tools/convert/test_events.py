@@ -2,7 +2,6 @@ import zipfile
 
 import numpy as np
 import pytest
-from harness import arrays_of, read_rows
 from scipy import sparse
 
 from fastgpu.convert.recsys.events import read_events
@@ -10,6 +9,7 @@ from fastgpu.convert.recsys.interactions import PUBLISHED_SEED, hold_out_users
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage.store import open_store
+from support.rows import arrays_of, read_rows
 
 
 @pytest.mark.parametrize(("end", "separator"), [("\r\n", ","), ("\n", "::"), ("\n", "\t")])

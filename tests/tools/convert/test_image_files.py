@@ -7,7 +7,6 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from harness import ROOT, read_rows, run_to_end
 from PIL import Image
 
 from fastgpu.convert.images.readers import ImageFolder, ImageTable, Masks, PixelTable
@@ -18,6 +17,9 @@ from fastgpu.images.parts import Preprocessing
 from fastgpu.process.launch import UserError
 from fastgpu.storage.hdf5 import attributes_of
 from fastgpu.storage.store import open_store
+from support import PROJECT
+from support.ranks import run_to_end
+from support.rows import read_rows
 
 
 def folder_of(root: Path, classes: dict[str, int], size: tuple[int, int] = (8, 10)) -> Path:
@@ -135,7 +137,7 @@ def test_names_that_a_terminal_cannot_show_are_escaped_and_kept_apart(tmp_path, 
     folder_of(tmp_path / "photos", {os.fsdecode(name): 4 for name in names})
     (tmp_path / "photos" / os.fsdecode(names[0]) / "broken\x1b[2J.png").write_text("no image")
     done = run_to_end(
-        [sys.executable, str(ROOT / "convert.py"), "images", "photos", "x.h5", "--on-error", "skip"],
+        [sys.executable, str(PROJECT / "convert.py"), "images", "photos", "x.h5", "--on-error", "skip"],
         tmp_path,
         PYTHONIOENCODING=encoding,
     )

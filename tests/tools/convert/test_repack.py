@@ -9,13 +9,14 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from harness import ROOT, is_ragged, numbered, numbers_of
 
 from fastgpu.convert.summary import fields_of, inspect
 from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage.hdf5 import attributes_of
 from fastgpu.storage.layout import Layout
 from fastgpu.storage.store import open_store
+from support import PROJECT
+from support.rows import is_ragged, numbered, numbers_of
 
 
 def rows_of(path: Path) -> tuple[list[int], list[int]]:
@@ -167,7 +168,7 @@ def test_info_shows_the_layout_and_what_the_rows_hold(tmp_path, convert):
 def test_a_reader_that_has_seen_enough_ends_it_without_a_message(tmp_path, write, command):
     read_end, write_end = os.pipe()
     os.close(read_end)  # as `| head` does
-    words = [sys.executable, str(ROOT / "convert.py"), command, write(50)]
+    words = [sys.executable, str(PROJECT / "convert.py"), command, write(50)]
     done = subprocess.run(words, stdout=write_end, stderr=subprocess.PIPE, cwd=tmp_path, check=False)
     os.close(write_end)
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")

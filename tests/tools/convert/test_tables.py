@@ -4,16 +4,7 @@ import pytest
 
 from fastgpu.convert.tables import Table, parse_labels
 from fastgpu.process.launch import UserError
-
-
-def names_of(columns: str) -> list[str]:
-    return ["a", "b"][: columns.count("|") + 1]
-
-
-def csv_of(columns: str) -> str:
-    """A CSV with columns that are given as "0 1|cat dog", and one more."""
-    rows = zip(*(column.split() for column in columns.split("|")), strict=True)
-    return "\n".join([",".join([*names_of(columns), "end"]), *(",".join([*row, "x"]) for row in rows)])
+from support.readers import csv_of, names_of
 
 
 @pytest.fixture

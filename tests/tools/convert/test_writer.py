@@ -6,7 +6,6 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from harness import ITEMS, is_ragged, numbered, numbers_of, ragged, read_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +16,7 @@ from fastgpu.rows.rows import Field, RaggedArray
 from fastgpu.storage.hdf5 import attributes_of
 from fastgpu.storage.layout import DIGESTS
 from fastgpu.storage.store import open_store
+from support.rows import ITEMS, is_ragged, numbered, numbers_of, ragged, read_rows
 
 IMAGES = {"images": Field(np.dtype("u1"), (1, 4, 2)), "labels": Field(np.dtype("i8"), ())}
 RAGGED = {"items": Field(np.dtype("i4"), (), 2.0, ITEMS), "words": Field(np.dtype("u2"), (), 2.0)}

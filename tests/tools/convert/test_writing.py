@@ -4,33 +4,20 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Container
 from contextlib import suppress
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
-from harness import ROOT, run_to_end, wait_until
 
 from fastgpu.convert import writing
-from fastgpu.convert.reader import Reader, draw_splits, split_rows
+from fastgpu.convert.reader import draw_splits, split_rows
 from fastgpu.convert.writing import write_files
 from fastgpu.process.launch import UserError
-
-
-class Numbers(Reader):
-    """Rows that hold their number. Odd ones cannot be read."""
-
-    def __init__(self, n_rows: int, odd: Container[int] = ()):
-        super().__init__("numbers", n_rows)
-        self.odd = odd
-        self.values: list[int | float] = list(range(n_rows))
-
-    def __getitem__(self, row):
-        if row in self.odd:
-            raise ValueError("it is odd")
-        return {"x": np.full(1000, row), "y": self.values[row]}
+from support import PROJECT
+from support.ranks import run_to_end, wait_until
+from support.readers import Numbers
 
 
 def rows_of(path: Path) -> list[int]:
@@ -143,7 +130,7 @@ def test_an_interrupted_repack_leaves_nothing(tmp_path, number):
     with h5py.File(tmp_path / "old.h5", "w") as file:
         file["images"] = np.random.default_rng(0).integers(0, 256, (100_000, 3, 16, 16), np.uint8)  # seconds of gzip
         file["labels"] = np.zeros(100_000, int)
-    command = [sys.executable, str(ROOT / "convert.py"), "repack", "old.h5", "new.h5", "--compression", "gzip"]
+    command = [sys.executable, str(PROJECT / "convert.py"), "repack", "old.h5", "new.h5", "--compression", "gzip"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_until(lambda: bool([*tmp_path.glob(".new.*.h5")]), process)
     # Python swallows an exception in a callback, such as one of importlib: then a person would try again.
@@ -160,7 +147,7 @@ def test_an_interrupted_repack_leaves_nothing(tmp_path, number):
 @pytest.mark.slow
 def test_a_disk_that_fills_up_leaves_nothing(tmp_path):
     np.save(tmp_path / "x.npy", np.ones((100, 1 << 16), np.uint8))
-    command = f"trap '' XFSZ; ulimit -f 1024; '{sys.executable}' '{ROOT / 'convert.py'}' arrays x=x.npy y.h5"
+    command = f"trap '' XFSZ; ulimit -f 1024; '{sys.executable}' '{PROJECT / 'convert.py'}' arrays x=x.npy y.h5"
     result = run_to_end(["bash", "-c", command], tmp_path)
     assert "File too large" in result.stderr
     assert result.returncode == 2

@@ -1,6 +1,5 @@
 import pytest
 import torch
-from harness import ALONE, in_world
 from torch import Tensor, nn
 
 from fastgpu.diagnose.bench import Bench
@@ -8,6 +7,7 @@ from fastgpu.process.config import Config
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.world import World
 from fastgpu.rows.rows import Rows
+from support.ranks import ALONE, in_world
 from workloads import minimal
 
 

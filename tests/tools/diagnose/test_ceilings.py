@@ -5,7 +5,6 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
-from harness import CPU, needs_gpu, numbers_of, sizes_of
 from torch.utils.data import TensorDataset
 
 from fastgpu.dataset.source import ItemDataset
@@ -16,6 +15,8 @@ from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.store import open_store
+from support.ranks import CPU, needs_gpu
+from support.rows import numbers_of, sizes_of
 
 BATCH_SIZE = 16
 POOL_BATCHES = 4

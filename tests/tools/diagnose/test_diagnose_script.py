@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import ROOT, run_to_end
+
+from support import PROJECT
+from support.ranks import run_to_end
 
 
 def diagnose(folder: Path, *arguments: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    command = [sys.executable, *launcher, str(ROOT / "diagnose.py"), "--seconds", "0.05", *arguments]
+    command = [sys.executable, *launcher, str(PROJECT / "diagnose.py"), "--seconds", "0.05", *arguments]
     return run_to_end(command, folder, OMP_NUM_THREADS="1")
 
 

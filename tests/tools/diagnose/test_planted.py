@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
-from harness import ALONE, CPU, in_world, sizes_of
 
 from fastgpu.diagnose.ceilings import Loop, Meter, measure, read_pool, repeat
 from fastgpu.diagnose.result import ceilings
@@ -21,6 +20,8 @@ from fastgpu.rows.contract import Dataset, PoolPlan, Reads
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.store import open_store
+from support.ranks import ALONE, CPU, in_world
+from support.rows import sizes_of
 
 BATCH_SIZE = 16
 POOL_BATCHES = 4

@@ -4,7 +4,6 @@ import io
 
 import numpy as np
 import pytest
-from pictures import KINDS, bytes_of, encoded, exif_of, file_of, pixels
 from PIL import Image
 
 from fastgpu.convert.images.readers import Masks, keep, read_mask
@@ -12,6 +11,7 @@ from fastgpu.imagefiles.pixels import UprightImage, decode, read_preprocessing
 from fastgpu.images.decode import EncodedImage
 from fastgpu.images.parts import Box, Preprocessing
 from fastgpu.process.launch import UserError
+from support.images import KINDS, bytes_of, encoded, exif_of, file_of, pixels
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "LA", "P", "CMYK", "1", "I;16"])

@@ -7,7 +7,6 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from harness import ALONE, is_ragged, numbers_of, read_rows
 from PIL import Image
 from torch import Tensor, nn
 
@@ -16,6 +15,8 @@ from fastgpu.images.parts import Preprocessing
 from fastgpu.predict.model import export, load_model, open_batches, open_inputs, places_of
 from fastgpu.process.launch import UserError
 from fastgpu.storage.store import open_store
+from support.ranks import ALONE
+from support.rows import is_ragged, numbers_of, read_rows
 from workloads import minimal
 
 RNG = np.random.default_rng(0)

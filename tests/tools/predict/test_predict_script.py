@@ -15,12 +15,14 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from harness import ROOT, convert, metrics_of, run_to_end, train, val_points
 from PIL import Image
 from predict import to_columns, write_rows
 
 from fastgpu.predict.model import load_model, open_inputs
 from fastgpu.process.launch import UserError
+from support import PROJECT
+from support.ranks import printed_by, run_to_end
+from support.runs import metrics_of, train, val_points
 from workloads import minimal
 
 PROBABILITY = {"probability": torch.tensor([[0.25, 0.75], [0.9, 0.1]])}
@@ -199,15 +201,15 @@ ENDED = f"""
 import os, runpy, signal
 from workloads import minimal
 minimal.Workload.predict = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
-runpy.run_path("{ROOT}/predict.py", run_name="__main__")
+runpy.run_path("{PROJECT}/predict.py", run_name="__main__")
 """
 
 
 @pytest.mark.slow
 def test_the_script_prints_rows_alone_and_leaves_nothing_when_it_is_asked_to_end(tmp_path, minimal_run, rows):
-    command = [sys.executable, str(ROOT / "predict.py"), str(minimal_run), rows]
+    command = [sys.executable, str(PROJECT / "predict.py"), str(minimal_run), rows]
     check([*csv.DictReader(run_to_end(command, tmp_path).stdout.splitlines())], minimal_run)
-    ended = run_to_end([sys.executable, "-c", ENDED, *command[2:], "-o", "x.csv"], tmp_path, PYTHONPATH=str(ROOT))
+    ended = run_to_end([sys.executable, "-c", ENDED, *command[2:], "-o", "x.csv"], tmp_path, PYTHONPATH=str(PROJECT))
     assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
     assert not list(tmp_path.iterdir())
     failed = run_to_end([*command, "-o", "none/x.csv"], tmp_path)
@@ -232,11 +234,11 @@ def test_items_for_users(tmp_path, run, monkeypatch):
     """After an epoch on the rows that the project comes with; named.h5 has validation rows."""
     monkeypatch.chdir(tmp_path)
     for name, new in (("train", "train.h5"), ("val", "named.h5")):
-        shutil.copy(ROOT / f"data/interactions-{name}.h5", new)
+        shutil.copy(PROJECT / f"data/interactions-{name}.h5", new)
         with h5py.File(new, "r+") as file:
             file.attrs["item_ids"] = np.arange(1000)
             file["user"] = np.arange(len(file["items/indptr"]) - 1)[::-1]
-    words = f"--config {ROOT}/config.recsys.yaml data.train=train.h5 data.val=named.h5 model.hidden_dim=8"
+    words = f"--config {PROJECT}/config.recsys.yaml data.train=train.h5 data.val=named.h5 model.hidden_dim=8"
     train(*words.split(" "), "run.name=a", "train.epochs=1", "dist.device=cpu")
     logged = metrics_of(Path("runs/a"))[-1]
     metrics = dict(line.split() for line in run("runs/a", "--evaluate", "named.h5").splitlines())
@@ -259,9 +261,9 @@ def test_photos_are_predicted_as_the_rows_that_the_converter_made_of_them(tmp_pa
         photo = Path(f"photos/{'ab'[number % 2]}/{number:02d}.png")
         photo.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(rng.integers(0, 256, (20 + number, 40 - number // 2, 3)).astype(np.uint8)).save(photo)
-    done = convert("images", "photos", "x.h5", "--size", "8", "--split", "0.5", "--keep-order", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    words = f"--config {ROOT}/config.yaml data.train=x-train.h5 data.val=x-val.h5 data.batch_size=8 model.width=4"
+    words = ("images", "photos", "x.h5", "--size", "8", "--split", "0.5", "--keep-order")
+    printed_by([sys.executable, PROJECT / "convert.py", *words], tmp_path)
+    words = f"--config {PROJECT}/config.yaml data.train=x-train.h5 data.val=x-val.h5 data.batch_size=8 model.width=4"
     train(*words.split(" "), "run.name=a", "train.epochs=1", "dist.device=cpu")
     # Rows know the photos that they were made of, and those that the model takes for another class are listed.
     told = run("runs/a", "x-train.h5", "x-val.h5", "--evaluate", "--errors", "wrong.csv")

@@ -9,10 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import ROOT, kill_tree, printed_by, run_train, train_command, wait_for_step
 
 from fastgpu.report.ledger import KINDS, account, as_rows, goodput, read_process
 from fastgpu.report.results import compare, number, read_run
+from support import PROJECT
+from support.ranks import kill_tree, printed_by, run_train, train_command
+from support.runs import wait_for_step
 
 T0 = 1_700_000_000
 
@@ -108,7 +110,7 @@ def test_runs_are_compared_by_goodput(tmp_path):
 
 def test_the_page_has_a_bar_and_the_command_a_table(tmp_path):
     run = write(tmp_path / "a", WHOLE, [process(0, started_s=-2, ended_s=45)])
-    printed = printed_by([sys.executable, "report.py", run], ROOT)
+    printed = printed_by([sys.executable, "report.py", run], PROJECT)
     assert "    waiting for data  3.0 s   6.4 %\n" in printed
     page = (run / "report.html").read_text()
     assert '<div style="flex-grow: 53.2; --of: var(--c0)" title="computing: 25.0 s"></div>' in page

@@ -12,12 +12,12 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from harness import ROOT
 
 from fastgpu.process import files
 from fastgpu.report.page import MAX_POINTS, write_report
 from fastgpu.report.results import changed_settings, compare, number, over_run, read_run, summary
 from fastgpu.telemetry.clock import Throughput
+from support import PROJECT
 
 VALUES = {
     "train/loss": 0.5,
@@ -175,7 +175,7 @@ def test_long_runs_are_thinned_out_but_for_their_metrics_and_values_that_are_no_
 def run(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "report.py", *map(str, arguments)]
     options = {"stdout": subprocess.PIPE} | options
-    return subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False, **options)
+    return subprocess.run(command, cwd=PROJECT, stderr=subprocess.PIPE, text=True, check=False, **options)
 
 
 def test_a_summary_and_a_page_then_runs_in_one_line_each_without_folders_that_have_no_points(tmp_path):
@@ -215,7 +215,7 @@ def test_a_full_disk_under_the_output_is_one_line(tmp_path):
 def test_what_cannot_be_read_or_written_is_one_line(tmp_path):
     (write_run(tmp_path / "a") / "report.html").mkdir()
     for folder, message in (
-        ("nowhere", f"nowhere is no folder (looked in {ROOT}); name the folder of a run"),
+        ("nowhere", f"nowhere is no folder (looked in {PROJECT}); name the folder of a run"),
         (tmp_path, f"{tmp_path} has no points in metrics.jsonl; it is no run, or has just begun"),
         (tmp_path / "a", f"{tmp_path}/a/report.html is a folder; name a file in it, or another one"),
     ):
@@ -312,4 +312,4 @@ def test_no_cell_of_a_csv_is_a_formula_and_numbers_stay_numbers(tmp_path):
 
 def test_it_starts_without_torch():
     code = "import sys, report; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=PROJECT, check=False).returncode == 0
