@@ -186,7 +186,7 @@ def read_config(words: str = "") -> None:
 def read_checkpoint() -> str:
     state = new_state()
     path = checkpoint.find_intact(Path("run"))
-    progress = checkpoint.load(path, state, {"rows": 10}, torch.device("cpu")) if path else None
+    progress = checkpoint.load(path, state, {"rows": 10}) if path else None
     values = [value for part in state.values() for value in torch.utils._pytree.tree_leaves(part.state_dict())]
     return str((progress, [value.tolist() if isinstance(value, torch.Tensor) else value for value in values]))
 
