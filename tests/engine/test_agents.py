@@ -53,7 +53,7 @@ def wait_for_progress(run: Path, agent: subprocess.Popen) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_a_job_outlives_a_rank_and_each_of_its_nodes(folder, start_agent):
+def test_agents_outlive_a_rank_and_each_node(folder, start_agent):
     run = folder / "runs/a"
     port = free_port()
     first, second = start_agent(port), start_agent(port)

@@ -93,10 +93,10 @@ def batches(feed: Any, batch_size: int, epoch: int, first: int = 0) -> Iterator[
     """{field: [array], or [values, offsets] of ragged rows} of each batch, beginning with pool number `first`."""
     for pool in feed.pools(epoch, first):
         for batch in pool.rows.batches(batch_size):
-            yield {name: arrays_of(batch[name]) for name in sorted(batch.columns)}
+            yield {name: digest_parts(batch[name]) for name in sorted(batch.columns)}
 
 
-def arrays_of(column: Any) -> list[np.ndarray]:
+def digest_parts(column: Any) -> list[np.ndarray]:
     if isinstance(column, torch.Tensor):
         return [column.numpy()]
     offsets = column.offsets.numpy()

@@ -40,7 +40,7 @@ def accuracy(run: Path) -> float:
 
 
 @pytest.mark.slow
-def test_a_plain_data_loader_trains_resumes_and_is_diagnosed(own_copy):
+def test_torch_loader_trains_resumes_and_is_diagnosed(own_copy):
     """The words and the code of the page: it has the accuracy of our own loader, also after SIGKILL on two ranks."""
     project = own_copy("both")
     (project / "digits.py").write_text(DIGITS)

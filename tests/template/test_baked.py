@@ -45,7 +45,7 @@ LICENSES |= {"proprietary": "All rights reserved"}
 
 
 @pytest.mark.parametrize("answers", BAKES, ids=lambda answers: "-".join(answers.values()))
-def test_a_project_has_what_was_asked_for_and_names_nothing_else(baked, answers):
+def test_bake_has_what_was_asked_for(baked, answers):
     project = baked(**answers)
     workload = answers["workload"]
     license = answers.get("license", "MIT")
@@ -109,7 +109,7 @@ def change(project: Path, workload: str) -> None:
     (project / "workloads/mine.py").write_text(f'import os\n\n{minimal}\nDEBUG = os.environ.get("DEBUG")\n')
 
 
-def test_converted_rows_and_logs_of_jobs_stay_out_of_git(own_copy):
+def test_bake_ignores_data_and_logs(own_copy):
     project = own_copy("both")
     subprocess.run(["git", "init", "-q"], cwd=project, check=True)
     for name in ("data/photos-train.h5", "mine.h5", "first-123.out"):
@@ -125,7 +125,7 @@ def test_converted_rows_and_logs_of_jobs_stay_out_of_git(own_copy):
 
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_an_installed_project_is_imported_from_any_folder_with_the_modules_of_its_owner(own_copy, tmp_path):
+def test_bake_installed_is_imported_from_any_folder(own_copy, tmp_path):
     project = own_copy("own")
     (project / "mine.py").write_text("import workloads.minimal\n")
     venv.create(tmp_path / "venv", with_pip=True)
@@ -150,7 +150,7 @@ SHARED_COMMANDS = {"arrays", "repack", "dataset", "info", "check"}
     ],
     ids=lambda answers: "-".join(answers.values()),
 )
-def test_a_project_installs_is_clean_trains_and_passes_its_tests_whatever_its_owner_changes(own_copy, answers):
+def test_bake_passes_its_own_gate(own_copy, answers):
     """As its README says, but for the download: what is installed here already satisfies it."""
     project = own_copy(**answers)
     workload = answers["workload"]
@@ -170,7 +170,7 @@ def test_a_project_installs_is_clean_trains_and_passes_its_tests_whatever_its_ow
 
 
 @pytest.mark.slow
-def test_the_tests_of_a_project_find_validation_rows_that_are_trained_on(own_copy):
+def test_bake_tests_find_a_leak(own_copy):
     """A few equal rows are no mistake, 6 % are, whatever their labels are."""
     project = own_copy("images")
     test = ("tests/test_data.py", "-k", "most_validation_rows")
@@ -190,7 +190,7 @@ def test_the_tests_of_a_project_find_validation_rows_that_are_trained_on(own_cop
 
 
 @pytest.mark.slow
-def test_each_tool_goes_with_one_folder_and_one_script(own_copy):
+def test_bake_without_each_tool(own_copy):
     """One by one and together, as docs/code.md says: the tests are collected, and at last the project trains."""
     whole = own_copy("both")
     tools = ["convert", "diagnose", "predict", "report"]
@@ -207,7 +207,7 @@ def test_each_tool_goes_with_one_folder_and_one_script(own_copy):
 
 
 @pytest.mark.slow
-def test_an_update_merges_the_template_and_the_user(template, tmp_path):
+def test_bake_is_updated_by_cruft(template, tmp_path):
     """Away from the settings of this user."""
     (tmp_path / "cookiecutter.yaml").write_text(f"cookiecutters_dir: {tmp_path}/c\nreplay_dir: {tmp_path}/r\n")
     settings = {f"GIT_{who}_{what}": "a@b.c" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}

@@ -23,7 +23,7 @@ DOCUMENTS = [name for name in tracked() if name.endswith(".md") and not name.sta
 
 
 @pytest.mark.parametrize("answer", WORKLOAD_ANSWERS)
-def test_the_tree_in_a_project_is_the_tree_on_disk(baked, answer):
+def test_pages_tree_is_that_on_disk(baked, answer):
     project = baked(answer)
     section = (project / "docs/code.md").read_text().split("## What is where\n")[1].split("\n## ")[0]
     names = " ".join(re.findall(r"`[\w./]+`(?:, `[\w./]+`)*:", section))
@@ -34,7 +34,7 @@ def test_the_tree_in_a_project_is_the_tree_on_disk(baked, answer):
     assert {path.name for path in project.glob("*.py")} | folders | rooms <= shown
 
 
-def test_make_targets_exist():
+def test_pages_make_targets_exist():
     makefile = (ROOT / "Makefile").read_text()
     text = (ROOT / "README.md").read_text() + (ROOT / "CONTRIBUTING.md").read_text()
     exist = set(re.findall(r"(?m)^([a-z-]+):", makefile))
@@ -48,7 +48,7 @@ def test_pages_show_no_template_language(name):
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_links_lead_somewhere_and_commands_for_users_name_what_exists(name):
+def test_pages_links_and_commands_exist(name):
     text = (ROOT / name).read_text()
     for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text):
         target = (ROOT / name).parent / link if link else ROOT / name
@@ -90,7 +90,7 @@ def missing_lines(shown: str, printed: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workload", ["images", "recsys"])
-def test_every_step_of_the_tutorial_works(own_copy, workload):
+def test_pages_tutorial_works(own_copy, workload):
     """As a person types it, in the environment of these tests."""
     project = own_copy(workload)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -110,7 +110,7 @@ def test_every_step_of_the_tutorial_works(own_copy, workload):
     ("original", "translation"),
     [("README.md", "docs/ko/README.md"), (f"{FOLDER}/docs/tutorial.md", f"{FOLDER}/docs/ko/tutorial.md")],
 )
-def test_a_translation_has_the_same_commands(original, translation):
+def test_pages_translations_have_the_same_commands(original, translation):
     ours, theirs = ([block.text for block in read_blocks(ROOT / page)] for page in (original, translation))
     assert ours == theirs
 
@@ -119,7 +119,7 @@ def test_a_translation_has_the_same_commands(original, translation):
 @pytest.mark.parametrize(
     "workload", ["images", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("recsys", "own"))]
 )
-def test_the_python_of_the_notebook_page_runs(own_copy, workload):
+def test_pages_notebook_runs(own_copy, workload):
     project = own_copy(workload)
     printed_by([sys.executable, "train.py", "train.epochs=1", "run.name=first"], project)
     blocks = [block.text for block in read_blocks(project / "docs/python.md") if block.language == "python"]

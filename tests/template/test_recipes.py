@@ -53,7 +53,7 @@ class CelebA(list):
 """A stand-in with few rows."""
 
 
-def draw(path: Path, size: tuple[int, int], red: int) -> None:
+def draw_image(path: Path, size: tuple[int, int], red: int) -> None:
     """An image of one color."""
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", size, (red, 100, 50)).save(path)
@@ -70,13 +70,15 @@ def write_published(folder: Path) -> None:
 def draw_imagenet(folder: Path) -> None:
     """Folders of ImageNet, with few rows."""
     for number in range(49):
-        draw(folder / f"imagenet/{'train' if number < 40 else 'val'}/n0{number % 3}/{number}.JPEG", (20, 16), number)
+        draw_image(
+            folder / f"imagenet/{'train' if number < 40 else 'val'}/n0{number % 3}/{number}.JPEG", (20, 16), number
+        )
 
 
 def draw_shots(folder: Path) -> None:
     """Images of several sizes, and a CSV with the label of each, and one with a number."""
     for number in range(60):
-        draw(folder / f"{number}.jpg", (130 + number, 190 - number), 4 * number)
+        draw_image(folder / f"{number}.jpg", (130 + number, 190 - number), 4 * number)
     for name, label in (("photos.csv", ["cat", "dog"] * 30), ("faces.csv", np.linspace(0.1, 2.1, 60))):
         lines = [f"{number}.jpg,{label[number]}" for number in range(60)]
         (folder / name).write_text("\n".join([f"path,{'label' if name == 'photos.csv' else 'age'}", *lines]))
@@ -110,7 +112,7 @@ def write_network(folder: Path) -> None:
             (folder / block.target).write_text(block.text)
     write_rows(folder / "data/images.h5", 240, (3, 32, 32))
     write_config(folder, "mynet", "data/images.h5", "images", "labels")
-    draw(folder / "a.png", (32, 32), 7)
+    draw_image(folder / "a.png", (32, 32), 7)
 
 
 def write_config(folder: Path, workload: str, train: str, *fields: str) -> None:
@@ -165,13 +167,13 @@ def commands_in(text: str, program: str) -> list[list[str]]:
     return [shlex.split(command) for command in commands if not command.endswith("...")]
 
 
-def test_all_recipes_are_known():
+def test_recipes_are_all_known():
     assert {path.stem for path in (PROJECT / "configs").glob("*.yaml")} <= RECIPES.keys()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_trains_on_data_in_the_published_format(name, own_copy):
+def test_recipe_trains_on_published_data(name, own_copy):
     project = own_copy("both")
     take_example(project, name)
     recipe = RECIPES[name]
@@ -200,7 +202,7 @@ def test_a_recipe_trains_on_data_in_the_published_format(name, own_copy):
 @pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", [name for name in {**RECIPES, **OTHERS} if name != "imagenet"])  # it needs timm
-def test_every_command_works_with_every_workload(name, own_copy):
+def test_recipe_works_with_every_command(name, own_copy):
     project = own_copy("both")
     take_example(project, name)
     recipe = {**RECIPES, **OTHERS}[name]
@@ -231,7 +233,7 @@ def test_every_command_works_with_every_workload(name, own_copy):
 @pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="the packages are those of Linux")
-def test_a_network_of_timm_trains_is_resumed_and_predicted_from(tmp_path):
+def test_recipe_with_a_network_of_timm(tmp_path):
     venv.create(tmp_path / "venv", with_pip=True)
     packages = ["torch==2.14.1", "torchvision==0.29.1", "timm"]
     subprocess.run([tmp_path / "venv/bin/pip", "install", "-q", *packages], check=True)

@@ -72,7 +72,7 @@ def nothing_is_left() -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------- rows
 
 
-def test_rows_keep_their_order_while_workers_overtake_each_other_and_go_on_from_epoch_to_epoch():
+def test_workers_keep_the_order_of_rows():
     pids = set()
     with closing(item_feed(numbered_source("slow"), 3)) as feed:
         for epoch in range(3):
@@ -88,7 +88,7 @@ def test_workers_end_when_all_rows_are_kept(tier):
         assert rows_are_right(feed)
 
 
-def test_random_numbers_of_a_dataset_do_not_depend_on_the_workers_and_leave_gpus_alone(monkeypatch):
+def test_dataset_draws_do_not_depend_on_workers(monkeypatch):
     monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda _: pytest.fail("a GPU is seeded"))
 
     def draw(n_workers: int, epoch: int, first_pool: int, seed: int = 1) -> torch.Tensor:
@@ -105,7 +105,7 @@ def test_random_numbers_of_a_dataset_do_not_depend_on_the_workers_and_leave_gpus
     assert numbers.isdisjoint(draw(0, 1, 0, seed=2).flatten().tolist())  # and of another run
 
 
-def test_a_row_that_comes_several_times_in_an_epoch_draws_other_numbers_each_time(monkeypatch):
+def test_dataset_draws_differ_for_a_repeated_row(monkeypatch):
     monkeypatch.setattr(
         "fastgpu.dataset.source.ASK_BYTES", 1
     )  # a worker is asked for one row at a time, as for large rows
@@ -121,7 +121,7 @@ SINGLE = Made(lambda _: torch.zeros(1, 8, 8), n_classes=7)
 """Items that are one tensor alone."""
 
 
-def test_columns_and_classes():
+def test_dataset_columns_and_classes():
     single = ItemDataset("x", SINGLE, {"images": "images"})
     assert (single.fields["images"].shape, single.attributes) == ((1, 8, 8), {"n_classes": 7})
     source = numbered_source()
@@ -146,13 +146,13 @@ NAMES = ["cat", "dog"]
         {"cat": 0, "dog": 1}.keys(),
     ],
 )
-def test_class_names_are_texts_whatever_holds_them(classes):
+def test_dataset_class_names_are_texts(classes):
     for attribute in ("classes", "class_names"):
         source = ItemDataset("mine", Made(lambda row: 0, **{attribute: classes}), {"x": "x"})
         assert source.attributes == {"class_names": NAMES}
 
 
-def test_numbers_synonyms_and_nothing_as_class_names():
+def test_dataset_class_names_of_other_kinds():
     def attributes(**given: object) -> dict[str, object]:
         return ItemDataset("mine", Made(lambda row: 0, **given), {"x": "x"}).attributes
 
@@ -188,7 +188,7 @@ CLASSES = np.arange(N_ROWS) % 4
         (lambda row: row % 4, {"labels": [[0], [0, 1]] * (N_ROWS // 2), "targets": len}, None),
     ],
 )
-def test_an_attribute_is_a_field_only_if_it_has_the_values_of_the_items(item, attributes, column):
+def test_dataset_attribute_is_a_field_if_values_agree(item, attributes, column):
     source = ItemDataset("mine", Made(item, **attributes), {"labels": "labels"})
     np.testing.assert_array_equal(source.stored_column("labels"), column)
 
@@ -199,12 +199,12 @@ def read_odd(usual: object, odd: object, rows: tuple[int, ...] = (7, 3)) -> np.n
     return source.read_rows(np.array(rows), seed=0, epoch=0)["x"]
 
 
-def test_a_batch_with_rows_of_several_types_keeps_their_values():
+def test_dataset_batch_of_several_types_keeps_values():
     assert read_odd(np.int64(300), np.uint8(7)).tolist() == [7, 300]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e5m2, torch.float32, torch.float16])
-def test_floats_that_numpy_lacks_become_float32_exactly(dtype):
+def test_dataset_floats_that_numpy_lacks_become_float32(dtype):
     rows = torch.arange(N_ROWS * 4).view(-1, 4).to(dtype).requires_grad_()
     source = ItemDataset("mine", Made(lambda row: (rows[row], rows[row, 0])), {"x": "x", "y": "y"})
     columns = source.read_rows(np.arange(N_ROWS), seed=0, epoch=0)
@@ -218,7 +218,7 @@ class Endless(Made, IterableDataset):
         return iter(())
 
 
-def test_messages(compare_messages):
+def test_messages_of_datasets(compare_messages):
     def open_items(items: Dataset, *names: str) -> ItemDataset:
         return ItemDataset("mine", items, {name: name for name in names})
 
@@ -282,7 +282,7 @@ def test_messages(compare_messages):
         *("convert:main", "fastgpu.process.files:FolderLock"),
     ],
 )
-def test_a_config_that_names_no_dataset_runs_nothing(tmp_path, monkeypatch, factory):
+def test_dataset_name_of_no_dataset_runs_nothing(tmp_path, monkeypatch, factory):
     """Neither a command nor a class that writes when it is made: it is refused before the call."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -328,7 +328,7 @@ def typed(path: str) -> Dataset[object]:
 
 
 @pytest.mark.parametrize("factory", ["own:Plain", "own:make", "own:typed", "own:Numbered", "support.datasets:Numbered"])
-def test_a_class_or_function_of_the_project_and_any_torch_dataset_may_be_named(tmp_path, monkeypatch, factory):
+def test_dataset_name_of_a_class_or_function(tmp_path, monkeypatch, factory):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "own", raising=False)
@@ -351,7 +351,7 @@ def test_a_class_or_function_of_the_project_and_any_torch_dataset_may_be_named(t
         (OWN + "class Rows(Numbered):\n    def __init__(self, a, b): ...", r"cannot be called: missing .* 'b'; give"),
     ],
 )
-def test_a_module_or_class_that_cannot_be_used_is_one_line_with_the_true_reason(tmp_path, monkeypatch, text, reason):
+def test_dataset_module_that_fails_is_one_line(tmp_path, monkeypatch, text, reason):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "own", raising=False)
@@ -371,12 +371,12 @@ def test_a_module_or_class_that_cannot_be_used_is_one_line_with_the_true_reason(
         ("die", 2, UserError, r"one of the loader.num_workers \(2\) was killed or crashed reading Numbered"),
     ],
 )
-def test_an_error_of_the_dataset_reaches_the_loop_from_a_worker_as_one_line(kind, n_workers, error, message):
+def test_workers_pass_on_errors_as_one_line(kind, n_workers, error, message):
     with closing(item_feed(numbered_source(kind), n_workers)) as feed, pytest.raises(error, match=message):
         list(feed.pools(0))
 
 
-def test_a_slow_worker_is_a_warning_and_not_the_end(monkeypatch, capsys):
+def test_workers_that_are_slow_cause_a_warning(monkeypatch, capsys):
     monkeypatch.setattr(workers, "SLOW_S", 0.0)
     with closing(item_feed(numbered_source("slow"), 1)) as feed:
         assert rows_are_right(feed)
@@ -395,7 +395,7 @@ class OfOneThread(Numbered):
 
 
 @pytest.mark.parametrize("tier", ["disk", "host"])
-def test_without_workers_rows_are_read_in_the_main_thread_which_may_pause(tier, monkeypatch):
+def test_dataset_without_workers_is_read_in_the_main_thread(tier, monkeypatch):
     monkeypatch.setattr(prefetch, "WAITS", 1)
     source = ItemDataset("mine", OfOneThread(), DENSE_FIELDS)
     with closing(item_feed(source, 0, tier, timeout_s=1)) as feed:
@@ -408,7 +408,7 @@ def test_without_workers_rows_are_read_in_the_main_thread_which_may_pause(tier, 
 
 
 @pytest.mark.slow
-def test_a_worker_that_hangs_is_one_clear_error_and_is_killed(monkeypatch, capfd):
+def test_workers_that_hang_are_killed(monkeypatch, capfd):
     for module in (prefetch, workers):
         monkeypatch.setattr(module, "CLOSE_S", 0.2)
     message = r"no rows have come from Numbered in loader.timeout_s \(8 s\)"
@@ -443,7 +443,7 @@ feed.close()
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("python_path")
-def test_a_run_that_was_suspended_for_longer_than_its_timeout_goes_on():
+def test_workers_survive_a_suspended_run():
     command = [sys.executable, "-c", SUSPENDED]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin
@@ -458,7 +458,7 @@ def test_a_run_that_was_suspended_for_longer_than_its_timeout_goes_on():
         assert process.wait(TIMEOUT_S) == 0
 
 
-def test_workers_go_on_when_torchrun_asks_all_processes_of_a_rank_to_stop():
+def test_workers_survive_sigterm():
     """It sends SIGTERM to the process group, and the rank still needs rows: it finishes its step."""
     with closing(item_feed(numbered_source(), 2)) as feed:
         pools = feed.pools(1)
@@ -469,7 +469,7 @@ def test_workers_go_on_when_torchrun_asks_all_processes_of_a_rank_to_stop():
         assert rows_are_right(feed)
 
 
-def test_closing_at_any_moment_leaves_no_thread_or_process():
+def test_workers_end_whenever_the_feed_closes():
     for n_pools in (1, 1, 2, 4):
         feed = item_feed(numbered_source(), 2)
         assert len(list(islice(feed.pools(0), n_pools))) == n_pools
@@ -478,7 +478,7 @@ def test_closing_at_any_moment_leaves_no_thread_or_process():
         feed.close()
 
 
-def test_a_machine_that_refuses_the_second_worker_is_one_line_and_none_is_left(monkeypatch):
+def test_workers_that_cannot_start_are_one_line(monkeypatch):
     fork = os.fork
 
     def refuse_the_second() -> int:
@@ -510,7 +510,7 @@ def python_path(monkeypatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("python_path")
-def test_workers_that_hang_end_with_a_rank_that_is_killed():
+def test_workers_end_with_a_killed_rank():
     with subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE) as rank:
         assert rank.stdout
         pids = {int(word) for word in rank.stdout.readline().split()}
@@ -530,7 +530,7 @@ class Line(Numbered):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("python_path")
-def test_a_stopped_worker_of_one_rank_ends_both_with_a_line_each(folder):
+def test_workers_stopped_on_one_rank_end_both(folder):
     words = ("data.dataset=test_dataset:Line", "data.train=stop", "data.val=all", "loader.num_workers=1")
     for timeout_s in (2, 30):  # on a busy machine, any batch may take longer than two seconds
         first, second = run_ranks(f"loader.timeout_s={timeout_s}", *words, ranks=2, cwd=folder)

@@ -53,29 +53,29 @@ def bottleneck_of(source: Source, n_readers: int = 2, step_s: float = 0.0) -> st
         return bottleneck(feed)
 
 
-def test_a_slow_disk(write, monkeypatch):
-    source = open_store("data.train", write(80, chunk=4), {"images": "images", "labels": "labels"})
+def test_bottleneck_slow_disk(dense_file, monkeypatch):
+    source = open_store("data.train", dense_file(80, chunk=4), {"images": "images", "labels": "labels"})
     monkeypatch.setattr(OpenFile, "check_unchanged", slow(OpenFile.check_unchanged))
     assert bottleneck_of(source).startswith("reading; try loader.num_readers=4")
 
 
-def test_slow_images_and_slow_compression(write, tmp_path, monkeypatch):
+def test_bottleneck_slow_images_and_compression(dense_file, tmp_path, monkeypatch):
     photos = write_photos(tmp_path / "photos.h5", 40)
     source = open_store("data.train", photos, {"images": "images"}, image_codecs({"images": (16, 16)}))
     monkeypatch.setattr(ImageCodec, "decode", slow(ImageCodec.decode))
     assert bottleneck_of(source).startswith("decoding; ")
     monkeypatch.setattr(layout, "decode", slow(layout.decode))
-    source = open_store("data.train", write(80, chunk=4, compression="gzip"), {"images": "images"})
+    source = open_store("data.train", dense_file(80, chunk=4, compression="gzip"), {"images": "images"})
     assert bottleneck_of(source).startswith("decoding; ")
 
 
 @pytest.mark.parametrize(("n_workers", "cure"), [(0, "auto"), (1, "2")])
-def test_a_slow_dataset(n_workers, cure):
+def test_bottleneck_slow_dataset(n_workers, cure):
     source = ItemDataset("Slow", Slow(), {"x": "x"})
     assert bottleneck_of(source, n_workers) == f"the Dataset's items; try loader.num_workers={cure}"
 
 
-def test_readers_that_wait_for_the_loop_and_another_loader_are_none(write):
-    source = open_store("data.train", write(80, chunk=4), {"images": "images"})
+def test_bottleneck_none(dense_file):
+    source = open_store("data.train", dense_file(80, chunk=4), {"images": "images"})
     assert bottleneck_of(source, step_s=0.02) == ""
     assert bottleneck(Mock()) == ""

@@ -31,7 +31,7 @@ def path(tmp_path) -> str:
 
 
 @pytest.mark.parametrize(("min_scale", "share"), [(1.0, 1.0), (0.2, 224 / 256)])
-def test_rows_that_are_not_shuffled_show_their_centres(path, min_scale, share):
+def test_encoded_rows_unshuffled_show_their_centres(path, min_scale, share):
     rows = read_rows(open_store("x", path, FIELDS, {"images": ImageCodec(SIZE, min_scale)}))["images"]
     for number, pixels in enumerate(rows):
         image = EncodedImage(np.frombuffer(photo(number), np.uint8))
@@ -39,7 +39,7 @@ def test_rows_that_are_not_shuffled_show_their_centres(path, min_scale, share):
         np.testing.assert_array_equal(pixels, image.decode(box, SIZE))
 
 
-def test_a_row_that_comes_several_times_in_an_epoch_shows_other_parts_each_time(path):
+def test_encoded_rows_repeated_show_other_crops(path):
     with h5py.File(path, "a") as file:
         file["labels"][:] = np.arange(N_ROWS) < 9  # a class of 9 rows, and one of the others
 
@@ -61,7 +61,7 @@ def test_a_row_that_comes_several_times_in_an_epoch_shows_other_parts_each_time(
         assert row not in plain or plain[row][0] in parts  # the first time, as without a mixture
 
 
-def test_a_damaged_image_is_named_by_its_row_and_missing_memory_is_no_damage(path, monkeypatch):
+def test_encoded_rows_damaged_are_named(path, monkeypatch):
     with h5py.File(path, "a") as file:
         begin, end = file["images/indptr"][21:23]  # a JPEG file
         file["images/values"][(begin + end) // 2 : end] = 0
@@ -74,36 +74,36 @@ def test_a_damaged_image_is_named_by_its_row_and_missing_memory_is_no_damage(pat
             read_rows(source)
 
 
-def sizes_of(path: str, fields: dict[str, str] = FIELDS, **values: object) -> Sizes:
+def choose(path: str, fields: dict[str, str] = FIELDS, **values: object) -> Sizes:
     data = Data(train=path, val="20%", fields=fields, batch_size=8, **values)
     return choose_sizes(Config(workload="images", data=data), *open_splits(data, Loader(), 0), ALONE)
 
 
-def test_auto_keeps_centres_on_the_device_and_leaves_random_parts_on_the_disk(path):
-    fixed = sizes_of(path, image_size=16)
-    random = sizes_of(path, image_size=16, min_crop_scale=0.3)
+def test_encoded_rows_choose_their_tier(path):
+    fixed = choose(path, image_size=16)
+    random = choose(path, image_size=16, min_crop_scale=0.3)
     assert (fixed.tier, random.tier) == ("device", "disk")
     assert fixed.memory.startswith(f"{format_bytes(N_ROWS * (3 * 16 * 16 + 8))} for all rows, kept on the device")
     assert random.n_readers == available_cpus()
 
 
-def test_the_size_of_images_has_no_effect_on_rows_that_are_no_files(write, capsys):
-    sizes_of(write(90), min_crop_scale=0.5)
+def test_encoded_settings_without_effect_are_reported(dense_file, capsys):
+    choose(dense_file(90), min_crop_scale=0.5)
     assert "data.image_size and data.min_crop_scale have no effect: " in capsys.readouterr().out
 
 
-def test_messages(compare_messages, path):
+def test_messages_of_encoded_rows(compare_messages, path):
     with h5py.File(path, "a") as file:
         file["masks"] = np.zeros((N_ROWS, 16, 16), np.uint8)
 
     masks = {"images": "images", "masks": "masks"}
-    sizes_of(path, masks, image_size=16)
+    choose(path, masks, image_size=16)
     random = {"image_size": 16, "min_crop_scale": 0.5}
     compare_messages(
         {
-            "device tier and random parts": lambda: sizes_of(path, tier="device", **random),
-            "host tier and random parts": lambda: sizes_of(path, tier="host", **random),
-            "no size": lambda: sizes_of(path),
-            "random parts and whole masks": lambda: sizes_of(path, masks, **random),
+            "device tier and random parts": lambda: choose(path, tier="device", **random),
+            "host tier and random parts": lambda: choose(path, tier="host", **random),
+            "no size": lambda: choose(path),
+            "random parts and whole masks": lambda: choose(path, masks, **random),
         }
     )

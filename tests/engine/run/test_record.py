@@ -27,7 +27,7 @@ class Tied(nn.Module):
         self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
 
 
-def test_the_model_to_use_comes_back_with_what_was_known_and_may_be_read_by_the_same_people(tmp_path):
+def test_record_model_comes_back_with_its_description(tmp_path):
     attributes = {"mean": np.array([1.5], np.float32), "class_names": ["a", "b"], "count": np.int64(3)}
     source = ArrayDataset("made up", {"x": np.zeros((3, 4), np.uint8), "y": np.zeros(3, np.int64)}, attributes)
     card = describe_model(SHORT_CONFIG.flat(), Data(source, source, SHORT_SIZES), {"classes": ["a", "b"]}, {})
@@ -56,7 +56,7 @@ def job_of(**sections: dict[str, object]) -> dict[str, object]:
     )
 
 
-def test_what_decides_the_weights_must_be_the_same_and_how_rows_are_read_may_differ():
+def test_record_job_is_what_decides_the_weights():
     job = job_of()
     for section, key, value in (
         ("run", "seed", 1),
@@ -71,7 +71,7 @@ def test_what_decides_the_weights_must_be_the_same_and_how_rows_are_read_may_dif
     assert job_of(data=data, loader={"num_readers": 3}) == job
 
 
-def test_it_is_told_how_many_rows_an_epoch_has():
+def test_record_rows_of_an_epoch():
     sizes = Sizes(4, 1, 10, "device", 2, False, 100, {"device": 1 << 30, "host": 1 << 30})
     plain, weighted = (ArrayDataset("x.h5", {"x": np.arange(n_rows)}) for n_rows in (1011, 10))
     groups = Groups(("a.h5", "b.h5"), (1, 3), np.repeat([0, 1], [8, 2]))

@@ -17,9 +17,9 @@ FIELDS = {"images": "images", "labels": "labels"}
 
 
 @pytest.fixture
-def store(write) -> Callable[..., HDF5Dataset]:
-    """store(rows, ..., name=...) is a file that `write` of these arguments makes, opened."""
-    return lambda *sizes, **options: open_store("data.train", write(*sizes, **options), FIELDS)
+def store(dense_file) -> Callable[..., HDF5Dataset]:
+    """store(rows, ..., name=...) is a file that `dense_file` of these arguments makes, opened."""
+    return lambda *sizes, **options: open_store("data.train", dense_file(*sizes, **options), FIELDS)
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ def refuse_users(train: dict[str, int], val: dict[str, int]) -> Callable[[], obj
     return lambda: recsys.Workload(recsys.Workload.Options(), users("train.h5", train), users("val.h5", val))
 
 
-def test_messages(compare_messages):
+def test_messages_of_workloads(compare_messages):
     other = ArrayDataset("other.h5", {"pixels": IMAGES})
     compare_messages(
         {

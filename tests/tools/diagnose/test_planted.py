@@ -150,15 +150,15 @@ PLANTED: dict[str, tuple[Times, Cause, str, dict[str, Any]]] = {
 
 
 @pytest.fixture
-def path(write, monkeypatch):
+def path(dense_file, monkeypatch):
     monkeypatch.setattr("fastgpu.feed.prefetch.JOB_BYTES", 1)  # a block is a job, however small the rows are
-    return write(2048, (1, 4, 2), chunk=BATCH_SIZE)
+    return dense_file(2048, (1, 4, 2), chunk=BATCH_SIZE)
 
 
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("planted", PLANTED)
-def test_a_planted_cause_is_named_and_the_gain_of_its_cure_is_predicted(path, planted):
+def test_planted_cause_and_gain_are_right(path, planted):
     """And the loop takes as long as the longer one of compute and supply. A measurement that another program may have
     spoiled is repeated: an error of ours spoils every try."""
     times, cause, change, cure = PLANTED[planted]
