@@ -30,7 +30,7 @@ from fastgpu.run.run import Run
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.training.average import AveragedModel
 from fastgpu.training.step import mixed_precision, note_groups
-from support.ranks import ALONE, wait_until
+from support.ranks import ALONE, kill_tree, printed_by, train_command, wait_until
 
 MINIMAL = """
 workload: minimal
@@ -148,6 +148,20 @@ def same_weights(run: Path, other: Path, name: str = "model") -> bool:
     ours = weights_of(run, name)
     theirs = weights_of(other, name)
     return ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def same_after_a_kill(project: Path, saved: str, *words: str) -> bool:
+    """Whether two ranks that are killed and resumed end with the weights of two that nobody disturbs.
+
+    saved: pattern of checkpoints; the ranks are killed as soon as there is one.
+    """
+    printed_by(train_command(*words, "run.name=whole", ranks=2, root=project), project)
+    command = train_command(*words, "run.name=killed", ranks=2, root=project)
+    with subprocess.Popen(command, cwd=project, stdout=subprocess.DEVNULL) as process:
+        wait_until(lambda: any((project / "runs/killed/checkpoints").glob(saved)), process)
+        kill_tree(process)
+    printed_by(train_command("run.resume=runs/killed", ranks=2, root=project), project)
+    return same_weights(project / "runs/whole", project / "runs/killed")
 
 
 # ---------------------------------------------------------------------------------------------- parts of a run

@@ -1,15 +1,13 @@
 """The loader of docs/code.md: a plain DataLoader in the loop of train.py."""
 
-import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from support.projects import use_torch_loader
-from support.ranks import kill_tree, printed_by, train_command, wait_until
-from support.runs import same_weights
+from support.ranks import printed_by, train_command
+from support.runs import metrics_of, same_after_a_kill
 
 DIGITS = """
 import h5py
@@ -35,8 +33,7 @@ LONG = "train.epochs=4"
 
 def accuracy(run: Path) -> float:
     """Of the last validation of a run, in percent."""
-    points = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [point["val/top1_pct"] for point in points if "val/top1_pct" in point][-1]
+    return [point["val/top1_pct"] for point in metrics_of(run) if "val/top1_pct" in point][-1]
 
 
 @pytest.mark.slow
@@ -50,13 +47,7 @@ def test_torch_loader_trains_resumes_and_is_diagnosed(own_copy):
     printed_by(train_command(*WORDS, LONG, "run.name=alone", root=project), project)
     assert accuracy(project / "runs/alone") > accuracy(project / "runs/ours") - 4 > 80
     short = ("run.checkpoint_every_steps=5", "train.epochs=2", "model.width=4")
-    printed_by(train_command(*WORDS, *short, "run.name=whole", ranks=2, root=project), project)
-    command = train_command(*WORDS, *short, "run.name=killed", ranks=2, root=project)
-    with subprocess.Popen(command, cwd=project, stdout=subprocess.DEVNULL) as process:
-        wait_until(lambda: any((project / "runs/killed").glob("checkpoints/last-00000[3-9]")), process)
-        kill_tree(process)
-    printed_by(train_command("run.resume=runs/killed", ranks=2, root=project), project)
-    assert same_weights(project / "runs/whole", project / "runs/killed")
+    assert same_after_a_kill(project, "last-00000[3-9]", *WORDS, *short)
 
     printed = printed_by([sys.executable, "diagnose.py", *WORDS, LONG, "--seconds=0.05"], project)
     assert "TorchLoader as the loader" in printed

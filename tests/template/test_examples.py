@@ -14,9 +14,9 @@ from contract import check_workload
 from fastgpu.convert.images.readers import IGNORED_CLASS
 from fastgpu.rows.rows import Field, Rows
 from support.projects import EXAMPLES, take_example
-from support.ranks import kill_tree, printed_by, train_command, wait_until
+from support.ranks import printed_by
 from support.rows import write_rows
-from support.runs import same_weights
+from support.runs import same_after_a_kill
 
 GENERATOR = torch.Generator()
 
@@ -144,10 +144,4 @@ def test_example_with_a_state_is_resumed(own_copy, name, setting):
         *("--config", f"configs/{name}.yaml", "data.val=20%", "data.batch_size=16", "data.tier=disk", "train.epochs=4"),
         *("run.checkpoint_every_steps=3", "data.pool_batches=2", "dist.device=cpu", "model.width=4", setting),
     ]
-    printed_by(train_command(*words, "run.name=whole", ranks=2, root=project), project)
-    command = train_command(*words, "run.name=killed", ranks=2, root=project)
-    with subprocess.Popen(command, cwd=project, stdout=subprocess.DEVNULL) as process:
-        wait_until(lambda: any((project / "runs/killed").glob("checkpoints/last-00000[5-9]")), process)
-        kill_tree(process)
-    printed_by(train_command("run.resume=runs/killed", ranks=2, root=project), project)
-    assert same_weights(project / "runs/whole", project / "runs/killed")
+    assert same_after_a_kill(project, "last-00000[5-9]", *words)

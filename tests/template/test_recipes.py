@@ -167,6 +167,19 @@ def commands_in(text: str, program: str) -> list[list[str]]:
     return [shlex.split(command) for command in commands if not command.endswith("...")]
 
 
+def prepare(project: Path, name: str, recipe: Recipe) -> str:
+    """Make the data of a recipe by the commands that its head names. Returns the text of its config."""
+    take_example(project, name)
+    recipe.make(project)
+    text = (project / f"configs/{name}.yaml").read_text()
+    for program in re.findall(r'python -c "(.*)"\n', text):
+        printed_by([sys.executable, "-c", program], project)
+    if name in RECIPES and name != "recsys":  # whose data are included
+        for command in commands_in(text, r"python convert\.py"):
+            printed_by([sys.executable, "convert.py", *command], project)
+    return text
+
+
 def test_recipes_are_all_known():
     assert {path.stem for path in (PROJECT / "configs").glob("*.yaml")} <= RECIPES.keys()
 
@@ -175,14 +188,8 @@ def test_recipes_are_all_known():
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe_trains_on_published_data(name, own_copy):
     project = own_copy("both")
-    take_example(project, name)
     recipe = RECIPES[name]
-    recipe.make(project)
-    text = (project / f"configs/{name}.yaml").read_text()
-    for program in re.findall(r'python -c "(.*)"\n', text):
-        printed_by([sys.executable, "-c", program], project)
-    for command in commands_in(text, r"python convert\.py") if name != "recsys" else []:  # its data are included
-        printed_by([sys.executable, "convert.py", *command], project)
+    text = prepare(project, name, recipe)
     command = commands_in(text, r"train\.py")[0]
     assert command[command.index("--config") + 1] == f"configs/{name}.yaml"
     (project / "timm.py").write_text('raise ImportError("No module named timm")')  # it may be installed here
@@ -204,14 +211,8 @@ def test_recipe_trains_on_published_data(name, own_copy):
 @pytest.mark.parametrize("name", [name for name in {**RECIPES, **OTHERS} if name != "imagenet"])  # it needs timm
 def test_recipe_works_with_every_command(name, own_copy):
     project = own_copy("both")
-    take_example(project, name)
     recipe = {**RECIPES, **OTHERS}[name]
-    recipe.make(project)
-    text = (project / f"configs/{name}.yaml").read_text()
-    for program in re.findall(r'python -c "(.*)"\n', text):
-        printed_by([sys.executable, "-c", program], project)
-    for command in commands_in(text, r"python convert\.py") if name in RECIPES and name != "recsys" else []:
-        printed_by([sys.executable, "convert.py", *command], project)
+    text = prepare(project, name, recipe)
     data = yaml.safe_load(text)["data"]
     val = data["train"] if str(data["val"]).endswith("%") else data["val"]
     words = ["--config", f"configs/{name}.yaml", *SMALL, *recipe.settings.split()]

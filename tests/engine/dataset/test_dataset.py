@@ -246,13 +246,10 @@ def test_messages_of_datasets(compare_messages):
             **{
                 f"{name} {shown}": lambda value=value, name=name: open_items(Made(len, **{name: value}), "x")
                 for name, shown, value in (
-                    ("classes", "a number", 10),
                     ("classes", "a text", "cat"),
                     ("classes", "a set", {"cat"}),
-                    ("classes", "a method", len),
                     ("classes", "a missing name", ["cat", None]),
                     ("classes", "a gap", {"cat": 0, "dog": 2}),
-                    ("classes", "one number twice", {"cat": 0, "dog": 0}),
                     ("n_classes", "a text", "10"),
                     ("n_classes", "too small", 0),
                 )
@@ -268,18 +265,9 @@ def test_messages_of_datasets(compare_messages):
 @pytest.mark.parametrize(
     "factory",
     [
-        *(
-            "os:system",
-            "subprocess:Popen",
-            "builtins:exec",
-            "shelve:DbfilenameShelf",
-            "mailbox:mbox",
-            "numpy.f2py.__main__:x",
-        ),
-        "antigravity:x",
-        *("test.autotest:x", "train:train", "numpy:load", "torch:load", "torch.utils.data:IterableDataset"),
+        *("os:system", "subprocess:Popen", "shelve:DbfilenameShelf", "antigravity:x", "test.autotest:x", "train:train"),
+        *("numpy:load", "torch.utils.data:IterableDataset", "convert:main", "fastgpu.process.files:FolderLock"),
         *("harmful:run", "harmful:system", "harmful:Popen", "harmful:Shelf", "harmful:Length", "harmful:make"),
-        *("convert:main", "fastgpu.process.files:FolderLock"),
     ],
 )
 def test_dataset_name_of_no_dataset_runs_nothing(tmp_path, monkeypatch, factory):

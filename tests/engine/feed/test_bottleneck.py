@@ -19,7 +19,7 @@ from fastgpu.storage.file import OpenFile
 from fastgpu.storage.store import open_store
 from support.images import write_photos
 from support.ranks import CPU
-from support.rows import open_feed
+from support.rows import DENSE_FIELDS, open_feed
 
 
 class Slow(Dataset):
@@ -54,7 +54,7 @@ def bottleneck_of(source: Source, n_readers: int = 2, step_s: float = 0.0) -> st
 
 
 def test_bottleneck_slow_disk(dense_file, monkeypatch):
-    source = open_store("data.train", dense_file(80, chunk=4), {"images": "images", "labels": "labels"})
+    source = open_store("data.train", dense_file(80, chunk=4), DENSE_FIELDS)
     monkeypatch.setattr(OpenFile, "check_unchanged", slow(OpenFile.check_unchanged))
     assert bottleneck_of(source).startswith("reading; try loader.num_readers=4")
 

@@ -10,19 +10,30 @@ from fastgpu.process.config import Loader
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.storage.store import open_store
 from support.ranks import CPU
-from support.rows import ITEMS, is_ragged, numbers_of, open_feed, ragged, sizes_of, write_ragged, write_rows
+from support.rows import (
+    DENSE_FIELDS,
+    ITEMS,
+    RAGGED_FIELDS,
+    is_ragged,
+    numbers_of,
+    open_feed,
+    ragged,
+    sizes_of,
+    write_ragged,
+    write_rows,
+)
 
 N_ROWS = 150
 
 
 @pytest.fixture
 def dense(tmp_path):
-    return open_store("data.train", write_rows(tmp_path / "rows.h5", N_ROWS), {"images": "images", "labels": "labels"})
+    return open_store("data.train", write_rows(tmp_path / "rows.h5", N_ROWS), DENSE_FIELDS)
 
 
 @pytest.fixture
 def ragged_rows(tmp_path):
-    return open_store("data.train", write_ragged(tmp_path / "r.h5", N_ROWS), {"items": "items", "number": "number"})
+    return open_store("data.train", write_ragged(tmp_path / "r.h5", N_ROWS), RAGGED_FIELDS)
 
 
 def order_of(source, pool_batches=3, **options) -> BlockSampler:
@@ -84,7 +95,7 @@ def test_loader_reads_every_type_on_every_tier(tmp_path, tier, dtype, passes):
 
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_loader_kept_rows_are_read_once_when_needed(dense, tmp_path, tier):
-    val = open_store("data.val", write_rows(tmp_path / "val.h5", 40), {"images": "images", "labels": "labels"})
+    val = open_store("data.val", write_rows(tmp_path / "val.h5", 40), DENSE_FIELDS)
     read: list[str] = []
     for source in (dense, val):
         monitored = source.read

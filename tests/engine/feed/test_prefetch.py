@@ -25,16 +25,14 @@ from fastgpu.storage.file import OpenFile
 from fastgpu.storage.store import HDF5Dataset, open_store
 from support import PROJECT
 from support.ranks import CPU, TIMEOUT_S, needs_gpu, no_host_sync, run_to_end, wait_until
-from support.rows import is_ragged, numbers_of, open_feed, rows_before
-
-FIELDS = {"images": "images", "labels": "labels"}
+from support.rows import DENSE_FIELDS, RAGGED_FIELDS, is_ragged, numbers_of, open_feed, rows_before
 
 
 @pytest.fixture
 def store(dense_file, monkeypatch) -> HDF5Dataset:
     """120 rows in blocks of 5. Each reader is given one block at a time."""
     monkeypatch.setattr(prefetch, "JOB_BYTES", 1)
-    return open_store("data.train", dense_file(120, chunk=5), FIELDS)
+    return open_store("data.train", dense_file(120, chunk=5), DENSE_FIELDS)
 
 
 def order_of(store: HDF5Dataset) -> BlockSampler:
@@ -229,7 +227,7 @@ def test_prefetch_reads_the_next_epoch_early(store):
 
 @pytest.fixture
 def sparse(ragged_file) -> HDF5Dataset:
-    return open_store("data.train", ragged_file(700, chunks=(16,)), {"items": "items", "number": "number"})
+    return open_store("data.train", ragged_file(700, chunks=(16,)), RAGGED_FIELDS)
 
 
 def test_prefetch_pool_with_too_many_values_is_refused(sparse, monkeypatch):

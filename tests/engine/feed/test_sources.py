@@ -14,9 +14,7 @@ from fastgpu.process.config import Data, Loader
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.selection import Share
-from support.rows import numbered, ragged
-
-FIELDS = {"images": "images", "labels": "labels"}
+from support.rows import DENSE_FIELDS, numbered, ragged
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +29,7 @@ def open_both(
     fields: dict[str, str] | None = None,
     **options,
 ) -> tuple[Dataset, Dataset]:
-    return open_splits(Data(train=train, val=val, fields=fields or FIELDS, **options), Loader(num_workers=0), 0)
+    return open_splits(Data(train=train, val=val, fields=fields or DENSE_FIELDS, **options), Loader(num_workers=0), 0)
 
 
 def write_labels(name: str, labels: np.ndarray, **attributes: Any) -> None:
@@ -46,7 +44,7 @@ def test_sources_share_is_the_same_for_every_seed(dense_file):
     train, val = open_both(val="12.5 %")
     assert (train.name, val.name) == ("a.h5 (88 of its rows)", "a.h5 (12 of its rows)")
     numbers = val.selection.rows().tolist()
-    _, again = open_splits(Data(train="a.h5", val="12.5 %", fields=FIELDS), Loader(), seed=1)
+    _, again = open_splits(Data(train="a.h5", val="12.5 %", fields=DENSE_FIELDS), Loader(), seed=1)
     assert numbers == again.selection.rows().tolist()
     assert sorted([*numbers, *train.selection.rows().tolist()]) == list(range(100))
 
@@ -141,7 +139,7 @@ def test_messages_of_sources(compare_messages, dense_file):
     balanced = partial(open_both, val="rows.h5", balance="classes")
     compare_messages(
         {
-            "fields of a share": lambda: open_both("rows.h5", "10%", val_fields=FIELDS),
+            "fields of a share": lambda: open_both("rows.h5", "10%", val_fields=DENSE_FIELDS),
             "a share of no rows": lambda: open_both("rows.h5", "0%"),
             "a share that is none": lambda: open_both("rows.h5", "1..5%"),
             "a source that is held out as a whole": lambda: open_both({"rows.h5": 1, "one.h5": 1}, "90%"),

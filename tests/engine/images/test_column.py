@@ -17,11 +17,10 @@ from fastgpu.rows.order import BlockSampler
 from fastgpu.storage.store import open_store
 from support.images import photo, write_photos
 from support.ranks import ALONE
-from support.rows import open_feed, read_rows
+from support.rows import DENSE_FIELDS, open_feed, read_rows
 
 N_ROWS = 90
 SIZE = (16, 16)
-FIELDS = {"images": "images", "labels": "labels"}
 
 
 @pytest.fixture
@@ -32,7 +31,7 @@ def path(tmp_path) -> str:
 
 @pytest.mark.parametrize(("min_scale", "share"), [(1.0, 1.0), (0.2, 224 / 256)])
 def test_encoded_rows_unshuffled_show_their_centres(path, min_scale, share):
-    rows = read_rows(open_store("x", path, FIELDS, {"images": ImageCodec(SIZE, min_scale)}))["images"]
+    rows = read_rows(open_store("x", path, DENSE_FIELDS, {"images": ImageCodec(SIZE, min_scale)}))["images"]
     for number, pixels in enumerate(rows):
         image = EncodedImage(np.frombuffer(photo(number), np.uint8))
         box = centre_box(image.height, image.width, SIZE, share)
@@ -46,7 +45,7 @@ def test_encoded_rows_repeated_show_other_crops(path):
     def parts_of(**settings: object) -> dict[int, list[bytes]]:
         """{row: its pixels, each time that it comes in epoch 1}"""
         sizes = {"image_size": 16, "min_crop_scale": 0.2, "batch_size": 8}
-        rows, _ = open_splits(Data(train=path, val=path, fields=FIELDS, **sizes, **settings), Loader(), 3)
+        rows, _ = open_splits(Data(train=path, val=path, fields=DENSE_FIELDS, **sizes, **settings), Loader(), 3)
         parts: dict[int, list[bytes]] = {}
         with closing(open_feed(rows, BlockSampler(rows, 8, pool_batches=4, seed=3))) as feed:
             for pool in feed.pools(1):
@@ -65,7 +64,7 @@ def test_encoded_rows_damaged_are_named(path, monkeypatch):
     with h5py.File(path, "a") as file:
         begin, end = file["images/indptr"][21:23]  # a JPEG file
         file["images/values"][(begin + end) // 2 : end] = 0
-    source = open_store("data.train", path, FIELDS, {"images": ImageCodec(SIZE, 0.5)})
+    source = open_store("data.train", path, DENSE_FIELDS, {"images": ImageCodec(SIZE, 0.5)})
     with pytest.raises(UserError, match=r"encoded\.h5: the image in row 21 cannot be decoded: .*; restore the file"):
         read_rows(source)
     for error in (MemoryError("no memory\n  left"), RuntimeError("can't allocate memory: no memory left")):
@@ -74,7 +73,7 @@ def test_encoded_rows_damaged_are_named(path, monkeypatch):
             read_rows(source)
 
 
-def choose(path: str, fields: dict[str, str] = FIELDS, **values: object) -> Sizes:
+def choose(path: str, fields: dict[str, str] = DENSE_FIELDS, **values: object) -> Sizes:
     data = Data(train=path, val="20%", fields=fields, batch_size=8, **values)
     return choose_sizes(Config(workload="images", data=data), *open_splits(data, Loader(), 0), ALONE)
 

@@ -6,9 +6,8 @@ from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import Field
 from fastgpu.storage import store as store_module
 from fastgpu.storage.store import open_store
-from support.rows import ITEMS, is_ragged, read_scattered
+from support.rows import ITEMS, RAGGED_FIELDS, is_ragged, read_scattered
 
-FIELDS = {"items": "items", "number": "number"}
 LAYOUTS = {
     "one piece": {},
     "gzip": {"chunks": (64,), "compression": "gzip", "shuffle": True},
@@ -23,7 +22,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("min_blocks", [1, 30])
 def test_ragged_rows_of_any_layout(ragged_file, monkeypatch, layout, min_blocks):
     monkeypatch.setattr(store_module, "MIN_BLOCKS", min_blocks)
-    store = open_store("data.train", ragged_file(101, **LAYOUTS[layout]), FIELDS)
+    store = open_store("data.train", ragged_file(101, **LAYOUTS[layout]), RAGGED_FIELDS)
     mean_values = sum(n * 7 % 5 for n in range(101)) / 101
     assert store.fields["items"] == Field(np.dtype("i4"), (), mean_values, ITEMS)
     assert len(store.block_rows) >= min_blocks
@@ -55,7 +54,11 @@ def test_ragged_values_of_other_types_and_shapes(ragged_file, monkeypatch, long_
 
 def test_ragged_values_not_read_are_reported(ragged_file, capsys):
     path = ragged_file(40)
-    for value, fields, is_told in ((1, FIELDS, False), (2, FIELDS, True), (2, FIELDS | {"data": "items/data"}, False)):
+    for value, fields, is_told in (
+        (1, RAGGED_FIELDS, False),
+        (2, RAGGED_FIELDS, True),
+        (2, RAGGED_FIELDS | {"data": "items/data"}, False),
+    ):
         with h5py.File(path, "a") as file:
             data = file.require_dataset("items/data", file["items/indices"].shape, "f8")
             data[:] = 1
@@ -71,7 +74,7 @@ def test_ragged_rows_without_values(ragged_file):
         file["items/indptr"][:] = 0
         del file["items/indices"]
         file["items/indices"] = np.zeros(0, np.int32)
-    rows = read_scattered(open_store("data.train", path, FIELDS))
+    rows = read_scattered(open_store("data.train", path, RAGGED_FIELDS))
     assert rows["number"].tolist() == list(range(20))
     assert rows["items"].offsets.tolist() == [0] * 21
 
@@ -83,6 +86,6 @@ def test_ragged_item_out_of_range_stops_the_run(ragged_file, wrong, layout):
     path = ragged_file(50, **LAYOUTS[layout])
     with h5py.File(path, "a") as file:
         file["items/indices"][17] = wrong
-    store = open_store("data.train", path, FIELDS)
+    store = open_store("data.train", path, RAGGED_FIELDS)
     with pytest.raises(UserError, match=f"ragged.h5: items: item numbers .*{wrong}.* are not in 0 to 999"):
         read_scattered(store)

@@ -15,7 +15,7 @@ from fastgpu.process.launch import UserError
 from fastgpu.storage import store as store_module
 from fastgpu.storage.file import OpenFile
 from fastgpu.storage.store import HDF5Dataset, open_store
-from support.rows import numbers_of, read_by_jobs, read_scattered
+from support.rows import DENSE_FIELDS, numbers_of, read_by_jobs, read_scattered
 
 BIG = (1, 96, 96)  # 9 KiB: rows that the kernel scatters
 NO_CACHE_TOLD = [
@@ -196,7 +196,7 @@ def test_file_descriptors_of_many_files(dense_file, tmp_path, monkeypatch, n_ope
         dense_file(4, name=f"{number:03d}.h5", start=4 * number, **options)
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
-    opened = open_store("data.train", str(tmp_path / "*.h5"), {"images": "images", "labels": "labels"})
+    opened = open_store("data.train", str(tmp_path / "*.h5"), DENSE_FIELDS)
     assert rows_are_in_order(opened)
     assert 100 <= n_open() <= 100 + 2 * 256 / 16
     monkeypatch.setattr(resource, "getrlimit", lambda _: (128, 128))

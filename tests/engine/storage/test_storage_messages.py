@@ -17,10 +17,10 @@ from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.storage.hdf5 import open_file
 from fastgpu.storage.meaning import check_meaning
 from fastgpu.storage.store import open_store
+from support.rows import DENSE_FIELDS
 
 hdf5plugin = pytest.importorskip("hdf5plugin", reason="comes with the codecs")
 
-FIELDS = {"images": "images", "labels": "labels"}
 ITEMS = {"items": "items"}
 BAD_FIELDS = ("zero", "words", "link", "virtual", "no chunk", "no chunk of many")
 BAD_INDPTR = {
@@ -53,7 +53,7 @@ def described(name: str, attributes: Mapping[str, Sequence[object]]) -> ArrayDat
 
 
 def test_messages_of_storage(compare_messages, dense_file, ragged_file, tmp_path, monkeypatch):
-    def opens(paths: str | list[str], fields: dict[str, str] = FIELDS, **more: str) -> Callable[[], object]:
+    def opens(paths: str | list[str], fields: dict[str, str] = DENSE_FIELDS, **more: str) -> Callable[[], object]:
         return lambda: open_store("data.train", paths, fields | more)
 
     def opens_damaged(place: str, value: object) -> Callable[[], object]:
@@ -119,7 +119,7 @@ def test_messages_of_storage(compare_messages, dense_file, ragged_file, tmp_path
 
 def refused(path: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        open_store("data.train", path, FIELDS)
+        open_store("data.train", path, DENSE_FIELDS)
 
 
 def test_storage_file_locked_by_its_writer(dense_file):

@@ -11,16 +11,15 @@ from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.storage.hdf5 import attributes_of
 from fastgpu.storage.layout import DIGESTS
 from fastgpu.storage.store import open_store
-from support.rows import numbered, numbers_of, read_by_jobs, read_scattered
+from support.rows import DENSE_FIELDS, numbered, numbers_of, read_by_jobs, read_scattered
 
-FIELDS = {"images": "images", "labels": "labels"}
 BIG = (1, 96, 96)  # 9 KiB: rows that the kernel scatters
 
 
 def test_store_of_several_files(dense_file, tmp_path):
     for number, (rows, start) in enumerate([(20, 0), (13, 20), (7, 33)]):
         dense_file(rows, name=f"part-{number}.h5", start=start)
-    store = open_store("data.train", str(tmp_path / "part-*.h5"), FIELDS)
+    store = open_store("data.train", str(tmp_path / "part-*.h5"), DENSE_FIELDS)
     assert store.name == f"{tmp_path}/part-0.h5 and 2 more"
     assert store.block_rows.tolist() == [8, 8, 4, 8, 5, 7]
     assert numbers_of(read_scattered(store)["images"]) == list(range(40))
@@ -40,7 +39,7 @@ def test_store_digest_tells_rows_apart(dense_file):
                 file[f"{DIGESTS}/images"] = np.zeros((5, 32), np.uint8)
             if field:
                 file[field][row] += 1
-        return open_store("data.train", path, FIELDS).digest
+        return open_store("data.train", path, DENSE_FIELDS).digest
 
     digests = [digest(), digest("labels", 3), digest("images", 0), digest("images", 13), digest("images", 39)]
     digests += [digest(has_checksums=True), digest(f"{DIGESTS}/images", 4, has_checksums=True)]
@@ -86,7 +85,7 @@ def test_store_attributes_of_a_group(tmp_path):
         file["train/labels"] = np.arange(5)
         attributes = {"class_names": ["a", "b"], "bytes": np.bytes_(b"c"), "mean": np.array([1.5]), "n": np.int64(1)}
         file["train"].attrs.update(attributes)
-    store = open_store("data.train", f"{tmp_path}/x.h5::/train", FIELDS)
+    store = open_store("data.train", f"{tmp_path}/x.h5::/train", DENSE_FIELDS)
     assert len(store) == 5
     assert store.attributes == {"class_names": ["a", "b"], "bytes": "c", "mean": [1.5], "n": 1}
     assert type(store.attributes["n"]) is int
@@ -110,7 +109,7 @@ def test_store_keeps_small_columns_in_memory(tmp_path, monkeypatch):
 @pytest.mark.parametrize("n_files", [1, 2])
 def test_store_jobs_read_a_pool_in_any_order(dense_file, request, cached, options, n_files):
     paths = [dense_file(40, BIG, name=f"{number}.h5", start=40 * number, **options) for number in range(n_files)]
-    store = open_store("data.train", paths, FIELDS)
+    store = open_store("data.train", paths, DENSE_FIELDS)
     request.getfixturevalue(cached)
     order = np.random.default_rng(0).permutation(40 * n_files)
     rows = read_by_jobs(store, order)
@@ -146,7 +145,7 @@ def test_store_merges_mean_and_std_of_files(dense_file, capsys):
             paths.append(dense_file(30 * number, name=f"{number}.h5"))
             with h5py.File(paths[-1], "a") as file:
                 file.attrs.update(own)
-        return open_store("data.train", paths, FIELDS).attributes
+        return open_store("data.train", paths, DENSE_FIELDS).attributes
 
     rows = np.random.default_rng(0).normal(100, 16, (3, 90))  # three channels
     rows[:, 30:] *= 2

@@ -67,8 +67,8 @@ def test_messages_of_workloads(compare_messages):
                     images.Workload.Options(), *2 * [rows("a.h5", *GOOD, **{name: value})]
                 )
                 for name, value in (
-                    *(("class_names", value) for value in ("cat", '["a", "b"]', [["a", "b", "c"]])),
-                    *(("n_classes", value) for value in ([3], -1, 2)),
+                    *(("class_names", value) for value in ("cat", [["a", "b", "c"]])),
+                    ("n_classes", 2),
                 )
             },
             "padding is larger than the images": refuse(GOOD, crop_padding=8),

@@ -16,7 +16,7 @@ from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.store import open_store
 from support.ranks import CPU, needs_gpu
-from support.rows import numbers_of, sizes_of
+from support.rows import DENSE_FIELDS, RAGGED_FIELDS, numbers_of, sizes_of
 
 BATCH_SIZE = 16
 POOL_BATCHES = 4
@@ -27,13 +27,13 @@ N_ROWS = 2048
 def rows(dense_file):
     """(rows, their order in pools of POOL_BATCHES batches)"""
     path = dense_file(N_ROWS, (1, 4, 2), chunk=BATCH_SIZE)
-    source = open_store("data.train", path, {"images": "images", "labels": "labels"})
+    source = open_store("data.train", path, DENSE_FIELDS)
     return source, BlockSampler(source.block_rows, BATCH_SIZE, pool_batches=POOL_BATCHES)
 
 
 @pytest.fixture
 def ragged_rows(ragged_file):
-    return open_store("data.train", ragged_file(100, chunks=(16,)), {"items": "items", "number": "number"})
+    return open_store("data.train", ragged_file(100, chunks=(16,)), RAGGED_FIELDS)
 
 
 def loop_of(step: Callable[[Rows], object], source: Dataset, echo: float = 1.0, tier: Tier = "disk") -> Loop:

@@ -21,7 +21,7 @@ from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.store import open_store
 from support.ranks import ALONE, CPU, in_world
-from support.rows import sizes_of
+from support.rows import DENSE_FIELDS, sizes_of
 
 BATCH_SIZE = 16
 POOL_BATCHES = 4
@@ -104,7 +104,7 @@ def measure_simulated(world: World, path: str, times: Times) -> Measured:
     device = SimulatedDevice(world)
     factor = times.batch_size / BATCH_SIZE
     step_s = times.slow_step_s if world.rank and times.slow_step_s else times.step_s
-    source = open_store("data.train", path, {"images": "images", "labels": "labels"})
+    source = open_store("data.train", path, DENSE_FIELDS)
     slow_down(source, times.disk_s, times.decode_s + times.copy_s)  # a block has the rows of a batch
     shard = Shard(world.rank, world.world_size)
     pool_batches = max(1, int(POOL_BATCHES / factor))
