@@ -6,10 +6,11 @@ Workloads that only some projects have stand between the comments by which the h
 import json
 from typing import Any
 
+from template import KEEP, PROJECT
+
 import workloads
 from fastgpu.process.config import Config, Section
 from fastgpu.process.config_loader import keys
-from template import KEEP, PROJECT
 
 HEAD = """# Configuration
 

@@ -9,8 +9,9 @@ import tokenize
 from collections import Counter
 from io import StringIO
 
-from fastgpu.process.config import Config, Section
 from template import LEAF_ROOMS, PROJECT, project_files, removed_files
+
+from fastgpu.process.config import Config, Section
 
 TARGETS = {
     "process": 760,

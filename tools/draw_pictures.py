@@ -14,7 +14,6 @@ import matplotlib as mpl
 mpl.use("svg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-
 from template import PROJECT, ROOT
 
 TEXT = "#768390"

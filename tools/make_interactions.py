@@ -17,9 +17,9 @@ import argparse
 from pathlib import Path
 
 import numpy as np
+import template  # noqa: F401  makes the project importable
 import torch
 
-import template  # noqa: F401  makes the project importable
 from fastgpu.convert.recsys.interactions import draw_hidden, make_arrays, make_csr, split_hidden
 from fastgpu.convert.writing import write_files
 from fastgpu.dataset.items import Columns

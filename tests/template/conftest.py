@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from template import ALL_FILES, tracked
 
 from support import ROOT
 from support.projects import bake_project
-from template import ALL_FILES, tracked
 
 
 @pytest.fixture(scope="session")

@@ -13,10 +13,10 @@ from pathlib import Path
 import h5py
 import pytest
 import yaml
+from template import FOLDER, WORKLOAD_ANSWERS
 
 from support.projects import convert_commands, expected_files, files_below, parse_files, run_in
 from support.ranks import printed_by, run_to_end
-from template import FOLDER, WORKLOAD_ANSWERS
 
 WORDS_OF_THE_OTHER = {
     "recsys": r"cifar|celeba|\bdigits\b|\bPIL\b|pillow|image_files|mixup|cutout",

@@ -13,11 +13,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from template import FOLDER, WORKLOAD_ANSWERS, project_files, tracked
 
 from support import PROJECT, ROOT
 from support.projects import convert_commands, read_blocks
 from support.ranks import printed_by
-from template import FOLDER, WORKLOAD_ANSWERS, project_files, tracked
 
 DOCUMENTS = [name for name in tracked() if name.endswith(".md") and not name.startswith("bench/results/")]
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import config_page
 import pytest
+from template import LEAF_ROOMS, project_files, tracked
 
 import workloads
 from fastgpu.process.config import Config
 from fastgpu.process.config_loader import keys, load_config
 from support import PROJECT, ROOT
 from support.ranks import run_to_end
-from template import LEAF_ROOMS, project_files, tracked
 
 SOURCES = [name for name in project_files() if name.endswith(".py") and not name.startswith("tests/")]
 """The project's Python files without its tests, relative to its folder."""

@@ -14,10 +14,10 @@ import pytest
 import yaml
 from cookiecutter.environment import StrictEnvironment
 from cookiecutter.exceptions import FailedHookException
+from template import FOLDER
 
 from support import PROJECT, ROOT
 from support.projects import bake_project, expected_files, files_below, parse_files, resolve
-from template import FOLDER
 
 # ---------------------------------------------------------------------------------------------- questions and answers
 
