@@ -53,12 +53,6 @@ def encoded(image: Image.Image, kind: str = "PNG", **options: object) -> io.Byte
     return io.BytesIO(image_file(image, kind, **options))
 
 
-def exif_of(orientation: int) -> Image.Exif:
-    exif = Image.Exif()
-    exif[0x0112] = orientation
-    return exif
-
-
 def bytes_of(file: io.BytesIO) -> np.ndarray:
     return np.frombuffer(file.getvalue(), np.uint8)
 

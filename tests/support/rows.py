@@ -16,9 +16,6 @@ from fastgpu.rows.contract import Dataset, Reads
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Ragged, RaggedArray
 from fastgpu.rows.runs import Runs
-from fastgpu.storage.arrays import ArrayDataset
-from fastgpu.storage.columns import RaggedColumn
-from fastgpu.storage.layout import Layout
 from fastgpu.storage.store import HDF5Dataset
 from support.ranks import CPU
 
@@ -68,14 +65,6 @@ def ragged(numbers: Iterable[int]) -> RaggedArray:
     return RaggedArray((np.concatenate([*rows, []]) % ITEMS).astype(np.int32), offsets)
 
 
-def arrays_of(source: ArrayDataset) -> dict[str, np.ndarray | RaggedArray]:
-    """The arrays that a source was made of."""
-    return {
-        name: RaggedArray(column.values.rows, column.indptr) if isinstance(column, RaggedColumn) else column.rows
-        for name, column in source.columns.items()
-    }
-
-
 def is_ragged(rows: Ragged | RaggedArray, numbers: Iterable[int]) -> bool:
     """Whether these are the rows of those numbers, with offsets that agree on the host and on the device."""
     expected = ragged(numbers)
@@ -121,12 +110,6 @@ def open_feed(
 def rows_before(order: BlockSampler, pool: int) -> int:
     """Rows of an epoch that all ranks together take before that pool."""
     return min(pool * order.pool_batches * order.global_batch_size, order.total_size)
-
-
-def by_h5py(store: HDF5Dataset) -> bool:
-    """Whether only the HDF5 library can read the rows, one thread at a time."""
-    largest = max(store.parts[0].values(), key=lambda column: column.field.row_bytes)
-    return type(largest) is Layout
 
 
 def write_rows(

@@ -18,15 +18,13 @@ import train as script
 from torch import nn
 from train import Training, make_optimizer
 
-from fastgpu.feed import Data, Sizes, open_splits
+from fastgpu.feed import Sizes, open_splits
 from fastgpu.process.config import Config, Optim, Precision
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import UserError, attempt
 from fastgpu.process.world import World
 from fastgpu.rows.order import BlockSampler
 from fastgpu.run.checkpoint import digest_of
-from fastgpu.run.record import describe_model
-from fastgpu.run.run import Run
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.training.average import AveragedModel
 from fastgpu.training.step import mixed_precision, note_groups
@@ -179,37 +177,6 @@ SHORT_CONFIG = Config.model_validate(
 SHORT_SOURCE = ArrayDataset("made up", {"x": np.zeros((SHORT_BATCH, 100), np.uint8)})
 SHORT_SIZES = Sizes(SHORT_BATCH, 1, 1, "disk", 1)
 SHORT_ORDER = BlockSampler(np.full(SHORT_STEPS, SHORT_BATCH, np.int32), SHORT_BATCH, seed=0)
-
-
-def started_run(
-    folder: Path,
-    model: nn.Module | None = None,
-    *,
-    best: tuple[str, str] = ("score", "higher"),
-    state: dict[str, Any] | None = None,
-    splits: tuple[ArrayDataset, ArrayDataset] = (SHORT_SOURCE, SHORT_SOURCE),
-    world: World = ALONE,
-    **settings: Any,
-) -> Run:
-    """A run of this process. settings: of section `run`. state: more than the model."""
-    cfg = SHORT_CONFIG.resolved(run={"folder": str(folder), "name": "a", **settings})
-    card = describe_model(cfg.flat(), Data(*splits, SHORT_SIZES), {"classes": ["a", "b"]}, SHORT_ORDER.fingerprint)
-    state = {"model": model or nn.Linear(2, 2), **(state or {})}
-    return Run(cfg.run, world, state, card, values=cfg.model_dump(), best=best)
-
-
-def train_epoch(run: Run, *, loss: float = 0.5, score: float = 1.0, save_every: int = 0) -> None:
-    """Four steps, and the end of an epoch."""
-    at = run.progress
-    for _ in range(SHORT_STEPS):
-        at.step += 1
-        at.epoch_step += 1
-        run.should_stop()
-        if save_every and at.step % save_every == 0:
-            run.save()
-    at.epoch += 1
-    at.epoch_step = 0
-    run.save({"val/score": score, "val/loss": loss})
 
 
 def parts_of_step(

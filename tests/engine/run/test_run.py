@@ -5,6 +5,7 @@ import signal
 import socket
 from math import inf, nan
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -12,18 +13,50 @@ import pytest
 import torch
 from torch import nn
 
+from fastgpu.feed import Data
 from fastgpu.process import config, files
 from fastgpu.process.files import FolderLock
 from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
 from fastgpu.run import checkpoint
 from fastgpu.run import run as run_module
-from fastgpu.run.record import write_or_warn
-from fastgpu.run.run import lock_folder
+from fastgpu.run.record import describe_model, write_or_warn
+from fastgpu.run.run import Run, lock_folder
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.training.step import note_groups
 from support.ranks import ALONE, in_world, start_python
-from support.runs import SHORT_STEPS, newest, started_run, step_of, train_epoch
+from support.runs import SHORT_CONFIG, SHORT_ORDER, SHORT_SIZES, SHORT_SOURCE, SHORT_STEPS, newest, step_of
+
+
+def started_run(
+    folder: Path,
+    model: nn.Module | None = None,
+    *,
+    best: tuple[str, str] = ("score", "higher"),
+    state: dict[str, Any] | None = None,
+    splits: tuple[ArrayDataset, ArrayDataset] = (SHORT_SOURCE, SHORT_SOURCE),
+    world: World = ALONE,
+    **settings: Any,
+) -> Run:
+    """A run of this process. settings: of section `run`. state: more than the model."""
+    cfg = SHORT_CONFIG.resolved(run={"folder": str(folder), "name": "a", **settings})
+    card = describe_model(cfg.flat(), Data(*splits, SHORT_SIZES), {"classes": ["a", "b"]}, SHORT_ORDER.fingerprint)
+    state = {"model": model or nn.Linear(2, 2), **(state or {})}
+    return Run(cfg.run, world, state, card, values=cfg.model_dump(), best=best)
+
+
+def train_epoch(run: Run, *, loss: float = 0.5, score: float = 1.0, save_every: int = 0) -> None:
+    """Four steps, and the end of an epoch."""
+    at = run.progress
+    for _ in range(SHORT_STEPS):
+        at.step += 1
+        at.epoch_step += 1
+        run.should_stop()
+        if save_every and at.step % save_every == 0:
+            run.save()
+    at.epoch += 1
+    at.epoch_step = 0
+    run.save({"val/score": score, "val/loss": loss})
 
 
 def checkpoints(run: Path) -> list[str]:

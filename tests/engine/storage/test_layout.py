@@ -9,8 +9,9 @@ from h5py import h5d, h5p, h5s, h5t
 from fastgpu.process.launch import UserError
 from fastgpu.storage import layout as module
 from fastgpu.storage.filters import decode, filters_of
-from fastgpu.storage.store import open_store
-from support.rows import by_h5py, numbered, numbers_of, read_scattered
+from fastgpu.storage.layout import Layout
+from fastgpu.storage.store import HDF5Dataset, open_store
+from support.rows import numbered, numbers_of, read_scattered
 
 hdf5plugin = pytest.importorskip("hdf5plugin", reason="comes with the codecs")
 
@@ -29,6 +30,12 @@ ONLY_H5PY = {
     "checksums": {"fletcher32": True},
     "bitshuffle": {"compression": hdf5plugin.Bitshuffle()},
 }
+
+
+def by_h5py(store: HDF5Dataset) -> bool:
+    """Whether only the HDF5 library can read the rows, one thread at a time."""
+    largest = max(store.parts[0].values(), key=lambda column: column.field.row_bytes)
+    return type(largest) is Layout
 
 
 @pytest.mark.usefixtures("either_cached_or_not")

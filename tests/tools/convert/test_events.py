@@ -8,8 +8,10 @@ from fastgpu.convert.recsys.events import read_events
 from fastgpu.convert.recsys.interactions import PUBLISHED_SEED, hold_out_users
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import RaggedArray
+from fastgpu.storage.arrays import ArrayDataset
+from fastgpu.storage.columns import RaggedColumn
 from fastgpu.storage.store import open_store
-from support.rows import arrays_of, read_rows
+from support.rows import read_rows
 
 
 @pytest.mark.parametrize(("end", "separator"), [("\r\n", ","), ("\n", "::"), ("\n", "\t")])
@@ -66,6 +68,14 @@ def events(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     found = [(1 + 3 * user, item) for user in range(80) for item in rng.permutation(400)[: rng.integers(1, 20)]]
     users, items = rng.permutation(np.array(found, np.int32)).T
     return users, items
+
+
+def arrays_of(source: ArrayDataset) -> dict[str, np.ndarray | RaggedArray]:
+    """The arrays that a source was made of."""
+    return {
+        name: RaggedArray(column.values.rows, column.indptr) if isinstance(column, RaggedColumn) else column.rows
+        for name, column in source.columns.items()
+    }
 
 
 def sets_of(rows: RaggedArray) -> list[set[int]]:

@@ -11,7 +11,13 @@ from fastgpu.imagefiles.pixels import UprightImage, decode, read_preprocessing
 from fastgpu.images.decode import EncodedImage
 from fastgpu.images.parts import Box, Preprocessing
 from fastgpu.process.launch import UserError
-from support.images import KINDS, bytes_of, encoded, exif_of, file_of, pixels
+from support.images import KINDS, bytes_of, encoded, file_of, pixels
+
+
+def exif_of(orientation: int) -> Image.Exif:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return exif
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "LA", "P", "CMYK", "1", "I;16"])
