@@ -7,14 +7,13 @@ import signal
 import subprocess
 from pathlib import Path
 
-import psutil
 import pytest
 import train as script
 import yaml
 
 from fastgpu.process.config import Optim
 from fastgpu.process.launch import UserError
-from support.ranks import TIMEOUT_S, in_world, run_train, train_command
+from support.ranks import in_world, run_train, train_command
 from support.runs import (
     at_call,
     metrics_of,
@@ -25,7 +24,6 @@ from support.runs import (
     train,
     train_rank,
     val_points,
-    wait_for_step,
     weights_of,
     write_state,
 )
@@ -159,24 +157,8 @@ def test_loop_missing_last_checkpoint_fails_on_every_rank(folder):
         assert "the last checkpoint is not in" in str(error)
 
 
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_loop_ranks_end_with_their_launcher(folder):
-    with subprocess.Popen(train_command("train.epochs=100000", ranks=2), cwd=folder, stdout=subprocess.DEVNULL) as job:
-        try:
-            wait_for_step(folder / "runs/a", 21, job)
-            ranks = psutil.Process(job.pid).children(recursive=True)
-            assert len(ranks) >= 2
-            job.kill()
-            _, alive = psutil.wait_procs(ranks, timeout=TIMEOUT_S)
-            assert not alive
-        finally:
-            job.kill()
-
-
 @pytest.mark.parametrize(
-    ("ranks", "output"),
-    [(1, "full"), (1, "pipe"), (1, "all closed"), pytest.param(2, "pipe", marks=pytest.mark.slow)],
+    ("ranks", "output"), [(1, "full"), (1, "pipe"), (1, "all closed"), pytest.param(2, "pipe", marks=pytest.mark.slow)]
 )
 def test_loop_lost_output_is_one_warning(folder, ranks, output):
     read_end, write_end = os.pipe()

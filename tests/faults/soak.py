@@ -48,11 +48,7 @@ SETTINGS = [
     *("workload=planted", "run.resume=auto", "train.epochs=6", "data.echo=2.5"),
     *("log.every_steps=10", "dist.timeout_s=20", "loader.timeout_s=10"),
 ]
-KINDS = {
-    "ranks": [],
-    "process": [],
-    "dataset": ["data.dataset=workloads.planted:Rows", "loader.num_workers=1"],
-}
+KINDS = {"ranks": [], "process": [], "dataset": ["data.dataset=workloads.planted:Rows", "loader.num_workers=1"]}
 """{kind of run: its settings}"""
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 TORCHRUN += ["--max-restarts=1", "--signals-to-handle=SIGTERM,SIGINT,SIGUSR2"]

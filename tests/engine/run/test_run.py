@@ -266,8 +266,7 @@ def lose_a_value(world: World, folder: Path, name: str = "queue") -> str:
 
 
 @pytest.mark.parametrize(
-    ("n_ranks", "name"),
-    [(1, "running_mean"), (1, "weight"), pytest.param(2, "queue", marks=pytest.mark.slow)],
+    ("n_ranks", "name"), [(1, "running_mean"), (1, "weight"), pytest.param(2, "queue", marks=pytest.mark.slow)]
 )
 def test_run_nan_is_not_saved(tmp_path, n_ranks, name):
     errors = in_world(2, lose_a_value, tmp_path) if n_ranks == 2 else [lose_a_value(ALONE, tmp_path, name)]

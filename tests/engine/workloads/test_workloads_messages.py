@@ -66,10 +66,7 @@ def test_messages_of_workloads(compare_messages):
                 f"{name} of {value!r}": lambda name=name, value=value: images.Workload(
                     images.Workload.Options(), *2 * [rows("a.h5", *GOOD, **{name: value})]
                 )
-                for name, value in (
-                    *(("class_names", value) for value in ("cat", [["a", "b", "c"]])),
-                    ("n_classes", 2),
-                )
+                for name, value in (*(("class_names", value) for value in ("cat", [["a", "b", "c"]])), ("n_classes", 2))
             },
             "padding is larger than the images": refuse(GOOD, crop_padding=8),
             "all of an image is cut out": refuse(GOOD, cutout_size=8),
