@@ -239,8 +239,8 @@ def test_predict_items_for_users(tmp_path, run, monkeypatch):
         with h5py.File(new, "r+") as file:
             file.attrs["item_ids"] = np.arange(1000)
             file["user"] = np.arange(len(file["items/indptr"]) - 1)[::-1]
-    words = f"--config {PROJECT}/config.recsys.yaml data.train=train.h5 data.val=named.h5 model.hidden_dim=8"
-    train(*words.split(" "), "run.name=a", "train.epochs=1", "dist.device=cpu")
+    words = "data.train=train.h5 data.val=named.h5 model.hidden_dim=8 run.name=a train.epochs=1 dist.device=cpu"
+    train("--config", f"{PROJECT}/config.recsys.yaml", *words.split())
     logged = metrics_of(Path("runs/a"))[-1]
     metrics = dict(line.split() for line in run("runs/a", "--evaluate", "named.h5").splitlines())
     assert metrics == {name: f"{logged[f'val/{name}']:.6g}" for name in ("ndcg_at_100", "recall_at_20", "recall_at_50")}
@@ -264,8 +264,8 @@ def test_predict_photos_as_converted(tmp_path, monkeypatch, run):
         Image.fromarray(rng.integers(0, 256, (20 + number, 40 - number // 2, 3)).astype(np.uint8)).save(photo)
     words = ("images", "photos", "x.h5", "--size", "8", "--split", "0.5", "--keep-order")
     printed_by([sys.executable, PROJECT / "convert.py", *words], tmp_path)
-    words = f"--config {PROJECT}/config.yaml data.train=x-train.h5 data.val=x-val.h5 data.batch_size=8 model.width=4"
-    train(*words.split(" "), "run.name=a", "train.epochs=1", "dist.device=cpu")
+    words = "data.train=x-train.h5 data.val=x-val.h5 data.batch_size=8 model.width=4 run.name=a train.epochs=1"
+    train("--config", f"{PROJECT}/config.yaml", *words.split(), "dist.device=cpu")
     # Rows know the photos that they were made of, and those that the model takes for another class are listed.
     told = run("runs/a", "x-train.h5", "x-val.h5", "--evaluate", "--errors", "wrong.csv")
     wrong = [*csv.DictReader(Path("wrong.csv").read_text().splitlines())]
