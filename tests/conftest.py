@@ -61,7 +61,7 @@ def ragged_file(tmp_path: Path) -> Callable[..., str]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test with `compare_messages` runs once for each case of the messages.yaml beside it, or once to write it."""
-    if "case" in metafunc.fixturenames:
+    if "compare_messages" in metafunc.fixturenames:
         is_written = metafunc.config.getoption("--rewrite-messages")
         stored = yaml.safe_load(Path(metafunc.module.__file__).with_name("messages.yaml").read_text())
         metafunc.parametrize("case", ["all"] if is_written else [*stored])

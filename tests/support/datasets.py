@@ -64,9 +64,11 @@ class Made(Dataset):
 
 
 def numbered_source(kind: str = "", fields: dict[str, str] = DENSE_FIELDS) -> ItemDataset:
+    """The rows of `Numbered`, as the feed reads them."""
     return ItemDataset("Numbered", Numbered(kind), fields)
 
 
 def item_feed(source: ItemDataset, n_workers: int, tier: str = "disk", *, seed: int = 1, **loader: int) -> PoolLoader:
+    """The feed of a Dataset, in batches of eight rows. loader: settings of `Loader`."""
     order = BlockSampler(source.block_rows, 8, pool_batches=3, seed=seed)
     return open_feed(source, order, tier, n_workers, **loader)
