@@ -7,10 +7,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -262,24 +261,30 @@ def test_messages_of_datasets(compare_messages):
     )
 
 
+@pytest.fixture
+def write_module(tmp_path, monkeypatch) -> Callable[[str], int]:
+    """write_module(text) writes the module `own` to the current folder, which is imported from there."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "own", raising=False)
+    return (tmp_path / "own.py").write_text
+
+
 @pytest.mark.parametrize(
     "factory",
     [
         *("os:system", "subprocess:Popen", "shelve:DbfilenameShelf", "antigravity:x", "test.autotest:x", "train:train"),
         *("numpy:load", "torch.utils.data:IterableDataset", "convert:main", "fastgpu.process.files:FolderLock"),
-        *("harmful:run", "harmful:system", "harmful:Popen", "harmful:Shelf", "harmful:Length", "harmful:make"),
+        *("own:run", "own:system", "own:Popen", "own:Shelf", "own:Length", "own:make"),
     ],
 )
-def test_dataset_name_of_no_dataset_runs_nothing(tmp_path, monkeypatch, factory):
+def test_dataset_name_of_no_dataset_runs_nothing(tmp_path, write_module, factory):
     """Neither a command nor a class that writes when it is made: it is refused before the call."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "harmful", raising=False)
-    Path("harmful.py").write_text(HARMFUL)
+    write_module(HARMFUL)
     before = {*sys.modules}
     with pytest.raises(UserError, match=f"data.dataset is {factory}, which is no map-style Dataset; use a class"):
         open_dataset("data.train", "harm", DENSE_FIELDS, factory=factory)
-    assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["harmful.py"]
+    assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["own.py"]
     assert not {"antigravity", "test.autotest"} & ({*sys.modules} - before)
 
 
@@ -316,11 +321,8 @@ def typed(path: str) -> Dataset[object]:
 
 
 @pytest.mark.parametrize("factory", ["own:Plain", "own:make", "own:typed", "own:Numbered", "support.datasets:Numbered"])
-def test_dataset_name_of_a_class_or_function(tmp_path, monkeypatch, factory):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "own", raising=False)
-    Path("own.py").write_text(OWN)
+def test_dataset_name_of_a_class_or_function(write_module, factory):
+    write_module(OWN)
     assert len(open_dataset("data.train", "x", DENSE_FIELDS, factory=factory)) == N_ROWS
 
 
@@ -339,11 +341,8 @@ def test_dataset_name_of_a_class_or_function(tmp_path, monkeypatch, factory):
         (OWN + "class Rows(Numbered):\n    def __init__(self, a, b): ...", r"cannot be called: missing .* 'b'; give"),
     ],
 )
-def test_dataset_module_that_fails_is_one_line(tmp_path, monkeypatch, text, reason):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "own", raising=False)
-    Path("own.py").write_text(text)
+def test_dataset_module_that_fails_is_one_line(write_module, text, reason):
+    write_module(text)
     with pytest.raises(UserError, match=f"^data.dataset.*{reason}"):
         open_dataset("data.train", "x", DENSE_FIELDS, factory="own:Rows")
 
