@@ -1,19 +1,20 @@
-"""Fixtures that bake projects from a clean copy of the template, and that write data for the project in place."""
+"""Options and fixtures of all tests: messages, signals, and files of numbered rows."""
 
-import functools
-import shutil
+import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import yaml
-from baking import bake_project
-from harness import write_minimal, write_ragged, write_rows
-from template import ALL_FILES, ROOT, tracked
 
 from fastgpu.process.launch import UserError
 from fastgpu.process.signals import STOP
+from support.rows import write_ragged, write_rows
+from support.runs import write_minimal
+
+TIMEOUTS_S = {"slurm": 1200, "nightly": 2400, "slow": 900}
+"""{marker: seconds after which a test with it has failed}. The first marker that a test has counts."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -21,42 +22,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that start a Slurm cluster run only where `-m slurm` asks for them."""
+    """Tests that start a Slurm cluster run only where `-m slurm` asks for them. Slow tests have more time."""
     if config.option.markexpr != "slurm":
         items[:] = [item for item in items if not item.get_closest_marker("slurm")]
-
-
-@pytest.fixture(scope="session")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A clean copy of the template, as a user clones it."""
-    copy = tmp_path_factory.mktemp("template")
-    for name in tracked():
-        target = copy / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, target)
-    return copy
-
-
-@pytest.fixture(scope="session")
-def baked(template: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """baked(workload, **answers) is a project that all tests share and leave as it is; it has ALL_FILES by default."""
-
-    @functools.cache
-    def project(workload: str, **answers: str) -> Path:
-        given = {"project_slug": "cats", "license": "MIT", "workload": workload} | ALL_FILES | answers
-        return bake_project(tmp_path_factory.mktemp(workload), template, **given)
-
-    return project
-
-
-@pytest.fixture
-def own_copy(baked: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
-    """own_copy(workload, **answers) is a project that the test may change."""
-
-    def copy(workload: str, **answers: str) -> Path:
-        return shutil.copytree(baked(workload, **answers), tmp_path / workload)
-
-    return copy
+    for item in items:
+        for marker, seconds in TIMEOUTS_S.items():
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.timeout(seconds))
 
 
 # A shell lets its children in the background ignore SIGINT, nohup lets them ignore SIGHUP, and so would theirs.
@@ -76,31 +48,51 @@ def signal_handlers() -> Iterator[None]:
 
 
 @pytest.fixture
-def write(tmp_path: Path) -> Callable[..., str]:
-    """write(rows, ..., name=...) is `write_rows` in tmp_path."""
+def dense_file(tmp_path: Path) -> Callable[..., str]:
+    """dense_file(rows, ..., name=...) writes numbered rows to tmp_path, as `write_rows`. Returns the path."""
     return lambda *sizes, name="rows.h5", **options: write_rows(tmp_path / name, *sizes, **options)
 
 
-@pytest.fixture(name="write_ragged")
-def _write_ragged(tmp_path: Path) -> Callable[..., str]:
-    """write_ragged(rows, name, start, ...) is that of the harness in tmp_path."""
+@pytest.fixture
+def ragged_file(tmp_path: Path) -> Callable[..., str]:
+    """ragged_file(rows, name, start, ...) writes ragged rows to tmp_path, as `write_ragged`. Returns the path."""
     return lambda rows=100, name="ragged.h5", *start, **options: write_ragged(tmp_path / name, rows, *start, **options)
 
 
-@pytest.fixture
-def compare_messages(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., None]:
-    """compare_messages({mistake: call}): each call raises a UserError, with the message in messages.yaml."""
-    path = request.path.with_name("messages.yaml")
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test with `compare_messages` runs once for each case of the messages.yaml beside it, or once to write it."""
+    if "compare_messages" in metafunc.fixturenames:
+        is_written = metafunc.config.getoption("--rewrite-messages")
+        stored = yaml.safe_load(Path(metafunc.module.__file__).with_name("messages.yaml").read_text())
+        metafunc.parametrize("case", ["all"] if is_written else [*stored])
 
-    def compare(mistakes: dict[str, Callable[[], object]]) -> None:
-        messages = {}
-        for mistake, call in mistakes.items():
-            with pytest.raises(UserError) as caught:
-                call()
-            messages[mistake] = str(caught.value).replace(str(tmp_path), "TMP")
+
+def fits(message: str, stored: str) -> bool:
+    """Whether a message is the one that is stored, in which … stands for what another library says."""
+    return re.fullmatch(re.escape(stored).replace("…", ".+"), message) is not None
+
+
+@pytest.fixture
+def compare_messages(case: str, request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., None]:
+    """compare_messages({case: call}): the call of this case raises a UserError, with the message in messages.yaml."""
+    path = request.path.with_name("messages.yaml")
+    stored = yaml.safe_load(path.read_text())
+
+    def message_of(call: Callable[[], object]) -> str:
+        with pytest.raises(UserError) as caught:
+            call()
+        return str(caught.value).replace(str(tmp_path), "TMP")
+
+    def compare(calls: dict[str, Callable[[], object]]) -> None:
         if request.config.getoption("--rewrite-messages"):
-            path.write_text(yaml.safe_dump(messages, sort_keys=False, width=200, allow_unicode=True))
-        assert messages == yaml.safe_load(path.read_text())
+            messages = {name: message_of(call) for name, call in calls.items()}
+            kept = {name: stored[name] for name in messages.keys() & stored if fits(messages[name], stored[name])}
+            text = yaml.safe_dump(messages | kept, sort_keys=False, width=200, allow_unicode=True)
+            path.write_text(text)
+        else:
+            assert [*calls] == [*stored], "`make messages` writes the messages of other cases"
+            message = message_of(calls[case])
+            assert fits(message, stored[case]), f"{message!r} is not {stored[case]!r}"
 
     return compare
 

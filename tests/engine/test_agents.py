@@ -9,18 +9,9 @@ from typing import Any
 
 import psutil
 import pytest
-from harness import (
-    TIMEOUT_S,
-    free_port,
-    kill_tree,
-    metrics_of,
-    run_train,
-    same_weights,
-    saved_steps,
-    train_command,
-    wait_for_port,
-    wait_for_step,
-)
+
+from support.ranks import TIMEOUT_S, free_port, kill_tree, run_train, train_command, wait_for_port
+from support.runs import metrics_of, same_weights, saved_steps, wait_for_step
 
 WORDS = ("run.resume=auto", "run.checkpoint_every_steps=1", "train.epochs=40")
 
@@ -62,7 +53,7 @@ def wait_for_progress(run: Path, agent: subprocess.Popen) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_a_job_outlives_a_rank_and_each_of_its_nodes(folder, start_agent):
+def test_agents_outlive_a_rank_and_each_node(folder, start_agent):
     run = folder / "runs/a"
     port = free_port()
     first, second = start_agent(port), start_agent(port)

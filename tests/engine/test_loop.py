@@ -7,31 +7,26 @@ import signal
 import subprocess
 from pathlib import Path
 
-import psutil
 import pytest
 import train as script
 import yaml
-from harness import (
-    TIMEOUT_S,
+
+from fastgpu.process.config import Optim
+from fastgpu.process.launch import UserError
+from support.ranks import in_world, run_train, train_command
+from support.runs import (
     at_call,
-    in_world,
     metrics_of,
     newest,
-    run_train,
     same_weights,
     signalled,
     step_of,
     train,
-    train_command,
     train_rank,
     val_points,
-    wait_for_step,
     weights_of,
     write_state,
 )
-
-from fastgpu.process.config import Optim
-from fastgpu.process.launch import UserError
 from workloads import minimal
 
 STEPS_PER_EPOCH = 21
@@ -39,7 +34,7 @@ TRAIN_TAGS = {f"train/{name}" for name in ("loss", "grad_norm", "lr", "trained_r
 TAGS = TRAIN_TAGS | {"data/fresh_rows_per_s", "data/wait_pct", "data/echo", "val/mse", "run/save_s"}
 
 
-def test_a_run_leaves_a_record_whose_config_repeats_it(folder, capsys):
+def test_loop_record_repeats_the_run(folder, capsys):
     train("optim.name=sgd", "optim.lr=0.05", "optim.accumulation_steps=4")
     printed = capsys.readouterr().out
     assert all(text in printed for text in ("1 x CPU", "kept on the device", "tensorboard --logdir runs"))
@@ -62,13 +57,13 @@ def test_a_run_leaves_a_record_whose_config_repeats_it(folder, capsys):
     assert same_weights(run, folder / "runs/b")
 
 
-def test_a_signal_does_not_disturb_the_end_of_a_run(folder, monkeypatch, capsys):
+def test_loop_signal_at_the_end_is_harmless(folder, monkeypatch, capsys):
     monkeypatch.setattr(script.Run, "__exit__", at_call(1, script.Run.__exit__, signalled(signal.SIGINT)))
     assert train("train.epochs=1") == 0
     assert "done: epoch 1" in capsys.readouterr().out
 
 
-def test_a_signal_ends_a_validation_which_is_made_when_the_run_is_resumed(folder, monkeypatch):
+def test_loop_signal_in_a_validation(folder, monkeypatch):
     words = ("data.tier=disk", "train.epochs=1", "data.pool_batches=1")
     train("run.name=whole", *words)
     with monkeypatch.context() as patch:
@@ -89,7 +84,7 @@ def rewind(run: Path, **progress: object) -> None:
     write_state(state, saved)
 
 
-def test_a_run_killed_between_the_last_pool_and_validation_continues_with_the_validation(folder):
+def test_loop_killed_before_the_validation(folder):
     train("train.epochs=1", "data.pool_batches=4")
     rewind(folder / "runs/a", epoch=0, epoch_step=21, best=None)
     train("train.epochs=2", "data.pool_batches=4", "run.resume=auto")
@@ -97,7 +92,7 @@ def test_a_run_killed_between_the_last_pool_and_validation_continues_with_the_va
 
 
 @pytest.mark.parametrize("change", ["data.train={rows.h5::/train: 1, rows.h5::/val: 3}", "data.val=11%"])
-def test_other_weights_or_another_validation_share_are_refused_inside_an_epoch(folder, change):
+def test_loop_refuses_other_rows_inside_an_epoch(folder, change):
     words = ("train.epochs=1", "data.train={rows.h5::/train: 1, rows.h5::/val: 2}", "data.val=10%")
     train(*words)
     rewind(folder / "runs/a", epoch=0, epoch_step=4, best=None)
@@ -106,7 +101,7 @@ def test_other_weights_or_another_validation_share_are_refused_inside_an_epoch(f
     train(*words, "run.resume=auto")
 
 
-def test_the_average_of_the_weights_is_validated_changes_nothing_else_and_may_end_when_a_run_is_resumed(folder):
+def test_loop_average_is_validated_and_may_end(folder):
     plain, averaged = folder / "runs/plain", folder / "runs/averaged"
     train("run.name=plain", "train.epochs=1")
     train("run.name=averaged", "train.epochs=1", "train.ema=0.9")
@@ -118,7 +113,7 @@ def test_the_average_of_the_weights_is_validated_changes_nothing_else_and_may_en
     assert len(val_points(averaged)) == 2
 
 
-def test_a_run_goes_on_with_its_own_settings_but_for_the_words_and_says_what_changed(folder, capsys):
+def test_loop_resumed_with_its_own_settings(folder, capsys):
     train("optim.lr=0.02", "model.hidden_dim=8", "train.epochs=1")
     train("run.resume=runs/a", "train.epochs=2", "data.batch_size=64")
     recorded = yaml.safe_load((folder / "runs/a/config-2.yaml").read_text())
@@ -128,7 +123,7 @@ def test_a_run_goes_on_with_its_own_settings_but_for_the_words_and_says_what_cha
     assert changed == ["data.batch_size=64 (was 32)", "train.epochs=2 (was 1)"]
 
 
-def test_the_newest_run_is_resumed_by_itself_but_not_with_another_model_and_a_finished_one_ends_at_once(folder, capsys):
+def test_loop_newest_run_is_resumed(folder, capsys):
     train("train.epochs=1")
     words = ("run.name=auto", "train.epochs=2", "run.resume=auto")
     with pytest.raises(UserError, match=r"runs/a/.*last-00000\d/model.pt does not fit: .*size mismatch "):
@@ -140,13 +135,13 @@ def test_the_newest_run_is_resumed_by_itself_but_not_with_another_model_and_a_fi
     assert "done: epoch 2, step 42" in capsys.readouterr().out
 
 
-def test_a_loss_that_is_no_number_ends_the_run(folder):
+def test_loop_loss_that_is_nan_ends_the_run(folder):
     with pytest.raises(UserError, match=r"loss is (nan|inf) at step \d+; lower optim.lr=1e\+30"):
         train("optim.lr=1e30")
 
 
 @pytest.mark.slow
-def test_a_check_prints_the_choices_and_starts_nothing(folder):
+def test_loop_check_starts_nothing(folder):
     done = run_train("run.check=true", cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "batches: 32 rows over all ranks" in done.stdout
@@ -154,7 +149,7 @@ def test_a_check_prints_the_choices_and_starts_nothing(folder):
 
 
 @pytest.mark.slow
-def test_a_last_checkpoint_that_is_missing_is_an_error_of_every_rank(folder):
+def test_loop_missing_last_checkpoint_fails_on_every_rank(folder):
     run = folder / "runs/a"
     run.mkdir(parents=True)
     (run / "checkpoints").symlink_to("/proc/self")  # takes no file: the same as a full disk
@@ -162,26 +157,10 @@ def test_a_last_checkpoint_that_is_missing_is_an_error_of_every_rank(folder):
         assert "the last checkpoint is not in" in str(error)
 
 
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_no_rank_outlives_its_launcher(folder):
-    with subprocess.Popen(train_command("train.epochs=100000", ranks=2), cwd=folder, stdout=subprocess.DEVNULL) as job:
-        try:
-            wait_for_step(folder / "runs/a", 21, job)
-            ranks = psutil.Process(job.pid).children(recursive=True)
-            assert len(ranks) >= 2
-            job.kill()
-            _, alive = psutil.wait_procs(ranks, timeout=TIMEOUT_S)
-            assert not alive
-        finally:
-            job.kill()
-
-
 @pytest.mark.parametrize(
-    ("ranks", "output"),
-    [(1, "full"), (1, "pipe"), (1, "all closed"), pytest.param(2, "pipe", marks=pytest.mark.slow)],
+    ("ranks", "output"), [(1, "full"), (1, "pipe"), (1, "all closed"), pytest.param(2, "pipe", marks=pytest.mark.slow)]
 )
-def test_output_that_cannot_be_written_costs_one_warning_and_the_run_goes_on(folder, ranks, output):
+def test_loop_lost_output_is_one_warning(folder, ranks, output):
     read_end, write_end = os.pipe()
     os.close(read_end)
     redirect = {"full": ">/dev/full", "pipe": f">&{write_end}", "all closed": ">&- 2>&-"}
@@ -193,7 +172,7 @@ def test_output_that_cannot_be_written_costs_one_warning_and_the_run_goes_on(fol
     assert done.stderr.count("warning: stdout is lost from here on") == (output != "all closed")
 
 
-def test_a_mistake_has_its_exit_code_where_its_line_cannot_be_written(folder):
+def test_loop_exit_code_without_output(folder):
     with Path("/dev/full").open("w") as full:
         command = train_command("data.train=nowhere.h5")
         assert subprocess.run(command, stdout=full, stderr=full, check=False).returncode == 2

@@ -8,22 +8,12 @@ from unittest.mock import patch
 
 import h5py
 import pytest
-from harness import (
-    at_call,
-    build,
-    copy_project,
-    in_world,
-    run_ranks,
-    run_train,
-    same_weights,
-    saved_steps,
-    signalled,
-    train_rank,
-)
 
 from fastgpu.process.launch import UserError
 from fastgpu.process.signals import MAX_CALLS
 from fastgpu.process.world import World
+from support.ranks import copy_project, in_world, run_ranks, run_train
+from support.runs import at_call, build, same_weights, saved_steps, signalled, train_rank
 from workloads import minimal
 
 OTHER = "data.train=other.h5::/train"
@@ -54,7 +44,7 @@ def build_cases(world: World) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_ranks_that_differ_end_with_one_line_that_names_the_difference(folder):
+def test_ranks_that_differ_are_one_line(folder):
     shutil.copyfile("rows.h5", "copy.h5")
     shutil.copyfile("rows.h5", "other.h5")
     with h5py.File("other.h5", "r+") as file:
@@ -76,7 +66,7 @@ def test_ranks_that_differ_end_with_one_line_that_names_the_difference(folder):
         ("train.epochs=1", ("run.seed=3",), "error: run.seed is 3 on rank 1 and"),
     ],
 )
-def test_a_mistake_is_one_line_and_the_same_exit_code_on_every_rank(folder, word, of_last, message):
+def test_ranks_end_with_the_same_exit_code(folder, word, of_last, message):
     done = run_ranks(word, ranks=2, cwd=folder, more_for_last=of_last)
     assert [process.returncode for process in done] == [2, 2]
     (line,) = [line for process in done for line in process.stderr.splitlines() if not line.startswith("[W")]
@@ -94,7 +84,7 @@ def train_and_signal(world: World, *words: str) -> int | str:
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_rank_saves_the_same_step_of_all_ranks_and_the_run_goes_on_from_there(folder):
+def test_ranks_stop_at_one_step_after_a_signal(folder):
     words = ("train.epochs=4", "data.tier=host")
     assert in_world(2, train_rank, "run.name=whole", *words) == [0, 0]
     code = 128 + signal.SIGTERM
@@ -108,7 +98,7 @@ def test_a_signal_to_one_rank_saves_the_same_step_of_all_ranks_and_the_run_goes_
 
 
 @pytest.mark.slow
-def test_an_error_that_one_rank_meets_in_the_loss_names_the_rank_on_the_terminal(folder):
+def test_ranks_name_the_one_that_failed(folder):
     project = copy_project(folder)
     workload = project / "workloads/minimal.py"
     lines = """

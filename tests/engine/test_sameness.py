@@ -15,30 +15,6 @@ import numpy as np
 import pytest
 import torch
 import train as script
-from harness import (
-    at_call,
-    in_world,
-    kill_tree,
-    needs_gpu,
-    numbered,
-    open_feed,
-    photo,
-    printed_by,
-    ragged,
-    rows_before,
-    same_weights,
-    saved_steps,
-    signalled,
-    train,
-    train_command,
-    train_rank,
-    val_points,
-    wait_for_step,
-    weights_of,
-    write_photos,
-    write_ragged,
-    write_rows,
-)
 from torch.utils.data import Dataset as TorchDataset
 
 from fastgpu.feed import PoolLoader
@@ -50,6 +26,20 @@ from fastgpu.report.results import read_run
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.rows.rows import Ragged, Rows
+from support.images import photo, write_photos
+from support.ranks import in_world, kill_tree, needs_gpu, printed_by, train_command
+from support.rows import numbered, open_feed, ragged, rows_before, write_ragged, write_rows
+from support.runs import (
+    at_call,
+    same_weights,
+    saved_steps,
+    signalled,
+    train,
+    train_rank,
+    val_points,
+    wait_for_step,
+    weights_of,
+)
 
 N_ROWS = 150
 N_FIRST = 70
@@ -157,7 +147,7 @@ def order_of(source: Dataset, pool_batches: int, world_size: int = 1, rank: int 
     return BlockSampler(source, BATCH_SIZE // world_size, shard, pool_batches, seed=SEED)
 
 
-def rows_of(batch: Rows) -> list[dict[str, bytes]]:
+def bytes_of_rows(batch: Rows) -> list[dict[str, bytes]]:
     """The bytes of each field of each row."""
     columns: dict[str, Sequence[np.ndarray]] = {}
     for name, column in batch.columns.items():
@@ -176,7 +166,7 @@ def global_rows(feeds: list[PoolLoader], epoch: int, first_pool: int) -> list[di
     for feed in feeds:
         pools = feed.pools(epoch, first_pool)
         batches_of_ranks.append(
-            [rows_of(batch) for pool in pools for batch in pool.rows.batches(feed.order.batch_size)]
+            [bytes_of_rows(batch) for pool in pools for batch in pool.rows.batches(feed.order.batch_size)]
         )
     return [row for batches in zip(*batches_of_ranks, strict=True) for batch in batches for row in batch]
 
@@ -186,7 +176,7 @@ CASES = [(kind, tier) for kind, (_, _, tiers) in KINDS.items() for tier in tiers
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])])
 @pytest.mark.parametrize(("kind", "tier"), CASES)
-def test_rows_and_their_order_depend_on_the_seed_alone(files, monkeypatch, kind, tier, device):
+def test_same_rows_for_a_seed(files, monkeypatch, kind, tier, device):
     """Whatever the tier, the readers, the ranks, the epoch that was read before, and the pool that a run resumes at."""
     monkeypatch.chdir(files)
     data, row, _ = KINDS[kind]
@@ -214,7 +204,7 @@ def test_rows_and_their_order_depend_on_the_seed_alone(files, monkeypatch, kind,
 
 
 @pytest.mark.slow
-def test_rows_and_bytes_are_what_they_were():
+def test_same_rows_as_the_goldens():
     printed_by([sys.executable, "goldens.py", "--only", "g1", "g2"], Path(__file__).parents[1] / "goldens")
 
 
@@ -237,7 +227,7 @@ def train_until(monkeypatch: pytest.MonkeyPatch, step: int, what: Callable[[], o
         return train(*words)
 
 
-def test_every_tier_trains_the_same_weights(folder):
+def test_same_weights_on_every_tier(folder):
     for tier in TIERS:
         train(f"run.name={tier}", f"data.tier={tier}", "data.echo=1.7", "loader.prefetch_pools=1")
     for tier in ("host", "disk"):
@@ -253,9 +243,7 @@ def test_every_tier_trains_the_same_weights(folder):
         (signal.SIGTERM, 30, ("data.echo=1", *MIXTURE)),
     ],
 )
-def test_a_signal_saves_the_step_that_it_meets_and_the_run_goes_on_there(
-    folder, monkeypatch, capsys, number, stop_at, more
-):
+def test_same_weights_after_a_signal(folder, monkeypatch, capsys, number, stop_at, more):
     train("run.name=whole", *SHORT, *more)
     assert train_until(monkeypatch, stop_at, signalled(number), *SHORT, *more) == 128 + number
     run = folder / "runs/a"
@@ -268,7 +256,7 @@ def test_a_signal_saves_the_step_that_it_meets_and_the_run_goes_on_there(
 
 
 @pytest.mark.parametrize(("echo", "stop_at"), [("1", 30), ("2.5", 75)])
-def test_a_run_that_ends_inside_an_epoch_is_resumed_from_its_last_pool(folder, monkeypatch, echo, stop_at):
+def test_same_weights_after_a_crash(folder, monkeypatch, echo, stop_at):
     words = (*SHORT, f"data.echo={echo}", "run.checkpoint_every_steps=1")
     train("run.name=whole", *words)
     crash = Mock(side_effect=RuntimeError("stopped"))
@@ -280,7 +268,7 @@ def test_a_run_that_ends_inside_an_epoch_is_resumed_from_its_last_pool(folder, m
 
 
 @pytest.mark.slow
-def test_two_ranks_train_the_weights_of_one_also_if_they_take_over_inside_an_epoch(folder, monkeypatch):
+def test_same_weights_on_one_and_two_ranks(folder, monkeypatch):
     """The global batches are the same; only the order in which gradients are summed differs."""
     words = ("optim.name=sgd", "optim.lr=0.01")
     train("run.name=one", *words)
@@ -296,7 +284,7 @@ def test_two_ranks_train_the_weights_of_one_also_if_they_take_over_inside_an_epo
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_a_run_of_four_ranks_that_is_killed_is_resumed_to_the_same_weights(folder):
+def test_same_weights_after_a_kill_on_four_ranks(folder):
     """Sums of two ranks have one order only."""
     words = ("data.echo=2.5", "run.checkpoint_every_steps=1", "data.tier=disk", "train.epochs=6", "train.ema=0.9")
     printed_by(train_command("run.name=whole", *words, ranks=4), folder)

@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from harness import ALONE, CPU, in_world, needs_gpu, no_host_sync
-from short_run import parts_of_step
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -21,6 +19,8 @@ from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.training.average import AveragedModel
 from fastgpu.training.parallel import wrap_in_ddp
 from fastgpu.training.step import mixed_precision, note_groups
+from support.ranks import ALONE, CPU, in_world, needs_gpu, no_host_sync
+from support.runs import parts_of_step
 
 ROWS = ArrayDataset("x.h5", {"x": np.zeros((1, 3), np.float32)})
 CUDA = torch.device("cuda", 0)
@@ -64,9 +64,7 @@ def assert_same_weights(model: nn.Module, other: nn.Module) -> None:
 @pytest.mark.parametrize("accumulation_steps", [1, 3])
 @pytest.mark.parametrize("clip_grad_norm", [0.0, 0.5])  # 0 clips nothing
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_steps_with_any_accumulation_and_their_average_are_those_of_a_plain_loop(
-    name, clip_grad_norm, accumulation_steps
-):
+def test_step_is_that_of_a_plain_loop(name, clip_grad_norm, accumulation_steps):
     ours = make_model()
     plain = make_model()
     optim = {"weight_decay": 0.01, "clip_grad_norm": clip_grad_norm, "accumulation_steps": accumulation_steps}
@@ -99,7 +97,7 @@ def test_steps_with_any_accumulation_and_their_average_are_those_of_a_plain_loop
     assert_same_weights(parts.ema, average)
 
 
-def test_gradients_of_fp16_are_clipped_after_they_are_unscaled():
+def test_step_fp16_clips_unscaled_gradients():
     """Plain SGD at a learning rate of 1: the update is the gradient."""
     model = make_model()
     before = make_model()
@@ -134,7 +132,7 @@ def three_steps(world: World, accumulation_steps: int) -> tuple[list, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("accumulation_steps", [1, 3])
-def test_two_ranks_are_one_with_the_whole_batch_and_average_once_a_step(accumulation_steps):
+def test_step_two_ranks_average_once(accumulation_steps):
     expected, _ = three_steps(ALONE, 1)
     (weights, n_averages), second = in_world(2, three_steps, accumulation_steps)
     assert (weights, n_averages) == second
@@ -156,12 +154,12 @@ def test_two_ranks_are_one_with_the_whole_batch_and_average_once_a_step(accumula
         ("constant", 0.2, {0.1: 0.5, 0.2: 1, 0.6: 1, 1: 1}),
     ],
 )
-def test_the_learning_rate_rises_linearly_and_follows_its_schedule(name, warmup_share, factors):
+def test_step_learning_rate_schedules(name, warmup_share, factors):
     optim = Optim(lr=2.0, warmup_share=warmup_share, schedule=name)
     assert {share: schedule(share, optim) for share in factors} == pytest.approx(factors, abs=1e-9)
 
 
-def test_each_group_trains_at_its_own_rate_times_the_schedule(capsys):
+def test_step_groups_train_at_their_own_rates(capsys):
     """Layer-wise decay, and a layer that was forgotten. SGD: the step of a weight is rate times gradient."""
     model, before = make_model(), make_model()
     layers = [{"params": model[0].parameters()}, {"params": model[3].parameters(), "lr": 0.01}]
@@ -176,7 +174,7 @@ def test_each_group_trains_at_its_own_rate_times_the_schedule(capsys):
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "fused_adam"])
-def test_an_optimizer_has_the_settings_fused_kernels_and_no_frozen_weights(monkeypatch, name):
+def test_step_optimizer_settings(monkeypatch, name):
     monkeypatch.setitem(sys.modules, "apex.optimizers", SimpleNamespace(FusedAdam=torch.optim.AdamW))
     model = make_model()
     model[0].requires_grad_(False)
@@ -188,7 +186,7 @@ def test_an_optimizer_has_the_settings_fused_kernels_and_no_frozen_weights(monke
     assert {*trained} == {*model[1].parameters(), *model[3].parameters()}
 
 
-def test_lamb_does_not_clip_gradients_beside_train_step(monkeypatch):
+def test_step_lamb_does_not_clip_twice(monkeypatch):
     made = SimpleNamespace(FusedLAMB=lambda groups, **options: options)
     monkeypatch.setitem(sys.modules, "apex.optimizers", made)
     options = make_optimizer(make_model(), Optim(name="fused_lamb", clip_grad_norm=0.0))
@@ -206,7 +204,7 @@ def test_lamb_does_not_clip_gradients_beside_train_step(monkeypatch):
         ("auto", CUDA, False, "fp16", None),  # it emulates bf16
     ],
 )
-def test_auto_is_the_precision_that_the_device_has(monkeypatch, asked, device, has_bf16, name, dtype):
+def test_step_precision_auto(monkeypatch, asked, device, has_bf16, name, dtype):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16 or including_emulation)
     precision = mixed_precision(asked, device)
     assert precision.name == name
@@ -216,7 +214,7 @@ def test_auto_is_the_precision_that_the_device_has(monkeypatch, asked, device, h
             assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype == dtype
 
 
-def test_a_first_step_that_is_skipped_in_fp16_leaves_no_value_in_the_momentum():
+def test_step_fp16_skipped_leaves_no_momentum():
     """torch.empty would: what is in the memory by chance."""
     model = nn.Conv2d(4, 4, 3).to(CPU, memory_format=torch.channels_last)
     assert model.weight.is_contiguous(memory_format=torch.channels_last)
@@ -233,7 +231,7 @@ def test_a_first_step_that_is_skipped_in_fp16_leaves_no_value_in_the_momentum():
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_step_never_makes_the_host_wait(precision):
+def test_step_on_a_gpu_never_waits(precision):
     parts = make_parts(make_model().to(CUDA), precision, ema=0.9, accumulation_steps=2)
     batch = make_batch().to(CUDA)
     train_step(parts, batch, 0.1)
@@ -243,7 +241,7 @@ def test_a_step_never_makes_the_host_wait(precision):
 
 @pytest.mark.gpu
 @needs_gpu
-def test_gradients_that_nccl_averages_over_one_rank_are_those_without_it():
+def test_step_nccl_of_one_rank_changes_nothing():
     plain = make_model().to(CUDA)
     shared = make_model().to(CUDA)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=CUDA)

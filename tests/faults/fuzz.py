@@ -33,16 +33,14 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[2]
 PROJECT = ROOT / "{{cookiecutter.project_slug}}"
-sys.path[:0] = [str(path) for path in (PROJECT, ROOT / "tests/engine")]
+sys.path[:0] = [str(path) for path in (PROJECT, ROOT / "tests")]
 
 import convert
 import h5py
 import numpy as np
 import torch
-from harness import ALONE, ITEMS, numbered, ragged, write_rows
 from mutations import flip, mutate
 from PIL import Image
-from short_run import CONFIG, SIZES
 from torch import nn
 
 import workloads
@@ -59,6 +57,9 @@ from fastgpu.run import checkpoint
 from fastgpu.run.record import describe_model
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.storage.store import open_store
+from support.ranks import ALONE
+from support.rows import ITEMS, numbered, ragged, write_rows
+from support.runs import SHORT_CONFIG, SHORT_SIZES
 
 WALL_S = 60
 MEMORY_BYTES = 2 << 30
@@ -135,11 +136,8 @@ def make_checkpoint() -> None:
     state["model"](torch.ones(1, 6)).sum().backward()
     state["optimizer"].step()
     source = ArrayDataset("made up", {"x": np.zeros((2, 6), np.float32), "y": np.zeros(2, np.float32)})
-    data = Data(source, source, SIZES)
-    card = describe_model(CONFIG.flat(), data, {}, {}) | {
-        "epoch": 2,
-        "metrics": {"val/mse": 0.5},
-    }
+    data = Data(source, source, SHORT_SIZES)
+    card = describe_model(SHORT_CONFIG.flat(), data, {}, {}) | {"epoch": 2, "metrics": {"val/mse": 0.5}}
     progress = checkpoint.Progress(epoch=2, epoch_step=64, step=7, best=98.5, metric="val/mse")
     SAVED.parent.mkdir(parents=True, exist_ok=True)
     checkpoint.save(Path("run"), "last", progress, state, card=card | {"order": {"rows": 10}})
@@ -185,7 +183,7 @@ def read_config(words: str = "") -> None:
 def read_checkpoint() -> str:
     state = new_state()
     path = checkpoint.find_intact(Path("run"))
-    progress = checkpoint.load(path, state, {"rows": 10}, torch.device("cpu")) if path else None
+    progress = checkpoint.load(path, state, {"rows": 10}) if path else None
     values = [value for part in state.values() for value in torch.utils._pytree.tree_leaves(part.state_dict())]
     return str((progress, [value.tolist() if isinstance(value, torch.Tensor) else value for value in values]))
 

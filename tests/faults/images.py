@@ -15,18 +15,19 @@ from itertools import chain, count
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / folder) for folder in ("{{cookiecutter.project_slug}}", "tests/engine")]
+sys.path[:0] = [str(ROOT / folder) for folder in ("{{cookiecutter.project_slug}}", "tests")]
 
 import numpy as np
 import psutil
 import torch
-from harness import image_file, open_feed, write_encoded
 from PIL import Image
 
 from fastgpu.images.column import ImageCodec
 from fastgpu.process.machine import available_cpus
 from fastgpu.rows.order import BlockSampler
 from fastgpu.storage.store import open_store
+from support.images import image_file, write_encoded
+from support.rows import open_feed
 
 N_DISTINCT = 2000  # images
 SIDES = (24, 160)  # pixels

@@ -35,9 +35,10 @@ from torch.utils._pytree import tree_flatten
 
 HERE = Path(__file__).parent
 PROJECT = HERE.parents[1] / "{{cookiecutter.project_slug}}"
-sys.path[:0] = [str(PROJECT), str(HERE.parent / "engine")]
+sys.path[:0] = [str(PROJECT), str(HERE.parent)]
 
-from harness import copy_project, step_of, write_minimal
+from support.ranks import copy_project
+from support.runs import step_of, write_minimal
 
 MAX_STARTS = 8  # after which a run must be done
 END_S = 120  # in which a process must end that has been told to
@@ -47,11 +48,7 @@ SETTINGS = [
     *("workload=planted", "run.resume=auto", "train.epochs=6", "data.echo=2.5"),
     *("log.every_steps=10", "dist.timeout_s=20", "loader.timeout_s=10"),
 ]
-KINDS = {
-    "ranks": [],
-    "process": [],
-    "dataset": ["data.dataset=workloads.planted:Rows", "loader.num_workers=1"],
-}
+KINDS = {"ranks": [], "process": [], "dataset": ["data.dataset=workloads.planted:Rows", "loader.num_workers=1"]}
 """{kind of run: its settings}"""
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 TORCHRUN += ["--max-restarts=1", "--signals-to-handle=SIGTERM,SIGINT,SIGUSR2"]

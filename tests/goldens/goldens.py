@@ -46,9 +46,8 @@ ROOT = HERE.parents[1]
 FOLDER = "{{cookiecutter.project_slug}}"
 PROJECT = ROOT / FOLDER
 STORED = HERE / "goldens.json"
-sys.path[:0] = [str(PROJECT), str(ROOT / "tests" / "engine")]
+sys.path[:0] = [str(PROJECT), str(ROOT / "tests")]
 
-import harness
 from PIL import Image
 from torch.utils.data import Dataset
 
@@ -57,6 +56,10 @@ from fastgpu.process.config import Config
 from fastgpu.process.launch import Launch
 from fastgpu.process.world import World
 from fastgpu.rows.order import BlockSampler, Shard
+from support.images import image_file, write_encoded
+from support.ranks import CPU, free_port, launch_variables, train_command, wait_until
+from support.rows import numbered, numbers_of, write_ragged, write_rows
+from support.runs import weights_of
 
 BASE = "c91b7695"
 """The commit whose weights g3 expects. It was the last to change them on purpose."""
@@ -74,14 +77,14 @@ def opened(case: str, rank: int = 0, world_size: int = 1, *, tier: str = "disk")
     """The feeds of the training and of the validation rows of one rank, and its batch size, as train.py opens them."""
     sections = {"data": DATA | CASES[case] | {"tier": tier}, "loader": {"num_readers": 1, "num_workers": 0}}
     cfg = Config.model_validate({"workload": "minimal", "run": {"seed": 3}, "dist": {"device": "cpu"}} | sections)
-    world = World(rank, world_size, world_size, harness.CPU)
+    world = World(rank, world_size, world_size, CPU)
     rows, val_rows = sources.open_splits(cfg.data, cfg.loader, cfg.run.seed)
     chosen = sizes.choose_sizes(cfg, rows, val_rows, world)
     size, pools = chosen.batch_size, chosen.pool_batches
     shard, val_shard = Shard(rank, world_size, chosen.canonical_ranks), Shard(rank, world_size)
     order = BlockSampler(rows, size, shard=shard, pool_batches=pools, seed=cfg.run.seed)
     val_order = BlockSampler(val_rows, size, shard=val_shard, pool_batches=pools, seed=None, drop_last=False)
-    feeds = tiers.open_loaders((rows, val_rows), (order, val_order), chosen, harness.CPU, loader=cfg.loader)
+    feeds = tiers.open_loaders((rows, val_rows), (order, val_order), chosen, CPU, loader=cfg.loader)
     with closing(feeds[0]), closing(feeds[1]):
         yield *feeds, size
 
@@ -90,10 +93,10 @@ def batches(feed: Any, batch_size: int, epoch: int, first: int = 0) -> Iterator[
     """{field: [array], or [values, offsets] of ragged rows} of each batch, beginning with pool number `first`."""
     for pool in feed.pools(epoch, first):
         for batch in pool.rows.batches(batch_size):
-            yield {name: arrays_of(batch[name]) for name in sorted(batch.columns)}
+            yield {name: digest_parts(batch[name]) for name in sorted(batch.columns)}
 
 
-def arrays_of(column: Any) -> list[np.ndarray]:
+def digest_parts(column: Any) -> list[np.ndarray]:
     if isinstance(column, torch.Tensor):
         return [column.numpy()]
     offsets = column.offsets.numpy()
@@ -110,15 +113,15 @@ def write_jpegs(path: Path, rows: int, start: int = 0) -> str:
     for _ in range(rows):
         height, width = rng.integers(20, 40, 2)
         corners = Image.fromarray(rng.integers(0, 256, (3, 3, 3), np.uint8))
-        files.append(harness.image_file(corners.resize((width, height))))
-    return harness.write_encoded(path, files, number=np.arange(start, start + rows))
+        files.append(image_file(corners.resize((width, height))))
+    return write_encoded(path, files, number=np.arange(start, start + rows))
 
 
 class Own(Dataset):
     """As many numbered rows as its path says."""
 
     def __init__(self, path: str):
-        self.images = harness.numbered(int(path))
+        self.images = numbered(int(path))
 
     def __len__(self) -> int:
         return len(self.images)
@@ -132,11 +135,11 @@ def write_all(folder: Path) -> None:
     parts = [(f"part-{number}.h5", rows, 1000 * number) for number, rows in enumerate((300, 37, 363))]
     chunks = {"part-1.h5": 5, "part-2.h5": 40}
     for name, rows, start in [("rows.h5", N_ROWS, 0), ("val.h5", 90, 5000), *parts]:
-        harness.write_rows(folder / name, rows, chunk=chunks.get(name, 16), start=start)
+        write_rows(folder / name, rows, chunk=chunks.get(name, 16), start=start)
         with h5py.File(folder / name, "r+") as file:
             file["labels"][:] = np.arange(start, start + rows) ** 2 % 7 % 5
-    harness.write_ragged(folder / "ragged.h5", N_ROWS, chunks=(64,))
-    harness.write_ragged(folder / "ragged-val.h5", 90, 5000, chunks=(64,))
+    write_ragged(folder / "ragged.h5", N_ROWS, chunks=(64,))
+    write_ragged(folder / "ragged-val.h5", 90, 5000, chunks=(64,))
     write_jpegs(folder / "jpegs.h5", 400)
     write_jpegs(folder / "jpegs-val.h5", 50, 5000)
 
@@ -190,7 +193,7 @@ def read_ids(case: str, world_size: int) -> dict[str, list[list[int]]]:
 def ids(feed: Any, batch_size: int, epoch: int, first: int = 0) -> list[list[int]]:
     """The row numbers of each batch of a rank. Fails if images are not those of their numbers."""
     return [
-        batch["number"][0].tolist() if "number" in batch else harness.numbers_of(batch["images"][0])
+        batch["number"][0].tolist() if "number" in batch else numbers_of(batch["images"][0])
         for batch in batches(feed, batch_size, epoch, first)
     ]
 
@@ -281,19 +284,19 @@ def train_short(project: Path, folder: Path, words: list[str], ranks: int, *, ki
 
     kill: all ranks get SIGKILL once a checkpoint is there, and the run is resumed.
     """
-    port = harness.free_port()
+    port = free_port()
     with ExitStack() as stack:
         log = stack.enter_context((folder / "log.txt").open("ab"))
         processes = []
         for rank in range(ranks):
-            launch = harness.launch_variables(Launch(rank, ranks, rank, ranks), port) if ranks > 1 else {}
+            launch = launch_variables(Launch(rank, ranks, rank, ranks), port) if ranks > 1 else {}
             environment = os.environ | launch | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-            command = harness.train_command(*words, root=project)
+            command = train_command(*words, root=project)
             process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
             processes.append(stack.enter_context(process))
             stack.callback(process.kill)
         if kill:
-            harness.wait_until(lambda: any(folder.glob("runs/a/checkpoints/last-*/state.json")), processes[0])
+            wait_until(lambda: any(folder.glob("runs/a/checkpoints/last-*/state.json")), processes[0])
             for process in processes:
                 process.kill()
         codes = {process.wait(600) for process in processes}
@@ -301,7 +304,7 @@ def train_short(project: Path, folder: Path, words: list[str], ranks: int, *, ki
         raise DiffersError(f"{project}: exit codes {codes}: {(folder / 'log.txt').read_text()[-500:]}")
     if kill:
         return train_short(project, folder, words, ranks)
-    weights = harness.weights_of(folder / "runs" / "a")
+    weights = weights_of(folder / "runs" / "a")
     return sha256(*(part for name in sorted(weights) for part in (name, weights[name].numpy())))
 
 

@@ -1,13 +1,13 @@
 """The loader of docs/code.md: a plain DataLoader in the loop of train.py."""
 
-import json
-import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from harness import kill_tree, printed_by, same_weights, train_command, wait_until
+
+from support.projects import use_torch_loader
+from support.ranks import printed_by, train_command
+from support.runs import metrics_of, same_after_a_kill
 
 DIGITS = """
 import h5py
@@ -31,27 +31,13 @@ WORDS = ["data.dataset=digits:Digits", "dist.device=cpu", "loader.num_workers=1"
 LONG = "train.epochs=4"
 
 
-def use_torch_loader(project: Path) -> None:
-    """Put the code of the page into a project: a file, and a function of train.py."""
-    page = (project / "docs/code.md").read_text().split("## Another loader in this loop")[1]
-    loader, build = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[:2]
-    (project / "torch_loader.py").write_text(loader.removeprefix("# torch_loader.py\n"))
-    program = (project / "train.py").read_text()
-    changed = re.sub(r"def build_loaders\(.*?(?=\n\n\n)", lambda _: build.rstrip(), program, flags=re.DOTALL)
-    assert changed != program
-    line = "from fastgpu.telemetry import Clock, Monitor, TensorBoard\n"
-    assert line in program
-    (project / "train.py").write_text(changed.replace(line, f"{line}from torch_loader import TorchLoader\n"))
-
-
 def accuracy(run: Path) -> float:
     """Of the last validation of a run, in percent."""
-    points = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [point["val/top1_pct"] for point in points if "val/top1_pct" in point][-1]
+    return [point["val/top1_pct"] for point in metrics_of(run) if "val/top1_pct" in point][-1]
 
 
 @pytest.mark.slow
-def test_a_plain_data_loader_trains_resumes_and_is_diagnosed(own_copy):
+def test_torch_loader_trains_resumes_and_is_diagnosed(own_copy):
     """The words and the code of the page: it has the accuracy of our own loader, also after SIGKILL on two ranks."""
     project = own_copy("both")
     (project / "digits.py").write_text(DIGITS)
@@ -61,13 +47,7 @@ def test_a_plain_data_loader_trains_resumes_and_is_diagnosed(own_copy):
     printed_by(train_command(*WORDS, LONG, "run.name=alone", root=project), project)
     assert accuracy(project / "runs/alone") > accuracy(project / "runs/ours") - 4 > 80
     short = ("run.checkpoint_every_steps=5", "train.epochs=2", "model.width=4")
-    printed_by(train_command(*WORDS, *short, "run.name=whole", ranks=2, root=project), project)
-    command = train_command(*WORDS, *short, "run.name=killed", ranks=2, root=project)
-    with subprocess.Popen(command, cwd=project, stdout=subprocess.DEVNULL) as process:
-        wait_until(lambda: any((project / "runs/killed").glob("checkpoints/last-00000[3-9]")), process)
-        kill_tree(process)
-    printed_by(train_command("run.resume=runs/killed", ranks=2, root=project), project)
-    assert same_weights(project / "runs/whole", project / "runs/killed")
+    assert same_after_a_kill(project, "last-00000[3-9]", *WORDS, *short)
 
     printed = printed_by([sys.executable, "diagnose.py", *WORDS, LONG, "--seconds=0.05"], project)
     assert "TorchLoader as the loader" in printed

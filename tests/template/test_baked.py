@@ -13,24 +13,18 @@ from pathlib import Path
 import h5py
 import pytest
 import yaml
-from harness import printed_by, run_to_end
-from template import FOLDER, ROOT, WORKLOAD_ANSWERS
-from test_documents import convert_commands
-from test_template import expected, files, parses
+from template import FOLDER, WORKLOAD_ANSWERS
+
+from support.projects import convert_commands, expected_files, files_below, parse_files, run_in
+from support.ranks import printed_by, run_to_end
 
 WORDS_OF_THE_OTHER = {
     "recsys": r"cifar|celeba|\bdigits\b|\bPIL\b|pillow|image_files|mixup|cutout",
     "images": r"recsys|recommender|movielens|mult-?(vae|dae)|autoencoder|\bndcg|interactions",
 }
 """{workload: what only the files of the other one speak of}"""
-SPEAK_OF_BOTH = {"constraints.txt", "convert.py"}
-"""convert.py is one command line, of which it shows the commands whose rooms are there."""
-
-
-def run_in(project: Path, *command: str) -> str:
-    """What `python -m ...` or a script of the project prints; it must succeed."""
-    caches = {"MYPY_CACHE_DIR": str(ROOT / ".cache/mypy-baked"), "RUFF_NO_CACHE": "true"}
-    return printed_by([sys.executable, *command], project, **caches, PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1")
+SPEAK_OF_BOTH = {"constraints.txt", "convert.py", "tests/conftest.py"}
+"""convert.py is one command line, of which it shows the commands whose rooms are there. The tests make rows up."""
 
 
 def run_pytest(project: Path, *arguments: str) -> None:
@@ -51,12 +45,12 @@ LICENSES |= {"proprietary": "All rights reserved"}
 
 
 @pytest.mark.parametrize("answers", BAKES, ids=lambda answers: "-".join(answers.values()))
-def test_a_project_has_what_was_asked_for_and_names_nothing_else(baked, answers):
+def test_bake_has_what_was_asked_for(baked, answers):
     project = baked(**answers)
     workload = answers["workload"]
     license = answers.get("license", "MIT")
-    assert files(project) == expected(**answers)
-    for name, is_wanted in {  # `expected` asks the hook itself
+    assert files_below(project) == expected_files(**answers)
+    for name, is_wanted in {  # `expected_files` asks the hook itself
         "convert.py": answers.get("tools") != "none",
         "launch/slurm.sh": answers["launch"] in ("slurm", "both"),
         "launch/kubernetes.yaml": answers["launch"] in ("kubernetes", "both"),
@@ -65,7 +59,7 @@ def test_a_project_has_what_was_asked_for_and_names_nothing_else(baked, answers)
     }.items():
         assert (project / name).exists() == is_wanted
     assert all(any(path.iterdir()) for path in project.rglob("*") if path.is_dir())
-    meta = parses(project)["project"]
+    meta = parse_files(project)["project"]
     assert any(name.startswith("pillow") for name in meta["dependencies"]) == (workload in ("images", "both"))
     assert meta["license"] == license.replace("proprietary", "LicenseRef-Proprietary")
     text = (project / "LICENSE").read_text()
@@ -81,7 +75,7 @@ def test_a_project_has_what_was_asked_for_and_names_nothing_else(baked, answers)
             assert not re.search(r"\b(convert|diagnose|predict)\.py|python report\.py", text), page
     if workload in WORDS_OF_THE_OTHER:
         pattern = re.compile(WORDS_OF_THE_OTHER[workload], re.IGNORECASE)
-        texts = [name for name in files(project) - SPEAK_OF_BOTH if Path(name).suffix not in (".h5", ".png")]
+        texts = [name for name in files_below(project) - SPEAK_OF_BOTH if Path(name).suffix not in (".h5", ".png")]
         assert {name: found for name in texts if (found := pattern.findall((project / name).read_text()))} == {}
 
 
@@ -115,7 +109,7 @@ def change(project: Path, workload: str) -> None:
     (project / "workloads/mine.py").write_text(f'import os\n\n{minimal}\nDEBUG = os.environ.get("DEBUG")\n')
 
 
-def test_converted_rows_and_logs_of_jobs_stay_out_of_git(own_copy):
+def test_bake_ignores_data_and_logs(own_copy):
     project = own_copy("both")
     subprocess.run(["git", "init", "-q"], cwd=project, check=True)
     for name in ("data/photos-train.h5", "mine.h5", "first-123.out"):
@@ -131,7 +125,7 @@ def test_converted_rows_and_logs_of_jobs_stay_out_of_git(own_copy):
 
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_an_installed_project_is_imported_from_any_folder_with_the_modules_of_its_owner(own_copy, tmp_path):
+def test_bake_installed_is_imported_from_any_folder(own_copy, tmp_path):
     project = own_copy("own")
     (project / "mine.py").write_text("import workloads.minimal\n")
     venv.create(tmp_path / "venv", with_pip=True)
@@ -156,7 +150,7 @@ SHARED_COMMANDS = {"arrays", "repack", "dataset", "info", "check"}
     ],
     ids=lambda answers: "-".join(answers.values()),
 )
-def test_a_project_installs_is_clean_trains_and_passes_its_tests_whatever_its_owner_changes(own_copy, answers):
+def test_bake_passes_its_own_gate(own_copy, answers):
     """As its README says, but for the download: what is installed here already satisfies it."""
     project = own_copy(**answers)
     workload = answers["workload"]
@@ -176,7 +170,7 @@ def test_a_project_installs_is_clean_trains_and_passes_its_tests_whatever_its_ow
 
 
 @pytest.mark.slow
-def test_the_tests_of_a_project_find_validation_rows_that_are_trained_on(own_copy):
+def test_bake_tests_find_a_leak(own_copy):
     """A few equal rows are no mistake, 6 % are, whatever their labels are."""
     project = own_copy("images")
     test = ("tests/test_data.py", "-k", "most_validation_rows")
@@ -196,7 +190,7 @@ def test_the_tests_of_a_project_find_validation_rows_that_are_trained_on(own_cop
 
 
 @pytest.mark.slow
-def test_each_tool_goes_with_one_folder_and_one_script(own_copy):
+def test_bake_without_each_tool(own_copy):
     """One by one and together, as docs/code.md says: the tests are collected, and at last the project trains."""
     whole = own_copy("both")
     tools = ["convert", "diagnose", "predict", "report"]
@@ -213,7 +207,7 @@ def test_each_tool_goes_with_one_folder_and_one_script(own_copy):
 
 
 @pytest.mark.slow
-def test_an_update_merges_the_template_and_the_user(template, tmp_path):
+def test_bake_is_updated_by_cruft(template, tmp_path):
     """Away from the settings of this user."""
     (tmp_path / "cookiecutter.yaml").write_text(f"cookiecutters_dir: {tmp_path}/c\nreplay_dir: {tmp_path}/r\n")
     settings = {f"GIT_{who}_{what}": "a@b.c" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}

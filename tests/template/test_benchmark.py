@@ -13,9 +13,10 @@ import tables
 import worker
 from contenders import H5PY, MEMCPY, OURS
 from data import DataSpec
-from harness import printed_by
 from peers import FIXED, Task, fixed_batch
 from scipy.stats import chisquare
+
+from support.ranks import printed_by
 
 IMAGES = np.pad(np.arange(4, dtype=np.uint8).reshape(4, 1, 1, 1), ((0, 0), (0, 0), (0, 1), (0, 1)))
 
@@ -29,12 +30,12 @@ IMAGES = np.pad(np.arange(4, dtype=np.uint8).reshape(4, 1, 1, 1), ((0, 0), (0, 0
         ("no rows", []),
     ],
 )
-def test_the_check_finds_each_kind_of_error(message, batches):
+def test_benchmark_check_finds_errors(message, batches):
     with pytest.raises(ValueError, match=message):
         worker.check(iter([*batches, None]), IMAGES.shape, 60)
 
 
-def test_a_paced_stream_takes_no_less_than_the_device(monkeypatch):
+def test_benchmark_stream_is_paced(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
@@ -43,7 +44,7 @@ def test_a_paced_stream_takes_no_less_than_the_device(monkeypatch):
     assert now[0] == pytest.approx(9 * 0.5)  # the last step has begun
 
 
-def test_ratios_are_taken_within_a_round():
+def test_benchmark_ratios_within_a_round():
     def rounds(*speeds: float) -> list[dict[str, float]]:
         return [{"rows": speed, "seconds": 1, "cpu_s": 1} for speed in speeds]
 
@@ -59,14 +60,14 @@ def test_ratios_are_taken_within_a_round():
     assert page[1].rows[3][:2] == ["spdl", "not installable: no"]
 
 
-def test_chi2_is_that_of_its_formula():
+def test_benchmark_chi2_formula():
     labels = np.random.default_rng(0).integers(0, 5, 103)
     batches = [labels[start : start + 20] for start in range(0, 100, 20)]
     expected = np.mean([chisquare(np.bincount(batch, minlength=5)).statistic / 4 for batch in batches])
     assert order.chi2_per_df(labels, 20, 5) == pytest.approx(expected)
 
 
-def test_the_readme_shows_the_newest_result(tmp_path):
+def test_benchmark_readme_shows_the_newest(tmp_path):
     for date, measured in (("2026-01-02", "1"), ("2036-02-01", "2|3"), ("2026-01-31", "4")):
         table = publish.Table("targets", publish.TARGET_COLUMNS, [["what", measured, "9"]])
         content = {"machine": {"date": date}, "tables": [table._asdict()]}
@@ -75,7 +76,7 @@ def test_the_readme_shows_the_newest_result(tmp_path):
     assert row == "| what | 2\\|3 | 9 | [loader_2036-02-01](results/loader_2036-02-01.md) |"
 
 
-def test_the_readme_is_up_to_date():
+def test_benchmark_readme_is_up_to_date():
     assert all(page.read_text() == text for page, text in publish.publish().items()), "run python bench/publish.py"
 
 
@@ -86,7 +87,7 @@ COMMANDS += ["gpu.py --device cpu --seconds 0.1", "order.py", "start.py", "echo.
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_benchmark_runs_on_small_data(command, tmp_path, template):
+def test_benchmark_runs_on_small_data(command, tmp_path, template):
     words = [*f"bench/{command}".split(), "--quick", "--rounds", "1", "--out", str(tmp_path)]
     printed_by([sys.executable, *words], template)
     (page,) = tmp_path.glob("*.json")

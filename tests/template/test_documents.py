@@ -6,23 +6,24 @@ file. A block in the language `console` is a part of what the block before has p
 ends of lines that it leaves out, and numbers may differ. A block below `<!-- not run: reason -->` is skipped.
 """
 
-import functools
 import itertools
 import os
 import re
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
-from harness import printed_by
-from template import FOLDER, PROJECT, ROOT, WORKLOAD_ANSWERS, project_files, tracked
+from template import FOLDER, WORKLOAD_ANSWERS, project_files, tracked
+
+from support import PROJECT, ROOT
+from support.projects import convert_commands, read_blocks
+from support.ranks import printed_by
 
 DOCUMENTS = [name for name in tracked() if name.endswith(".md") and not name.startswith("bench/results/")]
 
 
 @pytest.mark.parametrize("answer", WORKLOAD_ANSWERS)
-def test_the_tree_in_a_project_is_the_tree_on_disk(baked, answer):
+def test_pages_tree_is_that_on_disk(baked, answer):
     project = baked(answer)
     section = (project / "docs/code.md").read_text().split("## What is where\n")[1].split("\n## ")[0]
     names = " ".join(re.findall(r"`[\w./]+`(?:, `[\w./]+`)*:", section))
@@ -33,19 +34,12 @@ def test_the_tree_in_a_project_is_the_tree_on_disk(baked, answer):
     assert {path.name for path in project.glob("*.py")} | folders | rooms <= shown
 
 
-def test_make_targets_exist():
+def test_pages_make_targets_exist():
     makefile = (ROOT / "Makefile").read_text()
     text = (ROOT / "README.md").read_text() + (ROOT / "CONTRIBUTING.md").read_text()
     exist = set(re.findall(r"(?m)^([a-z-]+):", makefile))
     assert set(re.findall(r"(?m)(?:^|`)make ([a-z-]+)", text)) <= exist
     assert set(re.findall(r"(?m)^# make ([a-z-]+)", makefile)) == exist - {"help", "clean"}
-
-
-@functools.cache
-def convert_commands(project: Path) -> set[str]:
-    """The sub-commands of convert.py."""
-    shown = printed_by([sys.executable, "convert.py", "--help"], project)
-    return set(re.findall(r"(?m)^    (\w+)(?: |$)", shown.split("COMMAND\n")[-1]))
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
@@ -55,7 +49,7 @@ def test_pages_show_no_template_language_and_no_unfinished_merge(name):
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_links_lead_somewhere_and_commands_for_users_name_what_exists(name):
+def test_pages_links_and_commands_exist(name):
     text = (ROOT / name).read_text()
     for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text):
         target = (ROOT / name).parent / link if link else ROOT / name
@@ -127,21 +121,6 @@ def test_a_number_of_speed_without_a_source_is_found(planted, tmp_path, monkeypa
 # ---------------------------------------------------------------------------------------------- blocks that are run
 
 
-class Block(NamedTuple):
-    """A fenced block of a page. reason: why it is not run; target: the file that it is; both may be empty."""
-
-    reason: str
-    language: str
-    text: str
-    target: str
-
-
-def read_blocks(page: Path) -> list[Block]:
-    """The fenced blocks of a page, in order."""
-    pattern = r"(?ms)^(?:<!-- not run: ([^>]+?) -->\n)?```(\w*)\n((?:# ([\w./-]+\.(?:py|yaml))\n)?.*?)^```$"
-    return [Block(*found) for found in re.findall(pattern, page.read_text())]
-
-
 def normalised(line: str) -> str:
     """A line in which every number is 0 and every run of spaces one space, without notes that depend on the machine: on
     an equal value, which depends on the last digits, and on waiting, which depends on its load."""
@@ -164,7 +143,7 @@ def missing_lines(shown: str, printed: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workload", ["images", "recsys"])
-def test_every_step_of_the_tutorial_works(own_copy, workload):
+def test_pages_tutorial_works(own_copy, workload):
     """As a person types it, in the environment of these tests."""
     project = own_copy(workload)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -188,7 +167,7 @@ def test_every_step_of_the_tutorial_works(own_copy, workload):
         (f"{FOLDER}/docs/why-is-my-gpu-idle.md", f"{FOLDER}/docs/ko/why-is-my-gpu-idle.md"),
     ],
 )
-def test_a_translation_has_the_same_commands(original, translation):
+def test_pages_translations_have_the_same_commands(original, translation):
     ours, theirs = ([block.text for block in read_blocks(ROOT / page)] for page in (original, translation))
     assert ours == theirs
 
@@ -197,7 +176,7 @@ def test_a_translation_has_the_same_commands(original, translation):
 @pytest.mark.parametrize(
     "workload", ["images", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("recsys", "own"))]
 )
-def test_the_python_of_the_notebook_page_runs(own_copy, workload):
+def test_pages_notebook_runs(own_copy, workload):
     project = own_copy(workload)
     printed_by([sys.executable, "train.py", "train.epochs=1", "run.name=first"], project)
     blocks = [block.text for block in read_blocks(project / "docs/python.md") if block.language == "python"]

@@ -10,11 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from contract import check_workload
-from harness import kill_tree, printed_by, same_weights, train_command, wait_until, write_rows
-from test_recipes import EXAMPLES, take
 
 from fastgpu.convert.images.readers import IGNORED_CLASS
 from fastgpu.rows.rows import Field, Rows
+from support.projects import EXAMPLES, take_example
+from support.ranks import printed_by
+from support.rows import write_rows
+from support.runs import same_after_a_kill
 
 GENERATOR = torch.Generator()
 
@@ -30,7 +32,7 @@ def texts() -> Rows:
     return Rows({"text": torch.randint(0, 256, (12, 9), dtype=torch.uint8, generator=GENERATOR.manual_seed(0))})
 
 
-def numbered(*shape: int) -> Rows:
+def brightness(*shape: int) -> Rows:
     """Images whose brightness is their label."""
     brightness = torch.arange(40, dtype=torch.uint8)
     labels = brightness.float().view(-1, *[1] * len(shape)).expand(40, *shape).contiguous()
@@ -54,36 +56,36 @@ def open_workload(name: str, batch: Rows, other: Rows | None = None, /, n_classe
     [
         ("segmentation", masked(12), {"width": 4, "crop_padding": 5}),
         ("letters", texts(), {"dim": 4}),
-        ("image_numbers", numbered(), {"width": 4}),
-        ("image_numbers", numbered(3), {"width": 4}),
+        ("image_numbers", brightness(), {"width": 4}),
+        ("image_numbers", brightness(3), {"width": 4}),
     ],
 )
-def test_an_example_fits_the_protocol(name, batch, options):
+def test_example_fits_the_protocol(name, batch, options):
     check_workload(open_workload(name, batch, **options), batch, batch)
 
 
 @pytest.mark.slow
-def test_the_examples_are_complete_without_the_tools(own_copy):
+def test_example_imports_without_tools(own_copy):
     project = own_copy("both", tools="none")
     for path in EXAMPLES.glob("*.py"):
-        take(project, path.stem)
+        take_example(project, path.stem)
     names = [f"workloads.{path.stem}" for path in EXAMPLES.glob("*.py") if path.stem != "published"]  # a Dataset
     printed_by([sys.executable, "-c", f"import {', '.join(names)}"], project)
 
 
-def test_messages(compare_messages):
+def test_messages_of_examples(compare_messages):
     images = masked(4)["images"]
     wide = Rows({"images": images, "masks": images.int()})
     mistakes = {
         "masks of int32": lambda: open_workload("segmentation", masked(4), wide),
         "masks without a number of classes": lambda: open_workload("segmentation", masked(4), n_classes=0),
         "text of int32": lambda: open_workload("letters", texts(), Rows({"text": texts()["text"].int()})),
-        "numbers that are smoothed": lambda: open_workload("image_numbers", numbered(), label_smoothing=0.1),
+        "numbers that are smoothed": lambda: open_workload("image_numbers", brightness(), label_smoothing=0.1),
     }
     compare_messages(mistakes)
 
 
-def test_segmentation_moves_an_image_and_its_mask_alike():
+def test_example_segmentation_moves_masks_alike():
     batch = masked(32)
     workload = open_workload("segmentation", batch, crop_padding=5)
     moved = workload.transform(batch, GENERATOR.manual_seed(0))
@@ -93,7 +95,7 @@ def test_segmentation_moves_an_image_and_its_mask_alike():
     assert (~counts).sum() > (batch["masks"] == IGNORED_CLASS).sum()  # what was padded is ignored, too
 
 
-def test_segmentation_does_not_count_ignored_pixels():
+def test_example_segmentation_ignores_pixels():
     batch = masked(6)
     workload, masks = open_workload("segmentation", batch), batch["masks"]
     logits = torch.randn(6, 3, 16, 16, generator=GENERATOR.manual_seed(0))
@@ -110,8 +112,8 @@ def test_segmentation_does_not_count_ignored_pixels():
 
 
 @pytest.mark.parametrize("shape", [(), (3,)])
-def test_loss_and_scores_of_numbers_against_the_formula(shape):
-    batch = numbered(*shape)
+def test_example_numbers_loss_and_scores(shape):
+    batch = brightness(*shape)
     workload = open_workload("image_numbers", batch)
     outputs_BK = torch.randn(40, *shape, generator=GENERATOR.manual_seed(0)).view(40, -1)
     labels_BK = batch["labels"].view(40, -1)
@@ -121,8 +123,8 @@ def test_loss_and_scores_of_numbers_against_the_formula(shape):
     torch.testing.assert_close(scores["mae"] / 40, F.l1_loss(outputs_BK, labels_BK))
 
 
-def test_numbers_are_mixed_like_their_images_and_predicted_by_their_names():
-    batch = numbered(2)
+def test_example_numbers_mixed_and_named():
+    batch = brightness(2)
     workload = open_workload("image_numbers", batch, width=4, mixup_alpha=0.4, crop_padding=0)
     mixed = workload.transform(batch, GENERATOR.manual_seed(0))
     torch.testing.assert_close(mixed["labels"][:, 0], mixed["images"][:, 0, 0, 0].float(), atol=0.51, rtol=0)
@@ -132,11 +134,9 @@ def test_numbers_are_mixed_like_their_images_and_predicted_by_their_names():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "setting"), [("gan", "model.noise_dim=8"), ("contrastive", "model.queue=96")])
-def test_an_example_with_a_state_of_its_own_is_killed_on_two_ranks_and_resumed_to_the_same_weights(
-    own_copy, name, setting
-):
+def test_example_with_a_state_is_resumed(own_copy, name, setting):
     project = own_copy("both")
-    take(project, name)
+    take_example(project, name)
     write_rows(project / "data/images.h5", 240, (3, 16, 16))
     if name == "gan":
         subprocess.run(["git", "apply", "gan.diff"], cwd=project, check=True)
@@ -144,10 +144,4 @@ def test_an_example_with_a_state_of_its_own_is_killed_on_two_ranks_and_resumed_t
         *("--config", f"configs/{name}.yaml", "data.val=20%", "data.batch_size=16", "data.tier=disk", "train.epochs=4"),
         *("run.checkpoint_every_steps=3", "data.pool_batches=2", "dist.device=cpu", "model.width=4", setting),
     ]
-    printed_by(train_command(*words, "run.name=whole", ranks=2, root=project), project)
-    command = train_command(*words, "run.name=killed", ranks=2, root=project)
-    with subprocess.Popen(command, cwd=project, stdout=subprocess.DEVNULL) as process:
-        wait_until(lambda: any((project / "runs/killed").glob("checkpoints/last-00000[5-9]")), process)
-        kill_tree(process)
-    printed_by(train_command("run.resume=runs/killed", ranks=2, root=project), project)
-    assert same_weights(project / "runs/whole", project / "runs/killed")
+    assert same_after_a_kill(project, "last-00000[5-9]", *words)

@@ -4,14 +4,13 @@ import shutil
 import subprocess
 
 import pytest
-from template import ROOT
-from test_another_loader import use_torch_loader
-from test_baked import run_in
-from test_documents import read_blocks
+
+from support import ROOT
+from support.projects import read_blocks, run_in, use_torch_loader
 
 
 @pytest.mark.slow
-def test_code_of_pages_and_examples_passes_ruff_and_mypy_beside_that_of_a_project(own_copy):
+def test_gate_of_pages_and_examples(own_copy):
     project = own_copy("both")
     for page in ("tutorial.md", "code.md"):
         for block in read_blocks(project / "docs" / page):

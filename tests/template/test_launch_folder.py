@@ -17,8 +17,10 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from harness import TIMEOUT_S, copy_project, free_port, metrics_of, run_to_end, wait_for_port, wait_until
-from template import PROJECT
+
+from support import PROJECT
+from support.ranks import TIMEOUT_S, copy_project, free_port, run_to_end, wait_for_port, wait_until
+from support.runs import metrics_of
 
 LAUNCH = PROJECT / "launch"
 
@@ -48,7 +50,7 @@ JOB = {"SLURM_NNODES": "1", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node-a",
         ("SLURM_GPUS_ON_NODE=", False, 1, False, "PROCS=4 sbatch"),
     ],
 )
-def test_slurm_queues_what_a_new_start_can_cure_and_not_for_ever(tmp_path, given, is_stopped, code, is_requeued, said):
+def test_slurm_script_queues_what_can_be_cured(tmp_path, given, is_stopped, code, is_requeued, said):
     write_programs(tmp_path, srun=SRUN, scontrol=SCONTROL)
     (tmp_path / ".venv/bin").mkdir(parents=True)
     (tmp_path / ".venv/bin/activate").write_text(f"PATH={tmp_path}:$PATH\n")
@@ -77,7 +79,7 @@ TORCHRUN = "if [ $1 = --help ]; then echo '{help}'; else echo \"$@\"; fi\n"
         ("nvidia-smi numactl old-torchrun", {}, "train.py"),
     ],
 )
-def test_ranks_are_bound_to_numa_nodes_where_that_is_possible(tmp_path, programs, chosen, expected):
+def test_node_script_binds_to_numa_nodes(tmp_path, programs, chosen, expected):
     shown = "--standalone" if "old-torchrun" in programs else "--numa-binding {node}"
     write_programs(tmp_path, **dict.fromkeys(["python", *programs.split()], ""), torchrun=TORCHRUN.format(help=shown))
     for name in ("bash", "env"):
@@ -95,7 +97,7 @@ def test_ranks_are_bound_to_numa_nodes_where_that_is_possible(tmp_path, programs
         (False, {"PET_NNODES": "2"}, "", True),
     ],
 )
-def test_a_node_whose_name_has_no_address_gives_its_ranks_one(tmp_path, resolves, given, address, is_warned):
+def test_node_script_gives_an_address(tmp_path, resolves, given, address, is_warned):
     write_programs(tmp_path, python=f"exit {int(not resolves)}", torchrun='echo "address $PET_LOCAL_ADDR"')
     variables = NODE | {"LAUNCH_STEP": "train", "NUMA_BINDING": "", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = run_to_end(["bash", str(LAUNCH / "node.sh")], tmp_path, **variables | given)
@@ -113,7 +115,7 @@ POD = KUBERNETES_JOB["spec"]["template"]["spec"]
 CONTAINER = POD["containers"][0]
 
 
-def test_kubernetes_takes_the_job_which_fails_at_once_for_a_mistake_and_ignores_evictions():
+def test_kubernetes_job_is_valid():
     for document in DOCUMENTS:
         kubernetes_validate.validate(document, KUBERNETES, strict=True)
     spec = KUBERNETES_JOB["spec"]
@@ -130,7 +132,7 @@ def test_kubernetes_takes_the_job_which_fails_at_once_for_a_mistake_and_ignores_
     assert SERVICE["metadata"]["name"] == POD["subdomain"]
 
 
-def test_the_image_runs_without_root():
+def test_docker_image_runs_without_root():
     text = (LAUNCH / "Dockerfile").read_text()
     assert re.findall(r"(?m)^USER (.*)$", text) == ["1000"]
     assert all((PROJECT / name).is_file() for name in re.search(r"(?m)^COPY (.*) \S+$", text)[1].split())
@@ -172,7 +174,7 @@ def output_of(process: subprocess.Popen) -> str:
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_a_node_that_is_evicted_saves_and_the_other_one_goes_on_with_the_next(folder, start_node):
+def test_node_evicted_saves_and_the_job_continues(folder, start_node):
     run = folder / "runs/train"
     port = free_port()
     words = ("run.checkpoint_every_steps=1", "train.epochs=30")
@@ -193,7 +195,7 @@ def test_a_node_that_is_evicted_saves_and_the_other_one_goes_on_with_the_next(fo
 
 
 @pytest.mark.slow
-def test_a_mistake_ends_the_node_before_torchrun_starts(folder, start_node):
+def test_node_with_a_mistake_ends_before_torchrun(folder, start_node):
     node = start_node(free_port(), "data.dataset=missing:Rows")
     last_line = output_of(node).splitlines()[-1]
     assert node.returncode == 2

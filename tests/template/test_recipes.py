@@ -21,12 +21,13 @@ import h5py
 import numpy as np
 import pytest
 import yaml
-from harness import printed_by, run_train, write_rows
 from PIL import Image
-from template import PROJECT, ROOT
-from test_documents import read_blocks
 
-EXAMPLES = ROOT / "docs/examples"
+from support import PROJECT, ROOT
+from support.projects import read_blocks, take_example
+from support.ranks import printed_by, run_train
+from support.rows import write_rows
+
 SMALL = ["data.batch_size=8", "train.epochs=1", "log.every_steps=2", "dist.device=cpu", "run.name=a"]
 
 TORCHVISION = """
@@ -52,7 +53,7 @@ class CelebA(list):
 """A stand-in with few rows."""
 
 
-def draw(path: Path, size: tuple[int, int], red: int) -> None:
+def draw_image(path: Path, size: tuple[int, int], red: int) -> None:
     """An image of one color."""
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.new("RGB", size, (red, 100, 50)).save(path)
@@ -69,13 +70,15 @@ def write_published(folder: Path) -> None:
 def draw_imagenet(folder: Path) -> None:
     """Folders of ImageNet, with few rows."""
     for number in range(49):
-        draw(folder / f"imagenet/{'train' if number < 40 else 'val'}/n0{number % 3}/{number}.JPEG", (20, 16), number)
+        draw_image(
+            folder / f"imagenet/{'train' if number < 40 else 'val'}/n0{number % 3}/{number}.JPEG", (20, 16), number
+        )
 
 
 def draw_shots(folder: Path) -> None:
     """Images of several sizes, and a CSV with the label of each, and one with a number."""
     for number in range(60):
-        draw(folder / f"{number}.jpg", (130 + number, 190 - number), 4 * number)
+        draw_image(folder / f"{number}.jpg", (130 + number, 190 - number), 4 * number)
     for name, label in (("photos.csv", ["cat", "dog"] * 30), ("faces.csv", np.linspace(0.1, 2.1, 60))):
         lines = [f"{number}.jpg,{label[number]}" for number in range(60)]
         (folder / name).write_text("\n".join([f"path,{'label' if name == 'photos.csv' else 'age'}", *lines]))
@@ -109,7 +112,7 @@ def write_network(folder: Path) -> None:
             (folder / block.target).write_text(block.text)
     write_rows(folder / "data/images.h5", 240, (3, 32, 32))
     write_config(folder, "mynet", "data/images.h5", "images", "labels")
-    draw(folder / "a.png", (32, 32), 7)
+    draw_image(folder / "a.png", (32, 32), 7)
 
 
 def write_config(folder: Path, workload: str, train: str, *fields: str) -> None:
@@ -157,12 +160,6 @@ OTHERS = {
 """Workloads without a recipe of their own: two examples, that of the tutorial, and the one to copy."""
 
 
-def take(project: Path, name: str) -> None:
-    """Copy the workload and the config of an example into a project."""
-    for path in EXAMPLES.glob(f"{name}.*"):
-        shutil.copyfile(path, project / {".py": "workloads", ".yaml": "configs"}.get(path.suffix, "") / path.name)
-
-
 def commands_in(text: str, program: str) -> list[list[str]]:
     """The arguments of each call of a program in the head of a recipe."""
     commands = re.findall(rf"^#.*? {program} (.*?)\s*\\?$", text, re.MULTILINE)
@@ -170,22 +167,29 @@ def commands_in(text: str, program: str) -> list[list[str]]:
     return [shlex.split(command) for command in commands if not command.endswith("...")]
 
 
-def test_all_recipes_are_known():
+def prepare(project: Path, name: str, recipe: Recipe) -> str:
+    """Make the data of a recipe by the commands that its head names. Returns the text of its config."""
+    take_example(project, name)
+    recipe.make(project)
+    text = (project / f"configs/{name}.yaml").read_text()
+    for program in re.findall(r'python -c "(.*)"\n', text):
+        printed_by([sys.executable, "-c", program], project)
+    if name in RECIPES and name != "recsys":  # whose data are included
+        for command in commands_in(text, r"python convert\.py"):
+            printed_by([sys.executable, "convert.py", *command], project)
+    return text
+
+
+def test_recipes_are_all_known():
     assert {path.stem for path in (PROJECT / "configs").glob("*.yaml")} <= RECIPES.keys()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_trains_on_data_in_the_published_format(name, own_copy):
+def test_recipe_trains_on_published_data(name, own_copy):
     project = own_copy("both")
-    take(project, name)
     recipe = RECIPES[name]
-    recipe.make(project)
-    text = (project / f"configs/{name}.yaml").read_text()
-    for program in re.findall(r'python -c "(.*)"\n', text):
-        printed_by([sys.executable, "-c", program], project)
-    for command in commands_in(text, r"python convert\.py") if name != "recsys" else []:  # its data are included
-        printed_by([sys.executable, "convert.py", *command], project)
+    text = prepare(project, name, recipe)
     command = commands_in(text, r"train\.py")[0]
     assert command[command.index("--config") + 1] == f"configs/{name}.yaml"
     (project / "timm.py").write_text('raise ImportError("No module named timm")')  # it may be installed here
@@ -205,16 +209,10 @@ def test_a_recipe_trains_on_data_in_the_published_format(name, own_copy):
 @pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", [name for name in {**RECIPES, **OTHERS} if name != "imagenet"])  # it needs timm
-def test_every_command_works_with_every_workload(name, own_copy):
+def test_recipe_works_with_every_command(name, own_copy):
     project = own_copy("both")
-    take(project, name)
     recipe = {**RECIPES, **OTHERS}[name]
-    recipe.make(project)
-    text = (project / f"configs/{name}.yaml").read_text()
-    for program in re.findall(r'python -c "(.*)"\n', text):
-        printed_by([sys.executable, "-c", program], project)
-    for command in commands_in(text, r"python convert\.py") if name in RECIPES and name != "recsys" else []:
-        printed_by([sys.executable, "convert.py", *command], project)
+    text = prepare(project, name, recipe)
     data = yaml.safe_load(text)["data"]
     val = data["train"] if str(data["val"]).endswith("%") else data["val"]
     words = ["--config", f"configs/{name}.yaml", *SMALL, *recipe.settings.split()]
@@ -236,7 +234,7 @@ def test_every_command_works_with_every_workload(name, own_copy):
 @pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="the packages are those of Linux")
-def test_a_network_of_timm_trains_is_resumed_and_predicted_from(tmp_path):
+def test_recipe_with_a_network_of_timm(tmp_path):
     venv.create(tmp_path / "venv", with_pip=True)
     packages = ["torch==2.14.1", "torchvision==0.29.1", "timm"]
     subprocess.run([tmp_path / "venv/bin/pip", "install", "-q", *packages], check=True)

@@ -16,8 +16,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from harness import copy_project, free_port, printed_by, same_weights, train_command, write_minimal
-from template import PROJECT
+
+from support import PROJECT
+from support.ranks import copy_project, free_port, printed_by, train_command
+from support.runs import same_weights, write_minimal
 
 is_installed = os.geteuid() == 0 and all(map(shutil.which, ("slurmctld", "slurmd", "sbatch", "scontrol")))
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(not is_installed, reason="needs root, slurmctld and slurmd")]
@@ -222,7 +224,7 @@ def assert_no_step_was_taken_twice(job: Job) -> None:
     assert (first, starts) == (0, job.stops), job.log
 
 
-def test_four_processes_end_as_four_without_slurm(submit):
+def test_slurm_four_processes_match_a_plain_run(submit):
     job = submit()
     assert_equal_end(job)
     assert_no_step_was_taken_twice(job)
@@ -230,7 +232,7 @@ def test_four_processes_end_as_four_without_slurm(submit):
     assert job.restarts == 0
 
 
-def test_a_job_preempted_twice_goes_on_where_it_stopped(submit, cluster, project):
+def test_slurm_preempted_twice_continues(submit, cluster, project):
     job = submit()
     for number in (1, 2):
         job.wait_for_start(number)
@@ -245,7 +247,7 @@ def test_a_job_preempted_twice_goes_on_where_it_stopped(submit, cluster, project
     assert len(job.stops) == 2
 
 
-def test_a_job_whose_time_is_over_goes_on(submit, monkeypatch):
+def test_slurm_out_of_time_continues(submit, monkeypatch):
     monkeypatch.setenv("STEP_S", "0.3")
     job = submit(options=("--time=3", "--signal=TERM@75"))  # after 75 to 105 s: Slurm looks every half minute
     assert_equal_end(job)
@@ -254,7 +256,7 @@ def test_a_job_whose_time_is_over_goes_on(submit, monkeypatch):
 
 
 @pytest.mark.parametrize(("killed", "restarts"), [("train.py", 0), ("torchrun", 1)])
-def test_a_killed_rank_is_restarted_by_torchrun_and_a_killed_torchrun_by_slurm(submit, killed, restarts):
+def test_slurm_killed_processes_are_restarted(submit, killed, restarts):
     job = submit("run.checkpoint_every_steps=20")
     job.wait_for_start(1)
     job.processes(killed)[-1].kill()
@@ -263,7 +265,7 @@ def test_a_killed_rank_is_restarted_by_torchrun_and_a_killed_torchrun_by_slurm(s
     assert len(job.starts) == 2
 
 
-def test_a_job_that_loses_a_node_is_queued_again(submit, cluster, monkeypatch):
+def test_slurm_lost_node_is_queued_again(submit, cluster, monkeypatch):
     monkeypatch.setenv("STEP_S", "0.2")  # 84 s: Slurm misses a node after 10 to 40 s
     job = submit("run.checkpoint_every_steps=20")
     job.wait_for_start(1)
@@ -275,7 +277,7 @@ def test_a_job_that_loses_a_node_is_queued_again(submit, cluster, monkeypatch):
     assert not job.processes("train.py")
 
 
-def test_a_cancelled_job_has_saved_its_step_and_stays_away(submit, cluster):
+def test_slurm_cancelled_stays_away(submit, cluster):
     job = submit()
     job.wait_for_start(1)
     cluster.call("scancel", job.id)
@@ -286,7 +288,7 @@ def test_a_cancelled_job_has_saved_its_step_and_stays_away(submit, cluster):
     assert job.restarts == 0
 
 
-def test_a_chain_of_jobs_ends_one_run(submit, cluster, monkeypatch):
+def test_slurm_chain_of_jobs_ends_one_run(submit, cluster, monkeypatch):
     monkeypatch.setenv("RUN_NAME", "chain")
     options = ("--job-name=chain", "--dependency=singleton", "--no-requeue")
     jobs = [submit(options=options) for _ in range(3)]

@@ -6,16 +6,18 @@ import ast
 import graphlib
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 import config_page
 import pytest
-from harness import run_to_end
-from template import LEAF_ROOMS, PROJECT, ROOT, project_files, tracked
+from template import LEAF_ROOMS, project_files, tracked
 
 import workloads
 from fastgpu.process.config import Config
 from fastgpu.process.config_loader import keys, load_config
+from support import PROJECT, ROOT
+from support.ranks import run_to_end
 
 SOURCES = [name for name in project_files() if name.endswith(".py") and not name.startswith("tests/")]
 """The project's Python files without its tests, relative to its folder."""
@@ -28,7 +30,7 @@ def room_of(module: str) -> str:
     return re.sub(r"^fastgpu\.", "", module).split(".")[0]
 
 
-def test_rooms_import_from_lower_rooms_only_and_leaves_are_imported_by_their_scripts():
+def test_style_rooms_import_lower_rooms():
     modules = {name: name.removesuffix(".py").replace("/", ".") for name in SOURCES}
     graph: dict[str, set[str]] = {room_of(module): set() for module in modules.values()}
     for name, module in modules.items():
@@ -64,18 +66,36 @@ def banned(*names: str) -> list[str]:
         (["--select=D103"], "train.py"),  # the story of the program, which comments tell section by section
     ],
 )
-def test_modules_do_what_they_may_and_public_names_have_docstrings(rules, exempt):
+def test_style_modules_do_what_they_may(rules, exempt):
     command = [sys.executable, "-m", "ruff", "check", "--isolated", "--no-cache", "--output-format=concise", *rules]
     found = run_to_end([*command, f"--exclude={exempt}", "--force-exclude", *SOURCES], PROJECT)
     assert "All checks passed" in found.stdout, found.stdout
 
 
-def test_nothing_is_unpickled_and_everything_is_formatted():
+def test_style_no_pickle_and_no_format_switch():
     for name in [each for each in tracked() if each.endswith(".py")]:
         text = (ROOT / name).read_text()
         assert not re.search("# fmt: (skip|off)", text), name
         assert all("weights_only=True" in call for call in re.findall(r"torch\.load\(.*", text)), name
         assert "allow_pickle=" + "True" not in text, name
+
+
+# ---------------------------------------------------------------------------------------------- tests
+
+TESTS = [ROOT / name for name in tracked() if re.match(r"tests/.*\.py", name)]
+MAX_NAME = 60
+
+
+def test_style_names_of_tests_are_short_and_differ():
+    names = [name for path in TESTS for name in re.findall(r"(?m)^def (test_\w+)", path.read_text())]
+    assert [name for name in names if len(name) > MAX_NAME] == []
+    assert [name for name, count in Counter(names).items() if count > 1] == []
+
+
+def test_style_tests_share_only_support():
+    for path in TESTS:
+        imported = re.findall(r"(?m)^ *(?:from|import) (test_\w+|conftest|tests)\b", path.read_text())
+        assert not imported, f"{path} imports {imported}: what tests share is in tests/support"
 
 
 # ---------------------------------------------------------------------------------------------- keys
@@ -112,9 +132,7 @@ def named_in(name: str) -> dict[str, object]:
         ("config.recsys.yaml", "recsys", "configs/recsys.yaml"),
     ],
 )
-def test_a_shipped_file_names_every_key_in_the_same_order_with_its_default_or_the_value_of_a_recipe(
-    name, workload, recipe
-):
+def test_keys_of_a_shipped_file(name, workload, recipe):
     declared = keys() | keys(workloads.load(workload).Options, "model.")
     values = named_in(name)
     of_recipe = named_in(recipe) if recipe else {}
@@ -127,7 +145,7 @@ def test_a_shipped_file_names_every_key_in_the_same_order_with_its_default_or_th
     assert [key for key in values if not key.startswith(("model.", "data.val_fields"))] == shared
 
 
-def test_the_page_of_keys_is_up_to_date(capsys):
+def test_keys_page_is_up_to_date(capsys):
     config_page.main()
     assert capsys.readouterr().out == (PROJECT / "docs/config.md").read_text()
 

@@ -1,13 +1,11 @@
 """What the template asks, refuses and bakes."""
 
-import ast
 import itertools
 import re
 import shutil
 import sys
 import tomllib
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import h5py
@@ -15,38 +13,14 @@ import make_interactions
 import numpy as np
 import pytest
 import yaml
-from baking import bake_project, resolve
 from cookiecutter.environment import StrictEnvironment
 from cookiecutter.exceptions import FailedHookException
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from template import FOLDER, PROJECT, ROOT, project_files, removed_files
+from template import FOLDER
 
-
-def files(folder: Path) -> set[str]:
-    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-
-
-def expected(workload: str = "images", launch: str = "none", **answers: str) -> set[str]:
-    return set(project_files()) - removed_files(workload, launch=launch, **answers)
-
-
-def parses(project: Path) -> dict:
-    """Every file is what it should be, and nothing of the template's language is left; returns pyproject.toml."""
-    for name in files(project):
-        path = project / name
-        if path.suffix == ".py":
-            ast.parse(path.read_text())
-            assert path.read_bytes() == (PROJECT / name).read_bytes(), f"{name} is not its source"
-        elif path.suffix in (".yaml", ".yml"):
-            assert list(yaml.safe_load_all(path.read_text()))
-        if name in ("LICENSE", "pyproject.toml"):
-            assert not re.search(r"cookiecutter\.|{[{%#]|[}%#]}", path.read_text())
-        if path.suffix == ".md":
-            found = re.search(r"<!-- (only|end|numbers)|\n\n\n#|\n\n\Z", path.read_text())
-            assert not found, f"{name} has sections or gaps"
-    return tomllib.loads((project / "pyproject.toml").read_text())
-
+from support import PROJECT, ROOT
+from support.projects import bake_project, expected_files, files_below, parse_files, resolve
 
 # ---------------------------------------------------------------------------------------------- questions and answers
 
@@ -63,12 +37,12 @@ def load_hook(**answers: str) -> dict[str, Any]:
     ("name", "slug"),
     [("  Müller's “x” ", "muller_s_x"), ("!!! ... ???", "project_one"), ("1 " * 60, "project_1" + "_1" * 20)],
 )
-def test_the_slug_that_is_suggested_for_a_name_is_accepted(name, slug):
+def test_answers_suggested_slug_is_accepted(name, slug):
     assert resolve({"project_name": name})["project_slug"] == slug
     assert load_hook(project_name=name)["mistakes"]() == []
 
 
-def test_the_hook_refuses_the_names_of_the_packages_that_a_project_installs():
+def test_answers_dependencies_are_no_slugs():
     project = tomllib.loads(re.sub(r"{%.*?%}", "", (PROJECT / "pyproject.toml").read_text()))["project"]
     needed = itertools.chain(project["dependencies"], *project["optional-dependencies"].values())
     names = {re.match(r"[\w-]+", each)[0].replace("-", "_") for each in needed}
@@ -93,7 +67,7 @@ def test_answers_that_break_are_refused(name, answer, reason):
     assert reason in mistake
 
 
-def test_all_mistakes_are_told_at_once_and_nothing_is_made(template, tmp_path, capfd):
+def test_answers_mistakes_come_all_at_once(template, tmp_path, capfd):
     with pytest.raises(FailedHookException):
         bake_project(tmp_path, template, project_slug="../evil", project_name="", author="a\nb")
     said = capfd.readouterr().err
@@ -105,7 +79,7 @@ def test_all_mistakes_are_told_at_once_and_nothing_is_made(template, tmp_path, c
 # ---------------------------------------------------------------------------------------------- baked
 
 
-def test_default_answers_bake_a_clean_project_and_tell_the_next_three_commands(template, tmp_path, capfd):
+def test_answers_by_default_bake_a_clean_project(template, tmp_path, capfd):
     """Also from a folder in which the project was run and built."""
     dirty = shutil.copytree(template, tmp_path / "dirty")
     leftovers = "fastgpu/__pycache__/x.pyc stray.pyc .mypy_cache/x.json runs/a/metrics.jsonl build/lib/x.py"
@@ -116,14 +90,14 @@ def test_default_answers_bake_a_clean_project_and_tell_the_next_three_commands(t
         path.write_text("{% broken {{")
     project = bake_project(tmp_path, dirty)
     assert project.name == "my_training_project"
-    assert parses(project)["project"]["name"] == "my-training-project"
-    assert files(project) == expected()
+    assert parse_files(project)["project"]["name"] == "my-training-project"
+    assert files_below(project) == expected_files()
     printed = capfd.readouterr().out
     assert "cd my_training_project" in printed
     assert sum(line.startswith("  ") for line in printed.splitlines()) == 3
 
 
-def test_odd_answers_still_make_a_project(template, tmp_path):
+def test_answers_that_are_odd_still_bake(template, tmp_path):
     text = (
         "-leading dash, quotes \" and ' and \"\"\" and ''', back\\slash \\n \\, Ünïcödé 日本語 😀 # hash : colon "
         "{{ cookiecutter.project_slug }} {% if x %} {brace} [b] & amp; <b> ${HOME} $(touch hacked) `touch hacked` "
@@ -140,13 +114,13 @@ def test_odd_answers_still_make_a_project(template, tmp_path):
 # ---------------------------------------------------------------------------------------------- files
 
 
-def test_the_hooks_need_nothing_but_python():
+def test_hooks_need_only_python():
     for path in (ROOT / "hooks").glob("*.py"):
         imported = re.findall(r"(?m)^(?:import|from) (\w+)", path.read_text())
         assert set(imported) <= sys.stdlib_module_names
 
 
-def test_the_version_is_the_newest_in_the_changelog():
+def test_version_is_the_newest_in_the_changelog():
     source = (PROJECT / "fastgpu/__init__.py").read_text()
     (version,) = re.findall(r'(?m)^TEMPLATE_VERSION = "(\d+\.\d+\.\d+)"$', source)
     first, second = re.findall(r"(?m)^## (.+)$", (ROOT / "CHANGELOG.md").read_text())[:2]
@@ -154,13 +128,13 @@ def test_the_version_is_the_newest_in_the_changelog():
     assert re.fullmatch(re.escape(version) + r" - \d{4}-\d\d-\d\d", second)
 
 
-def test_the_included_digits_are_all_of_them_and_name_their_source():
+def test_digits_are_complete_and_attributed():
     with h5py.File(PROJECT / "data/digits.h5") as file:
         assert sum(len(file[split]["images"]) for split in ("train", "val")) == 1797
         assert "CC BY 4.0" in file.attrs["source"]
 
 
-def test_the_included_interactions_are_made_by_the_tool_and_their_law_beats_popularity(tmp_path, monkeypatch, capsys):
+def test_interactions_are_made_by_the_tool(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["", str(tmp_path / "interactions.h5"), "--compression", "gzip"])
     make_interactions.main()
     assert "val: popularity_ndcg_at_100 0.194, oracle_ndcg_at_100 0.399" in capsys.readouterr().out
@@ -171,7 +145,7 @@ def test_the_included_interactions_are_made_by_the_tool_and_their_law_beats_popu
                 np.testing.assert_array_equal(made[field][member], included[field][member])
 
 
-def test_constraints_pin_every_package_that_an_install_brings():
+def test_constraints_pin_all_that_an_install_brings():
     """Also the packages of packages, by their metadata; torch's CUDA libraries, timm and wandb are exempt."""
     lines = [line for line in (PROJECT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
     pins = {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
@@ -194,7 +168,7 @@ def test_constraints_pin_every_package_that_an_install_brings():
     assert len(seen) > 40
 
 
-def test_pre_commit_runs_the_linter_of_the_gate():
+def test_pre_commit_has_the_linter_of_the_gate():
     (version,) = re.findall(r"(?m)^ruff==(\S+)", (PROJECT / "constraints.txt").read_text())
     for folder in (ROOT, PROJECT):
         (repo,) = yaml.safe_load((folder / ".pre-commit-config.yaml").read_text())["repos"]

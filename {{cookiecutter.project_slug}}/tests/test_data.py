@@ -1,4 +1,4 @@
-"""The rows that config.yaml names, if they are there: kinds, values, and that validation rows are not trained on."""
+"""The rows that config.yaml names: kinds, values, and that validation rows are not trained on."""
 
 import hashlib
 from collections.abc import Iterator
@@ -12,16 +12,18 @@ import torch
 from fastgpu.rows.rows import Ragged, Rows
 
 MAX_ROWS = 5_000
-"""Rows of each split that are looked at."""
+"""Rows of each split that are looked at, fewer if they are large."""
+MAX_BYTES = 64 << 20
 
 
 def first_pools(feed, max_rows: int = MAX_ROWS) -> Iterator[Rows]:
     """Pools from the beginning of an epoch. Each is valid until the next one is asked for."""
-    n_rows = 0
+    n_rows = n_bytes = 0
     for pool in feed.pools(0):
         yield pool.rows.slice(0, min(len(pool.rows), max_rows - n_rows))
         n_rows += len(pool.rows)
-        if n_rows >= max_rows:
+        n_bytes += sum(values_of(column).nbytes for column in pool.rows.columns.values())
+        if n_rows >= max_rows or n_bytes >= MAX_BYTES * max_rows / MAX_ROWS:
             return
 
 
@@ -38,11 +40,6 @@ def row_keys(rows: Rows, names: list[str]) -> list[int]:
         row = [values_of(column[number : number + 1]).contiguous().numpy().tobytes() for column in columns]
         keys.append(hash(tuple(row)))
     return keys
-
-
-@pytest.fixture
-def parts(build):
-    return build()
 
 
 def test_the_first_block_of_each_file_is_as_it_was_written(config):

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from contract import ON_A_CPU
 
 PROJECT = Path(__file__).parents[1]
 RANKS = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-N_STEPS = 12
+N_STEPS = 4
+STOP_AT = 3  # inside the second pool, which is trained on twice
 
 
 def train_until(step: int, folder: Path, *words: str, launcher: list[str] | None = None) -> Path:
     """Train config.yaml up to a step, in a folder of runs. Returns the folder of the run."""
-    words = (*ON_A_CPU, "data.echo=1.5", f"run.folder={folder}", "run.name=run", "log.every_steps=3", *words)
+    words = (*words, "data.echo=1.5", f"run.folder={folder}", "run.name=run", "log.every_steps=1")
     command = [*(launcher or [sys.executable]), str(Path(__file__)), str(step), *words]
     paths = {"PYTHONPATH": str(PROJECT)}
     done = subprocess.run(command, cwd=PROJECT, env=os.environ | paths, capture_output=True, text=True, check=False)
@@ -44,33 +44,25 @@ def assert_same_weights(run: Path, other: Path) -> None:
         assert torch.equal(values, others[name]), name
 
 
-def test_a_stopped_and_resumed_run_ends_with_equal_weights(config, tmp_path):
-    whole = train_until(N_STEPS, tmp_path / "whole")
-    train_until(N_STEPS // 2, tmp_path / "stopped")
-    resumed = train_until(N_STEPS, tmp_path / "stopped", "run.resume=auto")
+@pytest.mark.parametrize("launcher", [None, pytest.param(RANKS, marks=pytest.mark.slow)], ids=["alone", "two ranks"])
+def test_a_stopped_and_resumed_run_ends_with_equal_weights(words, tmp_path, launcher):
+    whole = train_until(N_STEPS, tmp_path / "whole", *words, launcher=launcher)
+    train_until(STOP_AT, tmp_path / "stopped", *words, launcher=launcher)
+    resumed = train_until(N_STEPS, tmp_path / "stopped", *words, "run.resume=auto", launcher=launcher)
     assert_same_weights(whole, resumed)
     assert (whole / "metrics.jsonl").read_text()
 
 
-@pytest.mark.slow
-def test_two_ranks_stop_and_resume_to_equal_weights(config, tmp_path):
-    words = (f"data.batch_size={config.data.batch_size + config.data.batch_size % 2}",)
-    whole = train_until(N_STEPS, tmp_path / "whole", *words, launcher=RANKS)
-    train_until(N_STEPS // 2, tmp_path / "stopped", *words, launcher=RANKS)
-    resumed = train_until(N_STEPS, tmp_path / "stopped", *words, "run.resume=auto", launcher=RANKS)
-    assert_same_weights(whole, resumed)
-
-
 @pytest.mark.skipif(not (PROJECT / "predict.py").exists(), reason="the project has no predict.py")
-def test_the_validation_rows_are_predicted_from_a_checkpoint(config, tmp_path):
-    if config.data.dataset != "none" or not isinstance(config.data.val, str) or config.data.val.endswith("%"):
-        pytest.skip("data.val is no HDF5 file")
-    run = train_until(1, tmp_path / "runs")
-    command = [sys.executable, "predict.py", str(run), config.data.val, "-o", str(tmp_path / "out.csv")]
+def test_rows_are_predicted_from_a_checkpoint(config, words, tmp_path):
+    rows = config.data.train if str(config.data.val).endswith("%") else config.data.val
+    if config.data.dataset != "none" or not isinstance(rows, str):
+        pytest.skip("the rows are not one HDF5 file")
+    run = train_until(1, tmp_path / "runs", *words)
+    command = [sys.executable, "predict.py", str(run), rows, "-o", str(tmp_path / "out.csv")]
     done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    lines = (tmp_path / "out.csv").read_text().splitlines()
-    assert len(lines) > 1
+    assert len((tmp_path / "out.csv").read_text().splitlines()) > 1
 
 
 def stop_after(step: int) -> None:

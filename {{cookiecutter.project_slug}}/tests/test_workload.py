@@ -29,17 +29,12 @@ def test_a_workload_has_all_members_of_the_protocol(name):
     assert not kind.__abstractmethods__
 
 
-@pytest.fixture
-def parts(build):
-    return build()
-
-
 def test_the_workload_keeps_the_contract(parts):
     check_workload(parts.workload, first_batch(parts.loader), first_batch(parts.val_loader))
 
 
 def test_a_few_rows_can_be_learned_by_heart(parts):
-    """The loss of one batch, trained on a hundred times without augmentation, falls by a fifth or more."""
+    """The loss of one batch falls by a fifth or more in at most a hundred steps without augmentation."""
     batch = first_batch(parts.loader)
     model = parts.workload.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -51,7 +46,9 @@ def test_a_few_rows_can_be_learned_by_heart(parts):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    assert min(losses) < losses[0] - 0.2 * abs(losses[0])
+        if losses[-1] < losses[0] - 0.2 * abs(losses[0]):
+            return
+    raise AssertionError(f"the loss goes from {losses[0]} to {min(losses)} only")
 
 
 def test_a_model_built_again_from_its_card_gives_equal_outputs(parts):

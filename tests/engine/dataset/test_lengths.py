@@ -10,8 +10,6 @@ import predict
 import pytest
 import torch
 import train as script
-from harness import ALONE, at_call, in_world, open_feed, same_weights, signalled, train_rank, val_points
-from test_dataset import Made
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -23,6 +21,10 @@ from fastgpu.process.config import Config, Data, Tier
 from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
 from fastgpu.rows.order import BlockSampler
+from support.datasets import Made
+from support.ranks import ALONE, in_world
+from support.rows import open_feed
+from support.runs import at_call, same_weights, signalled, train_rank, val_points
 from workloads import minimal
 
 
@@ -44,11 +46,11 @@ class Boxes(Dataset):
         return {"x": boxes + jitter, "y": boxes[:, :2].prod(1).sum()}
 
 
-def source_of(dataset: Dataset, *names: str) -> ItemDataset:
+def items_of(dataset: Dataset, *names: str) -> ItemDataset:
     return ItemDataset("mine", dataset, {name: name for name in names})
 
 
-def feed_of(source: ItemDataset, tier: Tier = "disk", *, n_epochs: int = 100) -> PoolLoader:
+def open_lengths(source: ItemDataset, tier: Tier = "disk", *, n_epochs: int = 100) -> PoolLoader:
     order = BlockSampler(source.block_rows, 4, pool_batches=3, seed=1)
     return open_feed(source, order, tier, 0, passes=Passes(n_epochs=n_epochs))
 
@@ -58,11 +60,11 @@ def choose_tier(source: ItemDataset, tier: Tier) -> None:
     choose_sizes(Config(workload="minimal", data=data), source, source, ALONE)
 
 
-def test_the_memory_of_a_pool_grows_with_rows_that_are_longer_than_expected():
+def test_lengths_longer_than_expected_get_more_memory():
     growing = Made(lambda row: np.full((1000 if row % 9 == 5 else 1, 4), row, np.float32), ragged=("boxes",))
-    source = source_of(growing, "boxes")
+    source = items_of(growing, "boxes")
     assert source.fields["boxes"].is_ragged  # although the items that were compared have one length
-    with closing(feed_of(source)) as feed:
+    with closing(open_lengths(source)) as feed:
         for pool in feed.pools(0):
             boxes = pool.rows["boxes"]
             rows = pool.plan.row_ids
@@ -71,24 +73,24 @@ def test_the_memory_of_a_pool_grows_with_rows_that_are_longer_than_expected():
 
 
 @pytest.mark.parametrize("tier", ["host", "device"])
-def test_rows_of_unknown_length_stay_on_the_disk_tier(tier):
+def test_lengths_unknown_need_the_disk_tier(tier):
     with pytest.raises(UserError, match=rf"data.tier is {tier}, but nobody knows how many values x of mine have"):
-        choose_tier(source_of(Boxes("60"), "x"), tier)
+        choose_tier(items_of(Boxes("60"), "x"), tier)
 
 
 @pytest.mark.parametrize(("tier", "is_told"), [("host", True), ("disk", False), ("auto", False)])
-def test_a_tier_that_would_freeze_what_a_dataset_draws_is_told(tier, is_told, capsys):
-    choose_tier(source_of(Made(torch.tensor), "images"), tier)
+def test_lengths_kept_freeze_random_draws_with_a_warning(tier, is_told, capsys):
+    choose_tier(items_of(Made(torch.tensor), "images"), tier)
     told = "data.tier is host: the items of mine are read once, so what they draw at random is the same in each epoch"
     assert (told in capsys.readouterr().out) == is_told
 
 
 @pytest.mark.parametrize(("tier", "n_times"), [("disk", 2), ("host", 1), ("device", 1)])
-def test_no_row_is_read_that_no_epoch_needs_and_rows_that_are_kept_are_read_once(tier, n_times):
+def test_lengths_read_only_rows_that_are_needed(tier, n_times):
     dataset = Boxes("60")
-    source = source_of(dataset, "y")
+    source = items_of(dataset, "y")
     dataset.read.clear()
-    with closing(feed_of(source, tier, n_epochs=2)) as feed:
+    with closing(open_lengths(source, tier, n_epochs=2)) as feed:
         for epoch in range(2):
             list(feed.pools(epoch))
     assert sorted(dataset.read) == sorted([*range(60)] * n_times)
@@ -115,7 +117,7 @@ def train_lengths(world: World, stop_at: int, *words: str) -> int | str:
 
 
 @pytest.mark.slow
-def test_rows_of_any_length_train_resume_to_equal_weights_on_two_ranks_and_are_predicted_from(folder, monkeypatch):
+def test_lengths_train_resume_and_predict(folder, monkeypatch):
     monkeypatch.setattr(workloads, "load", lambda _: Workload)
     dataset = ("data.dataset=test_lengths:Boxes", "data.train='400'", "data.val='80'")
     # All ranks learn of a signal within 2 * MAX_CALLS steps: 50 after step 20, and six epochs have 72.

@@ -6,7 +6,6 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from harness import CPU, open_feed, write_photos
 from torch.utils.data import Dataset
 
 from fastgpu.dataset.source import ItemDataset
@@ -18,24 +17,27 @@ from fastgpu.rows.order import BlockSampler
 from fastgpu.storage import layout
 from fastgpu.storage.file import OpenFile
 from fastgpu.storage.store import open_store
+from support.images import write_photos
+from support.ranks import CPU
+from support.rows import DENSE_FIELDS, open_feed
 
 
 class Slow(Dataset):
-    """Items that take 2 ms."""
+    """Items that take 10 ms."""
 
     def __len__(self):
         return 40
 
     def __getitem__(self, row):
-        time.sleep(0.002)
+        time.sleep(0.01)
         return np.full(4, row)
 
 
 def slow(function):
-    """The function, after 5 ms."""
+    """The function, after 20 ms: on a busy machine, the loop takes some itself."""
 
     def call(*arguments):
-        time.sleep(0.005)
+        time.sleep(0.02)
         return function(*arguments)
 
     return call
@@ -51,29 +53,29 @@ def bottleneck_of(source: Source, n_readers: int = 2, step_s: float = 0.0) -> st
         return bottleneck(feed)
 
 
-def test_a_slow_disk(write, monkeypatch):
-    source = open_store("data.train", write(80, chunk=4), {"images": "images", "labels": "labels"})
+def test_bottleneck_slow_disk(dense_file, monkeypatch):
+    source = open_store("data.train", dense_file(80, chunk=4), DENSE_FIELDS)
     monkeypatch.setattr(OpenFile, "check_unchanged", slow(OpenFile.check_unchanged))
     assert bottleneck_of(source).startswith("reading; try loader.num_readers=4")
 
 
-def test_slow_images_and_slow_compression(write, tmp_path, monkeypatch):
+def test_bottleneck_slow_images_and_compression(dense_file, tmp_path, monkeypatch):
     photos = write_photos(tmp_path / "photos.h5", 40)
     source = open_store("data.train", photos, {"images": "images"}, image_codecs({"images": (16, 16)}))
     monkeypatch.setattr(ImageCodec, "decode", slow(ImageCodec.decode))
     assert bottleneck_of(source).startswith("decoding; ")
     monkeypatch.setattr(layout, "decode", slow(layout.decode))
-    source = open_store("data.train", write(80, chunk=4, compression="gzip"), {"images": "images"})
+    source = open_store("data.train", dense_file(80, chunk=4, compression="gzip"), {"images": "images"})
     assert bottleneck_of(source).startswith("decoding; ")
 
 
 @pytest.mark.parametrize(("n_workers", "cure"), [(0, "auto"), (1, "2")])
-def test_a_slow_dataset(n_workers, cure):
+def test_bottleneck_slow_dataset(n_workers, cure):
     source = ItemDataset("Slow", Slow(), {"x": "x"})
     assert bottleneck_of(source, n_workers) == f"the Dataset's items; try loader.num_workers={cure}"
 
 
-def test_readers_that_wait_for_the_loop_and_another_loader_are_none(write):
-    source = open_store("data.train", write(80, chunk=4), {"images": "images"})
+def test_bottleneck_none(dense_file):
+    source = open_store("data.train", dense_file(80, chunk=4), {"images": "images"})
     assert bottleneck_of(source, step_s=0.02) == ""
     assert bottleneck(Mock()) == ""

@@ -4,24 +4,36 @@ from itertools import chain
 import h5py
 import numpy as np
 import pytest
-from harness import CPU, ITEMS, is_ragged, numbers_of, open_feed, ragged, sizes_of, write_ragged, write_rows
 
 from fastgpu.feed import Passes, open_loaders
 from fastgpu.process.config import Loader
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.storage.store import open_store
+from support.ranks import CPU
+from support.rows import (
+    DENSE_FIELDS,
+    ITEMS,
+    RAGGED_FIELDS,
+    is_ragged,
+    numbers_of,
+    open_feed,
+    ragged,
+    sizes_of,
+    write_ragged,
+    write_rows,
+)
 
 N_ROWS = 150
 
 
 @pytest.fixture
 def dense(tmp_path):
-    return open_store("data.train", write_rows(tmp_path / "rows.h5", N_ROWS), {"images": "images", "labels": "labels"})
+    return open_store("data.train", write_rows(tmp_path / "rows.h5", N_ROWS), DENSE_FIELDS)
 
 
 @pytest.fixture
 def ragged_rows(tmp_path):
-    return open_store("data.train", write_ragged(tmp_path / "r.h5", N_ROWS), {"items": "items", "number": "number"})
+    return open_store("data.train", write_ragged(tmp_path / "r.h5", N_ROWS), RAGGED_FIELDS)
 
 
 def order_of(source, pool_batches=3, **options) -> BlockSampler:
@@ -31,7 +43,7 @@ def order_of(source, pool_batches=3, **options) -> BlockSampler:
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
 @pytest.mark.parametrize("echo", [1, 1.7, 2.5])
 @pytest.mark.parametrize("pool_batches", [1, 4, 1000])
-def test_an_epoch_has_its_steps_and_goes_on_at_any_of_them(dense, tier, echo, pool_batches):
+def test_loader_epoch_resumes_at_any_step(dense, tier, echo, pool_batches):
     with closing(open_feed(dense, order_of(dense, pool_batches), tier, passes=Passes(echo))) as loader:
         for epoch in range(3):
             whole = [numbers_of(batch["images"]) for batch in loader.batches(epoch)]
@@ -41,12 +53,12 @@ def test_an_epoch_has_its_steps_and_goes_on_at_any_of_them(dense, tier, echo, po
                 assert [numbers_of(batch["images"]) for batch in loader.batches(epoch, start)] == whole[start:]
 
 
-def test_fractions_alternate_and_their_mean_is_exact(dense):
+def test_loader_echo_fractions_alternate(dense):
     with closing(open_feed(dense, order_of(dense, 1000), "device", passes=Passes(2.5))) as loader:
         assert [loader.steps_per_epoch(epoch) for epoch in range(4)] == [2 * 18, 3 * 18, 2 * 18, 3 * 18]
 
 
-def test_each_pass_has_all_rows_whole_in_an_order_of_its_own(ragged_rows):
+def test_loader_echo_passes_have_all_rows_reordered(ragged_rows):
     with closing(open_feed(ragged_rows, order_of(ragged_rows, 1000), passes=Passes(3))) as loader:
         batches = []
         for batch in loader.batches(0):
@@ -61,7 +73,7 @@ def test_each_pass_has_all_rows_whole_in_an_order_of_its_own(ragged_rows):
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
 @pytest.mark.parametrize("dtype", [bool, *"bBhHiIlLefd"])
 @pytest.mark.parametrize("passes", [1, 2.5])
-def test_every_type_of_numbers_is_read_on_every_tier_echoed_or_not(tmp_path, tier, dtype, passes):
+def test_loader_reads_every_type_on_every_tier(tmp_path, tier, dtype, passes):
     dtype = np.dtype(dtype)
     numbers, (items, offsets) = np.arange(N_ROWS).astype(dtype), ragged(range(N_ROWS))
     with h5py.File(tmp_path / "x.h5", "w") as file:
@@ -82,8 +94,8 @@ def test_every_type_of_numbers_is_read_on_every_tier_echoed_or_not(tmp_path, tie
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])
-def test_rows_that_stay_in_memory_are_read_once_and_only_when_the_first_ones_are_needed(dense, tmp_path, tier):
-    val = open_store("data.val", write_rows(tmp_path / "val.h5", 40), {"images": "images", "labels": "labels"})
+def test_loader_kept_rows_are_read_once_when_needed(dense, tmp_path, tier):
+    val = open_store("data.val", write_rows(tmp_path / "val.h5", 40), DENSE_FIELDS)
     read: list[str] = []
     for source in (dense, val):
         monitored = source.read
@@ -105,7 +117,7 @@ def test_rows_that_stay_in_memory_are_read_once_and_only_when_the_first_ones_are
 
 
 @pytest.mark.parametrize("n_rows", [1, 2, 13, 24, 50])
-def test_without_a_shuffle_every_rank_has_equally_many_batches_and_each_row_comes_once(dense, n_rows):
+def test_loader_unshuffled_ranks_have_equally_many_batches(dense, n_rows):
     seen, counts = [], set()
     for rank in range(3):
         order = BlockSampler(np.full(n_rows, 1, np.int32), 4, Shard(rank, 3), 2, seed=None)
@@ -119,13 +131,13 @@ def test_without_a_shuffle_every_rank_has_equally_many_batches_and_each_row_come
 
 
 @pytest.mark.parametrize(("seed", "n_pools"), [(5, 5), (None, 2)])
-def test_validation_has_memory_for_one_pool_ahead(dense, seed, n_pools):
+def test_loader_validation_has_one_pool_ahead(dense, seed, n_pools):
     with closing(open_feed(dense, order_of(dense, 1, seed=seed), prefetch_pools=4)) as loader:
         addresses = {batch["images"].data_ptr() for epoch in range(2) for batch in loader.batches(epoch)}
     assert len(addresses) == n_pools
 
 
-def test_the_fingerprint_is_that_of_the_rows_and_their_order_not_of_the_tier(dense):
+def test_loader_fingerprint_of_rows_not_of_the_tier(dense):
     prints = []
     for tier, options in (
         ("device", {}),

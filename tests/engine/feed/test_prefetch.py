@@ -11,19 +11,6 @@ from itertools import chain, count, islice
 
 import pytest
 import torch
-from harness import (
-    CPU,
-    ROOT,
-    TIMEOUT_S,
-    is_ragged,
-    needs_gpu,
-    no_host_sync,
-    numbers_of,
-    open_feed,
-    rows_before,
-    run_to_end,
-    wait_until,
-)
 
 from fastgpu.dataset.workers import READERS_NICE
 from fastgpu.feed import Passes, prefetch
@@ -36,15 +23,16 @@ from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage.file import OpenFile
 from fastgpu.storage.store import HDF5Dataset, open_store
-
-FIELDS = {"images": "images", "labels": "labels"}
+from support import PROJECT
+from support.ranks import CPU, TIMEOUT_S, needs_gpu, no_host_sync, run_to_end, wait_until
+from support.rows import DENSE_FIELDS, RAGGED_FIELDS, is_ragged, numbers_of, open_feed, rows_before
 
 
 @pytest.fixture
-def store(write, monkeypatch) -> HDF5Dataset:
+def store(dense_file, monkeypatch) -> HDF5Dataset:
     """120 rows in blocks of 5. Each reader is given one block at a time."""
     monkeypatch.setattr(prefetch, "JOB_BYTES", 1)
-    return open_store("data.train", write(120, chunk=5), FIELDS)
+    return open_store("data.train", dense_file(120, chunk=5), DENSE_FIELDS)
 
 
 def order_of(store: HDF5Dataset) -> BlockSampler:
@@ -81,7 +69,7 @@ def nothing_is_left() -> Iterator[None]:
     assert not feed_threads()
 
 
-def test_a_signal_between_the_starts_of_two_threads_is_not_hidden(store, monkeypatch):
+def test_prefetch_signal_between_thread_starts_is_not_hidden(store, monkeypatch):
     start = threading.Thread.start
 
     def interrupt(thread: threading.Thread) -> None:
@@ -96,7 +84,7 @@ def test_a_signal_between_the_starts_of_two_threads_is_not_hidden(store, monkeyp
     prefetcher.close()
 
 
-def test_the_memory_of_the_pools_is_allocated_once(store):
+def test_prefetch_memory_is_allocated_once(store):
     loader = Loader(prefetch_pools=4)
     prefetcher = PrefetchLoader(store, order_of(store), CPU, 2, passes=Passes(n_epochs=3), loader=loader)
     addresses = {rows["images"].data_ptr() for epoch in range(3) for _, rows in prefetcher.pools(epoch)}
@@ -104,7 +92,7 @@ def test_the_memory_of_the_pools_is_allocated_once(store):
     prefetcher.close()
 
 
-def test_epochs_after_the_last_one_that_is_read_ahead_are_whole(store):
+def test_prefetch_epochs_past_the_last_are_whole(store):
     passes = Passes(n_epochs=2)
     with closing(PrefetchLoader(store, order_of(store), CPU, 2, passes=passes)) as prefetcher:
         n_rows = [sum(len(rows) for _, rows in prefetcher.pools(epoch)) for epoch in range(6)]
@@ -112,7 +100,7 @@ def test_epochs_after_the_last_one_that_is_read_ahead_are_whole(store):
     assert n_rows[0] > 0
 
 
-def test_all_readers_read_parts_of_one_pool_at_the_same_time_at_a_lower_priority_than_the_loop(store):
+def test_prefetch_readers_share_a_pool_at_low_priority(store):
     all_readers = threading.Barrier(3)
     parts = count()
     priorities = set()
@@ -129,7 +117,7 @@ def test_all_readers_read_parts_of_one_pool_at_the_same_time_at_a_lower_priority
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
-def test_rows_stay_whole_while_the_loop_is_slow_and_the_readers_are_ahead(store):
+def test_prefetch_rows_stay_whole_while_the_loop_is_slow(store):
     order = order_of(store)
     n_rows_read: list[int] = []
 
@@ -146,7 +134,7 @@ def test_rows_stay_whole_while_the_loop_is_slow_and_the_readers_are_ahead(store)
 
 
 @pytest.mark.parametrize("where", ["reader", "plan"])
-def test_an_error_in_a_thread_reaches_the_loop_with_its_traceback(store, where):
+def test_prefetch_errors_keep_their_traceback(store, where):
     def fail(*_: object) -> None:
         raise EOFError("cut while in use")
 
@@ -161,7 +149,7 @@ def test_an_error_in_a_thread_reaches_the_loop_with_its_traceback(store, where):
 
 
 @pytest.mark.parametrize("call", ["read", "check_unchanged"])
-def test_a_read_that_hangs_is_left_behind_and_its_stack_is_printed(store, monkeypatch, capfd, call):
+def test_prefetch_read_that_hangs_shows_its_stack(store, monkeypatch, capfd, call):
     is_back = threading.Event()
     real = getattr(OpenFile, call)
 
@@ -186,7 +174,7 @@ def test_a_read_that_hangs_is_left_behind_and_its_stack_is_printed(store, monkey
     prefetcher.close()
 
 
-def test_closing_does_not_wait_for_a_read_that_hangs(store, monkeypatch):
+def test_prefetch_closes_while_a_read_hangs(store, monkeypatch):
     is_reading = threading.Event()
     is_back = threading.Event()
 
@@ -208,7 +196,7 @@ def test_closing_does_not_wait_for_a_read_that_hangs(store, monkeypatch):
     wait_until(lambda: not feed_threads())
 
 
-def test_closing_at_any_moment_ends_every_thread_and_the_next_start_reads_the_right_rows(store):
+def test_prefetch_closes_at_any_moment(store):
     rng = random.Random(0)
     prefetcher = make_prefetcher(store, order=order_of(store), n_slots=3)
     for epoch in range(50):  # drops the pools that were prepared
@@ -221,7 +209,7 @@ def test_closing_at_any_moment_ends_every_thread_and_the_next_start_reads_the_ri
     prefetcher.close()
 
 
-def test_the_next_epoch_is_read_while_this_one_ends(store):
+def test_prefetch_reads_the_next_epoch_early(store):
     is_planned = threading.Event()
     order = order_of(store)
     plan = order.pools
@@ -238,11 +226,11 @@ def test_the_next_epoch_is_read_while_this_one_ends(store):
 
 
 @pytest.fixture
-def sparse(write_ragged) -> HDF5Dataset:
-    return open_store("data.train", write_ragged(700, chunks=(16,)), {"items": "items", "number": "number"})
+def sparse(ragged_file) -> HDF5Dataset:
+    return open_store("data.train", ragged_file(700, chunks=(16,)), RAGGED_FIELDS)
 
 
-def test_a_pool_with_more_values_than_32_bit_offsets_can_count_is_refused(sparse, monkeypatch):
+def test_prefetch_pool_with_too_many_values_is_refused(sparse, monkeypatch):
     monkeypatch.setattr(rows_module, "MAX_VALUES", 100)
     message = r"a pool has 1,\d+ values of items, too many to count; use fewer data.pool_batches"
     large, small = (BlockSampler(sparse.block_rows, 8, pool_batches=n) for n in (500, 1))
@@ -255,7 +243,7 @@ def test_a_pool_with_more_values_than_32_bit_offsets_can_count_is_refused(sparse
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
-def test_on_a_gpu_rows_stay_whole_under_a_slow_kernel_and_the_host_never_asks_for_a_size(sparse, tier):
+def test_prefetch_rows_stay_whole_on_a_gpu(sparse, tier):
     device = torch.device("cuda", 0)
     order = BlockSampler(sparse.block_rows, 8, pool_batches=3)
     feed = open_feed(sparse, order, tier, device=device, prefetch_pools=1)
@@ -290,18 +278,18 @@ next(feed.pools(0))
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("end", "code"), [("", 0), ("raise KeyboardInterrupt", -signal.SIGINT)])
-def test_no_thread_outlives_a_process_that_leaves_without_closing(write, end, code):
-    done = run_to_end([sys.executable, "-c", LEAVE + end, write(120)], ROOT)
+def test_prefetch_threads_end_with_the_process(dense_file, end, code):
+    done = run_to_end([sys.executable, "-c", LEAVE + end, dense_file(120)], PROJECT)
     assert done.returncode == code, done.stderr
 
 
-def test_the_loader_works_in_a_loop_of_somebody_else(tmp_path):
+def test_prefetch_in_a_loop_of_somebody_else(tmp_path):
     """The program of docs/code.md, as it is."""
-    page = (ROOT / "docs/code.md").read_text()
+    page = (PROJECT / "docs/code.md").read_text()
     program = re.search(r"## Our loader in another loop.*?```python\n(.*?)```", page, re.DOTALL)
     assert program
-    (tmp_path / "data").symlink_to(ROOT / "data")
-    done = run_to_end([sys.executable, "-c", program[1]], tmp_path, PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1")
+    (tmp_path / "data").symlink_to(PROJECT / "data")
+    done = run_to_end([sys.executable, "-c", program[1]], tmp_path, PYTHONPATH=str(PROJECT), OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     losses = [float(line.rpartition(" ")[2]) for line in done.stdout.splitlines()]
     assert len(losses) == 3

@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import ALONE, CPU
 from torch.utils.data import TensorDataset
 
 from fastgpu.dataset.source import ItemDataset
@@ -17,6 +16,7 @@ from fastgpu.process.machine import GIB
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Field
+from support.ranks import ALONE, CPU
 
 
 class Shape(Dataset):
@@ -41,7 +41,7 @@ def data(**values: Any) -> Data:
     return Data(train="a.h5", val="b.h5", fields={"images": "images"}, **values)
 
 
-def sizes_of(
+def choose(
     source: Dataset,
     world: World = ALONE,
     val_source: Dataset | None = None,
@@ -77,8 +77,8 @@ def sizes_of(
         ("n_readers", 32, Shape(1000, decoding="decoded"), 1, {}),
     ],
 )
-def test_auto_becomes_a_number(number, chosen, source, n_ranks, settings):
-    assert getattr(sizes_of(source, World(0, n_ranks, n_ranks, CPU), **settings), number) == chosen
+def test_sizes_auto_becomes_a_number(number, chosen, source, n_ranks, settings):
+    assert getattr(choose(source, World(0, n_ranks, n_ranks, CPU), **settings), number) == chosen
 
 
 FREE = {"device": 10 * GIB, "host": 32 * GIB}
@@ -88,7 +88,7 @@ FREE = {"device": 10 * GIB, "host": 32 * GIB}
     ("tier", "need_gib", "chosen"),
     [("auto", 4, "device"), ("auto", 6, "host"), ("auto", 17, "disk"), ("disk", 1, "disk"), ("host", 17, "host")],
 )
-def test_the_tier_is_the_nearest_of_which_the_rows_fill_half(tier, need_gib, chosen):
+def test_sizes_tier_is_the_nearest_with_room(tier, need_gib, chosen):
     assert choose_tier(data(tier=tier), (Shape(9), Shape(9)), need_gib * GIB, FREE) == chosen
 
 
@@ -104,36 +104,36 @@ ACCUMULATION = {"optim": Optim(accumulation_steps=2)}
         ({"tier": "host"}, 33 * 1024, "data.tier is host, .* 33.0 GiB .* 32.0 GiB are free"),
     ],
 )
-def test_numbers_that_do_not_fit_are_refused(options, n_rows, message):
+def test_sizes_that_do_not_fit_are_refused(options, n_rows, message):
     world = World(0, 4, 2, torch.device("cuda", 0))
     with pytest.raises(UserError, match=message):
-        sizes_of(Shape(n_rows, row_bytes=1 << 20), world, sections=ACCUMULATION, **options)
+        choose(Shape(n_rows, row_bytes=1 << 20), world, sections=ACCUMULATION, **options)
 
 
-def test_all_sizes_together():
+def test_sizes_all_together():
     world = World(1, 4, 2, torch.device("cuda", 0))
     source, val_source = Shape(2000, row_bytes=1 << 20), Shape(48, row_bytes=1 << 20)
     memory = "2.0 GiB for all rows, kept on the device; free for each rank: 10.0 GiB on its device, 32.0 GiB in RAM"
     chosen = Sizes(16, 8, 4, "device", 8, "num_readers", Passes(1, 20), memory)
-    assert sizes_of(source, world, val_source, sections=ACCUMULATION) == chosen
+    assert choose(source, world, val_source, sections=ACCUMULATION) == chosen
 
 
-def test_a_dataset_is_read_by_worker_processes_and_stays_on_the_disk_tier():
+def test_sizes_of_a_dataset_with_workers():
     source = ItemDataset("mine", TensorDataset(torch.zeros(400)), {"images": "images"})
-    chosen = sizes_of(source, sections={"loader": Loader(num_workers=2)})
+    chosen = choose(source, sections={"loader": Loader(num_workers=2)})
     assert (chosen.tier, chosen.n_readers) == ("disk", 2)
     assert chosen.chosen["loader"] == {"num_workers": 2}
 
 
-def test_ragged_rows_with_more_values_than_offsets_can_count_stay_on_the_disk_tier(monkeypatch):
+def test_sizes_of_too_many_values_need_the_disk_tier(monkeypatch):
     source = Shape(2000)
     source.fields = {"items": Field(np.dtype(np.int32), (), mean_values=3)}
     source.stored_lengths = {"items": np.full(2000, 3, np.int32)}
     for max_values, tier in ((6000, "device"), (5999, "disk")):
         monkeypatch.setattr(sizes, "MAX_VALUES", max_values)
-        assert sizes_of(source).tier == tier
+        assert choose(source).tier == tier
     with pytest.raises(UserError, match="data.tier is host, but x.h5 has more than 5,999 values of items; use data.ti"):
-        sizes_of(source, tier="host")
+        choose(source, tier="host")
 
 
 @pytest.mark.parametrize(
@@ -146,9 +146,9 @@ def test_ragged_rows_with_more_values_than_offsets_can_count_stay_on_the_disk_ti
     ],
     ids=["sorted", "one pool", "mixed", "one class"],
 )
-def test_a_file_in_class_order_is_told(capsys, labels, pool_batches, is_told):
+def test_sizes_warn_of_a_file_in_class_order(capsys, labels, pool_batches, is_told):
     source = Shape(1000)
     source.stored_column = lambda name: labels
-    sizes_of(source, pool_batches=pool_batches)
+    choose(source, pool_batches=pool_batches)
     told = "warning: x.h5 is sorted by class: 99% of neighbouring rows share a label"
     assert (told in capsys.readouterr().out) == is_told

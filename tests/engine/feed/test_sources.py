@@ -6,7 +6,6 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from harness import numbered, ragged
 from torch.utils.data import Dataset as TorchDataset
 
 from fastgpu.dataset.source import ItemDataset
@@ -15,8 +14,7 @@ from fastgpu.process.config import Data, Loader
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.selection import Share
-
-FIELDS = {"images": "images", "labels": "labels"}
+from support.rows import DENSE_FIELDS, numbered, ragged
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +29,7 @@ def open_both(
     fields: dict[str, str] | None = None,
     **options,
 ) -> tuple[Dataset, Dataset]:
-    return open_splits(Data(train=train, val=val, fields=fields or FIELDS, **options), Loader(num_workers=0), 0)
+    return open_splits(Data(train=train, val=val, fields=fields or DENSE_FIELDS, **options), Loader(num_workers=0), 0)
 
 
 def write_labels(name: str, labels: np.ndarray, **attributes: Any) -> None:
@@ -41,19 +39,19 @@ def write_labels(name: str, labels: np.ndarray, **attributes: Any) -> None:
         file.attrs.update(attributes)
 
 
-def test_a_share_is_the_same_for_every_seed_of_a_run(write):
-    write(100, name="a.h5")
+def test_sources_share_is_the_same_for_every_seed(dense_file):
+    dense_file(100, name="a.h5")
     train, val = open_both(val="12.5 %")
     assert (train.name, val.name) == ("a.h5 (88 of its rows)", "a.h5 (12 of its rows)")
     numbers = val.selection.rows().tolist()
-    _, again = open_splits(Data(train="a.h5", val="12.5 %", fields=FIELDS), Loader(), seed=1)
+    _, again = open_splits(Data(train="a.h5", val="12.5 %", fields=DENSE_FIELDS), Loader(), seed=1)
     assert numbers == again.selection.rows().tolist()
     assert sorted([*numbers, *train.selection.rows().tolist()]) == list(range(100))
 
 
-def test_weights_make_a_group_of_each_source(write):
+def test_sources_weights_make_groups(dense_file):
     for name, rows in (("p-0.h5", 20), ("p-1.h5", 30), ("q.h5", 10)):
-        write(rows, name=name)
+        dense_file(rows, name=name)
     train, _ = open_both({"p-*.h5": 1, "q.h5": 2.5}, "q.h5")
     names, weights, groups = train.selection.groups
     assert (names, weights) == (("p-*.h5", "q.h5"), (1, 2.5))
@@ -65,8 +63,8 @@ def test_weights_make_a_group_of_each_source(write):
     assert set(groups[val.selection.rows()]) == {-1}
 
 
-def test_classes_are_groups_of_equal_weight(write):
-    write(90, name="a.h5", classes=3)
+def test_sources_classes_are_groups_of_equal_weight(dense_file):
+    dense_file(90, name="a.h5", classes=3)
     train, val = open_both(balance="classes")
     names, weights, groups = train.selection.groups
     assert (names, weights) == (("class 0", "class 1", "class 2"), (1, 1, 1))
@@ -85,9 +83,9 @@ def test_classes_are_groups_of_equal_weight(write):
     ],
 )
 @pytest.mark.parametrize("val", ["20%", None])
-def test_columns_and_lengths_are_of_the_rows_that_a_source_counts(write_ragged, named, options, val):
+def test_sources_columns_are_of_the_selected_rows(ragged_file, named, options, val):
     for name, first in (("a.h5", 0), ("b.h5", 100)):
-        write_ragged(90, name, first)
+        ragged_file(90, name, first)
         with h5py.File(name, "a") as file:
             file["labels"] = np.arange(90) % 3
     fields = {"x": "x"} if "dataset" in options else {"number": "number", "labels": "labels", "items": "items"}
@@ -100,9 +98,9 @@ def test_columns_and_lengths_are_of_the_rows_that_a_source_counts(write_ragged, 
 
 
 @pytest.mark.parametrize("named", ["a.h5", ["a.h5", "b.h5"]])
-def test_rows_are_looked_at_by_their_places_in_a_column(write_ragged, named):
+def test_sources_rows_by_index(ragged_file, named):
     for name, first in (("a.h5", 0), ("b.h5", 100)):
-        write_ragged(90, name, first)
+        ragged_file(90, name, first)
     for part in open_both(named, "20%", {"number": "number", "items": "items"}):
         numbers = part.column("number")
         for index in (0, 5, -1, np.int64(7)):
@@ -117,21 +115,21 @@ def test_rows_are_looked_at_by_their_places_in_a_column(write_ragged, named):
         assert f"{len(part):,} rows (number: int64 (N), items: int32 (N, any number)" in repr(part)
 
 
-def test_items_of_a_dataset_are_looked_at_by_their_places_in_a_column():
+def test_sources_items_of_a_dataset_by_index():
     for part in open_both("a", "20%", {"x": "x"}, dataset="test_sources:Ten"):
         assert [part[0], part[-1]] == part.column("x")[[0, -1]].tolist()
         assert part[1:3] == part.column("x")[1:3].tolist()
 
 
-def test_a_column_that_is_not_in_memory_is_an_error_with_its_cure():
+def test_sources_column_that_is_not_in_memory():
     with pytest.raises(UserError, match="x is not in memory.*a torch Dataset has to have .* `x` or `targets`"):
         ItemDataset("mine", range(10), {"x": "x"}).column("x")
 
 
-def test_messages(compare_messages, write):
+def test_messages_of_sources(compare_messages, dense_file):
     """Data that cannot be."""
-    write(90, name="rows.h5")
-    write(1, name="one.h5")
+    dense_file(90, name="rows.h5")
+    dense_file(1, name="one.h5")
     write_labels("floats.h5", np.arange(5) / 2)
     write_labels("a.h5", np.arange(5), class_names=["cat", "dog", "cow"])
     write_labels("b.h5", np.arange(5), class_names=["cow", "cat", "dog"])
@@ -141,7 +139,7 @@ def test_messages(compare_messages, write):
     balanced = partial(open_both, val="rows.h5", balance="classes")
     compare_messages(
         {
-            "fields of a share": lambda: open_both("rows.h5", "10%", val_fields=FIELDS),
+            "fields of a share": lambda: open_both("rows.h5", "10%", val_fields=DENSE_FIELDS),
             "a share of no rows": lambda: open_both("rows.h5", "0%"),
             "a share that is none": lambda: open_both("rows.h5", "1..5%"),
             "a source that is held out as a whole": lambda: open_both({"rows.h5": 1, "one.h5": 1}, "90%"),
@@ -170,7 +168,7 @@ class Ten(TorchDataset):
 
 
 @pytest.mark.parametrize(("val", "n_workers"), [("b", 4), ("20%", 2)])
-def test_a_dataset_is_opened_with_its_workers_which_a_share_has_in_common(val, n_workers):
+def test_sources_dataset_is_opened_with_its_workers(val, n_workers):
     data = Data(train="a", val=val, fields={"x": "x"}, dataset="test_sources:Ten")
     before = {*active_children()}  # of other tests
     splits = open_splits(data, Loader(num_workers=2), 0)
@@ -198,9 +196,9 @@ def test_a_dataset_is_opened_with_its_workers_which_a_share_has_in_common(val, n
         ("a", "b", "", {"dataset": "test_sources:Ten"}),
     ],
 )
-def test_validation_rows_that_are_trained_on_are_warned_of(write, capsys, train, val, shared, options):
+def test_sources_warn_of_shared_validation_rows(dense_file, capsys, train, val, shared, options):
     for name in ("p-train.h5", "p-val.h5", "q.h5"):
-        write(20, name=name)
+        dense_file(20, name=name)
     with h5py.File("groups.h5", "w") as file:
         file["train/images"] = file["val/images"] = np.arange(20)
     open_both(train, val, {"images": "images"}, **options)

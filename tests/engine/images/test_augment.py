@@ -1,9 +1,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import needs_gpu, no_host_sync
 
 from fastgpu.images.augment import cutout, mixup, random_crop, random_flip, random_resized_crop
+from support.ranks import needs_gpu, no_host_sync
 
 
 @pytest.fixture(params=[torch.uint8, torch.float16, torch.float32], ids=str)
@@ -29,7 +29,7 @@ def check_blend(out: torch.Tensor, dtype: torch.dtype, expected: torch.Tensor) -
     torch.testing.assert_close(out.float(), expected, rtol=rtol, atol=atol)
 
 
-def test_crop_against_a_plain_loop(dtype):
+def test_augment_crop_is_a_plain_loop(dtype):
     x = images(dtype, 16, 3, 6, 9)
     tops, lefts = torch.randint(0, 5, (2, 16), generator=rng()).tolist()
     padded = F.pad(x, (2, 2, 2, 2))
@@ -37,14 +37,14 @@ def test_crop_against_a_plain_loop(dtype):
     assert torch.equal(random_crop(x, 2, rng()), torch.stack(expected))
 
 
-def test_flip_against_a_plain_loop(dtype):
+def test_augment_flip_is_a_plain_loop(dtype):
     x = images(dtype, 32, 3, 6, 9)
     flips = (torch.rand(32, generator=rng()) < 0.5).tolist()
     expected = [image.flip(2) if is_flipped else image for image, is_flipped in zip(x, flips, strict=True)]
     assert torch.equal(random_flip(x, rng()), torch.stack(expected))
 
 
-def test_cutout_against_a_plain_loop(dtype):
+def test_augment_cutout_is_a_plain_loop(dtype):
     x = images(dtype, 32, 3, 9, 7)
     fill = torch.tensor([1, 2, 3], dtype=dtype)
     ys, xs = torch.rand((2, 32), generator=rng()).tolist()
@@ -64,7 +64,7 @@ def boxes_of(n_images: int, height: int, width: int, min_scale: float) -> list[l
 
 
 @pytest.mark.parametrize("shape", [(40, 3, 12, 17), (40, 1, 8, 8), (5, 3, 1, 1)])
-def test_resized_crop_against_a_plain_loop(shape, dtype):
+def test_augment_resized_crop_is_a_plain_loop(shape, dtype):
     x = images(dtype, *shape)
     out = random_resized_crop(x, 0.2, rng())
     for i, (top, left, bottom, right) in enumerate(boxes_of(shape[0], *shape[2:], 0.2)):
@@ -72,7 +72,7 @@ def test_resized_crop_against_a_plain_loop(shape, dtype):
         check_blend(out[i], dtype, F.interpolate(part.float(), shape[2:], mode="bilinear", align_corners=False)[0])
 
 
-def test_boxes_have_the_areas_and_aspect_ratios_that_they_should_have():
+def test_augment_resized_crop_areas_and_ratios():
     top, left, bottom, right = torch.tensor(boxes_of(1500, 100, 100, 0.1)).T
     height, width = bottom - top, right - left
     scale = height * width / 1e4
@@ -84,7 +84,7 @@ def test_boxes_have_the_areas_and_aspect_ratios_that_they_should_have():
     assert bottom.max() == right.max() == 100
 
 
-def test_mixup_blends_images_and_targets_alike(dtype):
+def test_augment_mixup_blends_images_and_targets_alike(dtype):
     x = images(dtype, 64, 1, 2, 2)
     out, target = mixup(x, torch.eye(64), 1.0, rng())
     torch.testing.assert_close(target.sum(1), torch.ones(64))
@@ -97,7 +97,7 @@ def test_mixup_blends_images_and_targets_alike(dtype):
 
 @pytest.mark.gpu
 @needs_gpu
-def test_a_gpu_moves_pixels_of_every_dtype_and_nothing_waits_for_it(dtype):
+def test_augment_on_a_gpu_never_waits(dtype):
     x = images(dtype, 16, 3, 32, 32).cuda()
     generator = torch.Generator("cuda")
     fill = torch.zeros(3, dtype=dtype, device="cuda")

@@ -4,7 +4,6 @@ import math
 
 import numpy as np
 import pytest
-from pictures import KINDS, bytes_of, file_of
 from scipy import stats
 
 from fastgpu.convert.images.readers import keep
@@ -12,6 +11,7 @@ from fastgpu.imagefiles.pixels import decode
 from fastgpu.images import decode as module
 from fastgpu.images.decode import EncodedImage
 from fastgpu.images.parts import N_DRAWS, Box, Preprocessing, centre_box, draw, random_box
+from support.images import KINDS, bytes_of, file_of
 
 PARTS = (
     (Box(0, 0, 150, 200), (150, 200)),
@@ -23,7 +23,7 @@ PARTS = (
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_file_gives_the_pixels_that_converting_gives_with_and_without_simplejpeg(kind, monkeypatch):
+def test_decode_gives_the_pixels_of_the_converter(kind, monkeypatch):
     file = file_of(kind)
     image = EncodedImage(bytes_of(file))
     found = [image.decode(box, size).copy() for box, size in PARTS]
@@ -43,7 +43,7 @@ def decoder(request, monkeypatch):
 
 @pytest.mark.usefixtures("decoder")
 @pytest.mark.parametrize("kind", ["baseline", "progressive", "grey", "CMYK", "PNG", "WebP"])
-def test_a_truncated_file_is_an_error_and_never_half_an_image(kind):
+def test_decode_refuses_truncated_files(kind):
     whole = bytes_of(file_of(kind))
     for share in (0.0, 0.01, 0.3, 0.6, 0.9):
         data = whole[: int(share * len(whole))]
@@ -53,7 +53,7 @@ def test_a_truncated_file_is_an_error_and_never_half_an_image(kind):
 
 
 @pytest.mark.usefixtures("decoder")
-def test_a_giant_image_is_refused_before_it_is_decoded():
+def test_decode_refuses_giant_images():
     data = bytearray(file_of("baseline").getvalue())
     at = data.index(b"\xff\xc0") + 5
     data[at : at + 4] = b"\xfe\xfe\xfe\xfe"  # height and width in its header
@@ -76,7 +76,7 @@ def torchvision_box(rng: np.random.Generator, height: int, width: int, min_scale
 
 
 @pytest.mark.parametrize(("height", "width"), [(375, 500), (600, 200), (100, 1000)])
-def test_random_parts_are_distributed_like_torchvisions(height, width):
+def test_decode_random_crops_follow_torchvision(height, width):
     n = 4000
     rng = np.random.default_rng(0)
     expected = np.array([torchvision_box(rng, height, width, 0.08) for _ in range(n)])
@@ -89,7 +89,7 @@ def test_random_parts_are_distributed_like_torchvisions(height, width):
     assert (stats.ks_2samp(found, expected).pvalue > 0.001).all()
 
 
-def test_draws_are_uniform_and_differ_by_seed_epoch_row_and_time_of_the_row():
+def test_decode_draws_are_uniform_and_differ():
     rows = np.arange(3000)
     draws = draw((7, 3), rows)
     np.testing.assert_array_equal(draw((7, 3), rows[[5, 2999, 17]]), draws[[5, 2999, 17]])
@@ -101,7 +101,7 @@ def test_draws_are_uniform_and_differ_by_seed_epoch_row_and_time_of_the_row():
     assert np.abs(np.corrcoef(draws.T) - np.eye(N_DRAWS)).max() < 0.08
 
 
-def test_the_centre_is_the_largest_part_of_that_shape_or_a_share_of_it():
+def test_decode_centre_box():
     assert centre_box(375, 500, (10, 20)) == Box(62, 0, 250, 500)
     assert centre_box(375, 500, (224, 224), 0.8) == Box(37, 100, 300, 300)
     assert centre_box(375, 500, (1, 1), 1e-9) == Box(187, 249, 1, 1)

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import yaml
-from harness import run_train, write_minimal
 from pydantic import Field
 
 from fastgpu.process.config import Config, Count, Section
 from fastgpu.process.config_loader import PROJECT, load_config, read_options
 from fastgpu.process.launch import SharedError
+from support.ranks import run_train
+from support.runs import write_minimal
 
 BASE = "workload: minimal\ndata: {train: a.h5, val: b.h5, fields: {x: x, y: y}}\n"
 """The keys that are required."""
@@ -73,7 +74,7 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Confi
     return load
 
 
-def test_later_files_win_and_the_command_line_wins_over_all_but_a_mapping_is_replaced_as_a_whole(load):
+def test_config_later_files_and_words_win(load):
     words = ("data.tier=disk", "optim.lr=1e-3", "data.echo=2.5", "model.flip=false")
     texts = (
         "data:\n  batch_size: 8\n  echo: 2\nmodel: {width: 8, flip: true}",
@@ -92,7 +93,7 @@ def test_later_files_win_and_the_command_line_wins_over_all_but_a_mapping_is_rep
 @pytest.mark.parametrize(
     "text", ["20241127", "1e5", "on", "null", "2024-11-27", "0x10", "1_000", "1.5", "007", ".5", "~"]
 )
-def test_a_word_is_text_where_text_is_asked_for_whatever_yaml_sees_in_it(load, text):
+def test_config_words_for_text_stay_text(load, text):
     keys = ("run.folder", "data.train", "data.val", "log.wandb", "model.note")
     config = load(words=tuple(f"{key}={text}" for key in keys))
     note = None if text in ("null", "~") else text
@@ -106,13 +107,13 @@ def test_a_word_is_text_where_text_is_asked_for_whatever_yaml_sees_in_it(load, t
     assert (options.label, options.anything) == (5, 5)
 
 
-def test_in_another_folder_the_folder_of_the_project_is_named(tmp_path, monkeypatch):
+def test_config_missing_names_the_folder_of_the_project(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SharedError, match=rf"config.yaml cannot be read .*; start it in {re.escape(str(PROJECT))}, or"):
         load_config([])
 
 
-def test_settings_of_another_workload_are_one_line_with_its_cure(load):
+def test_config_of_another_workload_is_one_line(load):
     text = "workload: images\nmodel: {a: 1, b: 2, note: 3}"
     with pytest.raises(SharedError, match=r"^workload=other has no model.a, model.b of the file; write 'model=\{\}' "):
         read_options(load(text, words=("workload=other",)), Options)
@@ -120,13 +121,13 @@ def test_settings_of_another_workload_are_one_line_with_its_cure(load):
     assert read_options(config, Options) == Options(flip=True)
 
 
-def test_exponents_make_numbers_and_anchors_and_merge_keys_work(load):
+def test_config_yaml_exponents_anchors_and_merge_keys(load):
     numbers = "[1e-3, 1.0e-3, 1.E-3, .001, +1e-03]"
     config = load(f"data: &data {{batch_size: 8}}\nmodel: {{a: &a {numbers}, b: *a, c: {{<<: *data, echo: 2}}}}")
     assert config.model == {"a": [1e-3] * 5, "b": [1e-3] * 5, "c": {"batch_size": 8, "echo": 2}}
 
 
-def test_a_run_is_resumed_with_the_config_that_it_recorded_and_says_what_it_will_import(load, capsys):
+def test_config_of_a_resumed_run_is_the_recorded_one(load, capsys):
     config = load_config(["data.batch_size=8"])  # without --config, config.yaml is read
     run = Path("runs/7")
     run.mkdir(parents=True)
@@ -141,7 +142,7 @@ def test_a_run_is_resumed_with_the_config_that_it_recorded_and_says_what_it_will
     assert (resumed.optim.lr, resumed.train.epochs, resumed.data.batch_size) == (0.5, 7, 8)
 
 
-def test_messages(compare_messages, load):
+def test_messages_of_config(compare_messages, load):
     Path("binary.yaml").write_bytes(b"\xff\xfe\x00")
     Path("bare.yaml").write_text("data: {train: a.h5}")
     Path("empty.yaml").touch()
@@ -155,14 +156,14 @@ def test_messages(compare_messages, load):
 
 
 @pytest.mark.parametrize("text", ["*.h5", "[ab]-*.h5", "{a}.h5", "@x.h5"])
-def test_text_that_yaml_cannot_read_is_told_how_to_quote(load, text):
+def test_config_text_that_yaml_cannot_read_is_quoted(load, text):
     with pytest.raises(SharedError, match="quote it twice: data.train=") as told:
         load("", words=(f"data.train={text}",))
     (quoted,) = shlex.split(str(told.value).rpartition("quote it twice: ")[2])
     assert load("", words=(quoted,)).data.train == text
 
 
-def test_a_typo_ends_the_program_before_torch_is_imported(tmp_path):
+def test_config_typo_ends_before_torch_is_imported(tmp_path):
     write_minimal(tmp_path)
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
     words = ("data.batch_siz=3", "data.batch_size=3")

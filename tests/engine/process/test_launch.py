@@ -4,10 +4,10 @@ import socket
 
 import psutil
 import pytest
-from harness import TIMEOUT_S, start_python
 
 from fastgpu.process import launch as launch_module
 from fastgpu.process.launch import Launch, SharedError, UserError, check_parent, exit_with_message, read_launch
+from support.ranks import TIMEOUT_S, start_python
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
 
@@ -23,7 +23,7 @@ def slept(monkeypatch) -> list[float]:
     return slept
 
 
-def test_launch_reads_the_values_that_torchrun_sets(monkeypatch):
+def test_launch_reads_the_variables_of_torchrun(monkeypatch):
     assert read_launch() == Launch()
     for number, name in enumerate(VARIABLES, 3):
         monkeypatch.setenv(name, str(number))
@@ -39,9 +39,7 @@ def test_launch_reads_the_values_that_torchrun_sets(monkeypatch):
         (KeyboardInterrupt(), 130, "\ninterrupted\n"),
     ],
 )
-def test_a_person_sees_one_message_of_a_machine_or_that_of_each_rank_that_failed_alone(
-    monkeypatch, capsys, slept, error, code, message
-):
+def test_launch_shows_one_message_per_failure(monkeypatch, capsys, slept, error, code, message):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     monkeypatch.setenv("WORLD_SIZE", "4")
     for local_rank in range(2):
@@ -58,7 +56,7 @@ def test_a_person_sees_one_message_of_a_machine_or_that_of_each_rank_that_failed
         raise ZeroDivisionError
 
 
-def test_a_rank_whose_torchrun_ended_before_linux_was_told_ends_at_once(monkeypatch):
+def test_launch_rank_of_a_dead_torchrun_ends(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     with socket.create_server(("localhost", 0)) as store:
@@ -109,20 +107,20 @@ with exit_with_message():
 
 
 @pytest.mark.parametrize(("when", "printed"), [("import", ""), ("later", "tidied up\n")])
-def test_an_interrupt_is_one_line_and_never_lost_also_where_modules_are_imported(when, printed):
+def test_launch_interrupt_is_one_line(when, printed):
     with start_python(INTERRUPTED, when) as process:
         output = process.communicate(timeout=TIMEOUT_S)
     assert (process.returncode, output) == (130, (printed, "\ninterrupted\n"))
 
 
-def test_a_thread_that_holds_the_lock_of_hdf5_does_not_keep_the_process():
+def test_launch_thread_with_the_hdf5_lock_does_not_block_exit():
     with start_python(HANGS) as process:
         printed = process.communicate(timeout=TIMEOUT_S)
     assert (process.returncode, printed) == (2, ("a line\n", "error: no rows have come\n"))
 
 
 @pytest.mark.skipif(not psutil.LINUX, reason="a call of Linux")
-def test_an_orphan_ends_whatever_it_is_doing():
+def test_launch_orphan_ends():
     with start_python(ORPHAN) as launcher:
         orphan = psutil.Process(int(launcher.stdout.readline()))
         launcher.kill()

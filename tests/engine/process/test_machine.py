@@ -21,7 +21,7 @@ CACHED = f"anon 5\ninactive_file {GIB}\nactive_file {MIB}\n"
         (("250000 100000", 4 * GIB, 3 * GIB, CACHED), 2, 2 * GIB + MIB),
     ],
 )
-def test_cpus_and_free_memory_are_those_of_the_machine_or_of_its_cgroup(tmp_path, monkeypatch, cgroup, cpus, free):
+def test_machine_limits_are_those_of_its_cgroup(tmp_path, monkeypatch, cgroup, cpus, free):
     monkeypatch.setattr(machine, "CGROUPS", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(32)), raising=False)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10 * GIB))

@@ -5,10 +5,10 @@ import signal
 import time
 
 import pytest
-from harness import ALONE, TIMEOUT_S, in_world, start_python
 
 from fastgpu.process.signals import MAX_CALLS, STOP, StopSignal
 from fastgpu.process.world import World
+from support.ranks import ALONE, TIMEOUT_S, in_world, start_python
 
 AGAIN = """
 import os, torch
@@ -24,14 +24,14 @@ os.kill(os.getpid(), signals.STOP[0])
 """
 
 
-def test_a_signal_that_comes_twice_at_once_asks_for_a_stop_and_a_later_one_ends_the_process():
+def test_signal_repeated_at_once_asks_once():
     with start_python(AGAIN) as process:
         output, _ = process.communicate(timeout=TIMEOUT_S)
     assert (process.returncode, output) == (-signal.SIGTERM, "True\n")
 
 
 @pytest.mark.parametrize("number", STOP)
-def test_a_single_process_is_told_at_once_whichever_signal_came(number):
+def test_signal_stops_a_single_process_at_once(number):
     stop_signal = StopSignal(ALONE)
     for _ in range(3):
         assert not stop_signal.is_asked_to_stop()
@@ -40,7 +40,7 @@ def test_a_single_process_is_told_at_once_whichever_signal_came(number):
     assert stop_signal.number == number
 
 
-def test_nohup_keeps_a_run_from_stopping_with_its_terminal():
+def test_signal_hangup_is_ignored_under_nohup():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     stop_signal = StopSignal(ALONE)
     os.kill(os.getpid(), signal.SIGHUP)
@@ -68,7 +68,7 @@ def calls_to_stop(world: World, step_s: float, n_before: int) -> tuple[int, int,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("step_s", "most_calls"), [(0, 2 * MAX_CALLS), (0.04, 13), (0.3, 0)])
-def test_all_ranks_are_told_at_the_same_step_and_fast_steps_ask_seldom(step_s, most_calls):
+def test_signal_reaches_all_ranks_at_one_step(step_s, most_calls):
     n_before = 4 if step_s == 0.3 else 60
     ours, theirs = in_world(2, calls_to_stop, step_s, n_before)
     assert ours == theirs

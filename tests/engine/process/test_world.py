@@ -7,11 +7,11 @@ from unittest.mock import Mock
 import pytest
 import torch
 import torch.distributed as dist
-from harness import ALONE, CPU, in_world, needs_gpu, no_host_sync
 
 from fastgpu.process.config import Dist
 from fastgpu.process.launch import Launch, SharedError, UserError, warn
 from fastgpu.process.world import World, choose_kernels, init_distributed
+from support.ranks import ALONE, CPU, in_world, needs_gpu, no_host_sync
 
 
 def error_of(function: Callable[..., None], *arguments: Any) -> str:
@@ -47,7 +47,7 @@ def use_world(world: World) -> dict[str, Any]:
     }
 
 
-def test_two_ranks_have_the_same_values_and_errors_and_alone_nothing_is_sent():
+def test_world_two_ranks_share_values_and_errors():
     for rank in in_world(2, use_world):
         assert rank == {
             "raised": "disk of rank 1 is full",
@@ -62,7 +62,7 @@ def test_two_ranks_have_the_same_values_and_errors_and_alone_nothing_is_sent():
 
 @pytest.mark.gpu
 @needs_gpu
-def test_on_a_gpu_a_maximum_is_started_without_waiting_for_the_device():
+def test_world_maximum_on_a_gpu_does_not_wait():
     device = torch.device("cuda", 0)
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
     try:
@@ -75,7 +75,7 @@ def test_on_a_gpu_a_maximum_is_started_without_waiting_for_the_device():
         dist.destroy_process_group()
 
 
-def test_a_line_or_a_warning_is_printed_once_for_the_whole_job(monkeypatch, capsys):
+def test_world_prints_once(monkeypatch, capsys):
     for rank in range(4):
         monkeypatch.setenv("RANK", str(rank))
         World(rank, 4, 4, CPU).print_once("a line")
@@ -83,7 +83,7 @@ def test_a_line_or_a_warning_is_printed_once_for_the_whole_job(monkeypatch, caps
     assert capsys.readouterr().out == "a line\nwarning: the file is sorted\n"
 
 
-def test_a_machine_without_a_gpu_trains_on_its_cpu_and_gpus_that_are_missing_are_one_line(monkeypatch):
+def test_world_missing_gpus_are_one_line(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with init_distributed(Dist(), Launch()) as world:
         assert world.device == CPU
@@ -123,15 +123,13 @@ LOST = "^the other ranks are gone or hang; see the message of the rank that fail
         (dist.DistBackendError("the communicator was aborted"), UserError, LOST),
     ],
 )
-def test_what_ends_a_rank_is_one_line_unless_it_is_a_bug_and_the_group_is_destroyed_by_all_ranks_or_none(
-    destroyed, error, kind, raised
-):
+def test_world_errors_that_end_a_rank(destroyed, error, kind, raised):
     with pytest.raises(kind, match=raised), join():
         raise error
     assert destroyed == (["destroyed"] if kind is SharedError else [])
 
 
-def test_ranks_that_never_meet_are_one_line_too(destroyed, monkeypatch):
+def test_world_ranks_that_never_meet_are_one_line(destroyed, monkeypatch):
     monkeypatch.setattr(dist, "init_process_group", Mock(side_effect=dist.DistStoreError("timed out")))
     with pytest.raises(UserError, match=LOST), join():
         pass
@@ -153,7 +151,7 @@ def kernels(monkeypatch) -> Callable[[], tuple[object, ...]]:
     torch.set_float32_matmul_precision("highest")
 
 
-def test_a_gpu_takes_its_fastest_kernels_or_only_deterministic_ones_and_a_cpu_changes_nothing(kernels):
+def test_world_kernels_fast_or_deterministic(kernels):
     before = kernels()
     choose_kernels(CPU, deterministic=False)
     assert kernels() == before == (False, "highest", False, None)

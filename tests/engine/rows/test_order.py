@@ -6,7 +6,6 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from harness import rows_before
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -14,6 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.rows.selection import Groups, Mixture, hold_out
+from support.rows import rows_before
 
 many = settings(max_examples=200, deadline=None)
 seeds = st.none() | st.integers(0, 9)
@@ -69,9 +69,7 @@ def mixed(draw) -> Case:
 
 @many
 @given(plain | mixed(), seeds, st.none() | st.booleans(), st.integers(0, 3), st.integers(1, 50))
-def test_each_place_of_a_pool_is_filled_once_also_in_parts_and_pools_agree_on_all_ranks(
-    case, seed, drop_last, epoch, part_rows
-):
+def test_sampler_pools_are_filled_once_and_agree_on_ranks(case, seed, drop_last, epoch, part_rows):
     stops = np.cumsum(case.block_rows)
     plans_of_ranks = []
     for sampler in case.samplers(seed=seed, drop_last=drop_last):
@@ -100,7 +98,7 @@ def test_each_place_of_a_pool_is_filled_once_also_in_parts_and_pools_agree_on_al
 
 @many
 @given(plain, seeds, st.booleans(), st.integers(0, 3))
-def test_every_row_comes_once(case, seed, drop_last, epoch):
+def test_sampler_every_row_once(case, seed, drop_last, epoch):
     samplers = case.samplers(seed=seed, drop_last=drop_last)
     plans = [plan for sampler in samplers for plan in sampler.pools(epoch)]
     real_rows = [row for plan in plans for row in plan.row_ids[: plan.n_real_rows].tolist()]
@@ -113,7 +111,7 @@ def test_every_row_comes_once(case, seed, drop_last, epoch):
 
 @many
 @given(plain | mixed(), st.integers(0, 9))
-def test_global_batches_are_the_same_for_every_world_size_that_divides_the_canonical_ranks(case, seed):
+def test_sampler_same_batches_for_any_world(case, seed):
     def global_batches(world_size: int) -> np.ndarray:
         samplers = case.samplers(world_size, seed)
         batches = [np.array(list(sampler), int).reshape(-1, sampler.batch_size) for sampler in samplers]
@@ -125,7 +123,7 @@ def test_global_batches_are_the_same_for_every_world_size_that_divides_the_canon
 
 @many
 @given(plain | mixed(), st.data())
-def test_resuming_goes_on_where_it_stopped(case, data):
+def test_sampler_resumes_where_it_stopped(case, data):
     sampler = case.samplers()[-1]
     assert sum(map(sampler.batches_in, range(sampler.pools_per_epoch))) == -(-len(sampler) // sampler.batch_size)
     first_pool = data.draw(st.integers(0, sampler.pools_per_epoch))
@@ -134,7 +132,7 @@ def test_resuming_goes_on_where_it_stopped(case, data):
     assert rest == list(sampler)[rows_before(sampler, first_pool) // case.world_size :]
 
 
-def test_blocks_are_read_as_a_whole_but_for_the_ends_of_a_window_and_the_rows_of_a_pool_are_mixed():
+def test_sampler_reads_whole_blocks_and_mixes_rows():
     groups = Groups(("a", "b"), (1, 1), np.repeat([0, 1], [30 * 16, 10 * 16]))
     for rows, n_cut in ((np.full(40, 16), 0), (Mixture(groups, np.full(40, 16), 32, 3), 6)):
         for epoch in range(3):
@@ -146,7 +144,7 @@ def test_blocks_are_read_as_a_whole_but_for_the_ends_of_a_window_and_the_rows_of
 
 
 @pytest.mark.parametrize("weights", [None, (3, 1)])
-def test_each_seed_and_each_epoch_has_pools_of_other_rows(weights):
+def test_sampler_pools_differ_by_seed_and_epoch(weights):
     def pools(seed: int, epoch: int) -> tuple[frozenset[int], ...]:
         rows = np.full(16, 8)
         if weights:
@@ -157,7 +155,7 @@ def test_each_seed_and_each_epoch_has_pools_of_other_rows(weights):
     assert len({pools(seed, epoch) for seed in (0, 0, 1, 2) for epoch in (0, 0, 1, 2)}) == 9
 
 
-def test_the_order_of_a_seed_and_its_names_in_checkpoints_never_change():
+def test_sampler_order_never_changes():
     """Frozen: a run that an older version began must go on in the same order."""
     sampler = BlockSampler(np.array([3, 3, 3, 3, 2]), 4, pool_batches=2, seed=7)
     assert list(sampler) == [0, 12, 7, 8, 1, 2, 6, 13, 4, 9, 3, 5]
@@ -177,12 +175,12 @@ def test_the_order_of_a_seed_and_its_names_in_checkpoints_never_change():
     assert list(sampler) == [3, 5, 9, 8, 4, 7, 6, 8, 9, 6]
 
 
-def test_without_a_seed_rows_come_in_the_order_of_the_file_and_the_last_one_of_a_rank_is_repeated():
+def test_sampler_without_a_seed_keeps_the_order():
     samplers = [BlockSampler(np.array([3, 4]), 1, Shard(rank, 2), seed=None, drop_last=False) for rank in range(2)]
     assert [list(sampler) for sampler in samplers] == [[0, 1, 2, 2], [3, 4, 5, 6]]
 
 
-def test_is_a_distributed_sampler_for_a_plain_dataloader():
+def test_sampler_is_a_distributed_sampler():
     samplers = [BlockSampler(np.full(8, 4), 4, shard=Shard(rank, 2)) for rank in range(2)]
     assert all(isinstance(sampler, DistributedSampler) for sampler in samplers)
     batches = [batch for sampler in samplers for batch in DataLoader(range(32), 4, sampler=sampler)]
@@ -190,12 +188,12 @@ def test_is_a_distributed_sampler_for_a_plain_dataloader():
 
 
 @pytest.mark.parametrize(("batch_size", "world_size"), [(6, 2), (4, 1)])
-def test_numbers_that_do_not_divide_are_refused(batch_size, world_size):
+def test_sampler_refuses_numbers_that_do_not_divide(batch_size, world_size):
     with pytest.raises(ValueError, match=f"{batch_size * world_size} rows, 3 canonical ranks, {world_size} ranks"):
         BlockSampler(np.full(8, 4), batch_size, shard=Shard(0, world_size, 3))
 
 
-def test_memory_for_a_billion_rows_in_ten_million_blocks_on_a_thousand_ranks():
+def test_sampler_memory_for_a_billion_rows():
     block_rows = np.full(10**7, 100, np.int32)
     tracemalloc.start()
     sampler = BlockSampler(block_rows, 64, shard=Shard(1023, 1024), pool_batches=32)
@@ -211,7 +209,7 @@ def test_memory_for_a_billion_rows_in_ten_million_blocks_on_a_thousand_ranks():
 
 @many
 @given(st.lists(st.integers(1, 40), min_size=2, max_size=30), st.floats(0.01, 0.99), st.integers(0, 9))
-def test_a_share_is_exact_and_leaves_the_other_rows_and_an_epoch_has_each_of_them_once(block_rows, share, seed):
+def test_share_is_exact_and_leaves_the_other_rows(block_rows, share, seed):
     n_rows = sum(block_rows)
     n_val = round(share * n_rows)
     assume(0 < n_val < n_rows)
@@ -228,7 +226,7 @@ def test_a_share_is_exact_and_leaves_the_other_rows_and_an_epoch_has_each_of_the
 
 
 @pytest.mark.parametrize(("n_rows", "block_rows"), [(2000, 1), (50_000, 10_000)])
-def test_a_share_is_fair_to_every_class_whatever_the_order_of_the_rows_and_its_reads_are_long(n_rows, block_rows):
+def test_share_is_fair_to_every_class(n_rows, block_rows):
     n_blocks = n_rows // block_rows
     train, val = hold_out(np.full(n_blocks, block_rows), n_rows // 10)
     for labels in (np.arange(n_rows) * 10 // n_rows, np.arange(n_rows) % 10):
@@ -239,7 +237,7 @@ def test_a_share_is_fair_to_every_class_whatever_the_order_of_the_rows_and_its_r
     assert n_runs <= n_blocks + 2 * max(n_blocks, 1024)  # a section is cut at two places at most
 
 
-def test_the_rows_held_out_never_change():
+def test_share_rows_never_change():
     """Frozen: a resumed run must not train on rows that it was validated on."""
     for block_rows, held_out in (([4, 3, 6, 7], [2, 11, 12, 15, 17]), ([5000], [2963, 3101, 3224, 3691, 4613])):
         _, val = hold_out(np.array(block_rows), 5)
@@ -248,7 +246,7 @@ def test_the_rows_held_out_never_change():
 
 @many
 @given(mixed(), st.integers(0, 9))
-def test_each_epoch_has_the_exact_quotas_and_the_rows_of_a_group_take_them_evenly(case, seed):
+def test_mixture_quotas_are_exact_and_even(case, seed):
     samplers = case.samplers(seed=seed)
     groups = case.groups.groups
     quotas = samplers[0].selection.quotas
@@ -268,7 +266,7 @@ def test_each_epoch_has_the_exact_quotas_and_the_rows_of_a_group_take_them_evenl
 
 @many
 @given(mixed(), st.integers(0, 3))
-def test_each_time_that_a_row_comes_in_an_epoch_has_a_number_of_its_own(case, epoch):
+def test_mixture_repeats_of_a_row_are_numbered(case, epoch):
     times = []
     for sampler in case.samplers():
         for plan in sampler.pools(epoch):
@@ -277,7 +275,7 @@ def test_each_time_that_a_row_comes_in_an_epoch_has_a_number_of_its_own(case, ep
     assert sorted(times) == [(row, n) for row, count in zip(rows, counts, strict=True) for n in range(count)]
 
 
-def test_another_weight_or_another_grouping_has_another_checksum():
+def test_mixture_checksum_depends_on_weights_and_groups():
     groups = np.arange(64) // 32
     cases = [((1, 1), groups), ((1, 2), groups), ((1, 1), 1 - groups)]
     mixtures = [Mixture(Groups(("a", "b"), *case), np.full(8, 8), 8, 0) for case in cases]

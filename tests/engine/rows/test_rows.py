@@ -3,9 +3,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from harness import CPU, ITEMS, is_ragged, numbered, numbers_of, ragged
 
 from fastgpu.rows.rows import Field, Rows
+from support.ranks import CPU
+from support.rows import ITEMS, is_ragged, numbered, numbers_of, ragged
 
 FIELDS = {
     "number": Field(np.dtype("i8"), ()),
@@ -14,7 +15,7 @@ FIELDS = {
 }
 
 
-def test_a_field_says_what_its_rows_are_and_how_large_they_are_in_the_mean():
+def test_rows_field_descriptions():
     assert [str(field) for field in FIELDS.values()] == [
         "int64 (N)",
         "uint8 (N, 3, 2, 2)",
@@ -23,7 +24,7 @@ def test_a_field_says_what_its_rows_are_and_how_large_they_are_in_the_mean():
     assert [field.row_bytes for field in FIELDS.values()] == [8, 12, 4 + 11]  # an offset, and 2.6 values of 4 bytes
 
 
-def test_fields_fit_if_their_rows_may_be_in_one_pool():
+def test_rows_fields_that_fit_one_pool():
     items, images = FIELDS["items"], FIELDS["images"]
     jpeg = Field(np.dtype("u1"), (), 900.5, codec="jpeg")
     assert items.fits(items._replace(mean_values=7.0))
@@ -51,7 +52,7 @@ def rows() -> Rows:
     return rows.slice(0, 20)
 
 
-def check(rows: Rows, numbers: list[int]) -> None:
+def check_rows(rows: Rows, numbers: list[int]) -> None:
     """Fails if these are not the rows of those numbers."""
     assert len(rows) == len(rows["items"]) == len(numbers)
     assert rows["number"].tolist() == numbers
@@ -67,25 +68,25 @@ def addresses(rows: Rows) -> list[int]:
 
 
 @pytest.mark.parametrize("index", [[], [19, 3, 3, 0, 7]])
-def test_rows_are_taken_as_copies_to_new_memory_or_to_old(rows, index):
+def test_rows_taken_are_copies(rows, index):
     out = memory()
     places = torch.tensor(index, dtype=torch.int64)
     copies = [rows.take(places), rows.take(places, out=out)]
-    check(rows.slice(5, 9), [5, 6, 7, 8])
+    check_rows(rows.slice(5, 9), [5, 6, 7, 8])
     for name in ("number", "images"):
         rows[name].zero_()
     rows["items"].values.zero_()
     for copy in copies:
-        check(copy, index)
+        check_rows(copy, index)
     assert addresses(copies[1]) == addresses(out)
 
 
-def test_rows_are_copied_to_memory_of_a_device_that_shares_their_offsets_on_the_host(rows):
+def test_rows_copied_to_a_device_share_host_offsets(rows):
     device = memory()
     host_offsets = np.pad(rows["items"].host_offsets, (0, 10), mode="edge")
     device.columns["items"] = replace(device["items"], host_offsets=host_offsets)
     before = addresses(device)
     device.slice(0, 20).copy_(rows)
     assert addresses(device) == before != addresses(rows)
-    check(device.slice(0, 20), list(range(20)))
-    check(device.slice(4, 9), list(range(4, 9)))
+    check_rows(device.slice(0, 20), list(range(20)))
+    check_rows(device.slice(4, 9), list(range(4, 9)))

@@ -11,7 +11,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from harness import write_state
 from safetensors import SafetensorError
 from torch import nn
 
@@ -21,6 +20,7 @@ from fastgpu.run import checkpoint
 from fastgpu.run.checkpoint import Progress, find_intact, load, newest_first, save
 from fastgpu.run.run import lock_folder
 from fastgpu.training.average import AveragedModel
+from support.runs import write_state
 
 ORDER = {"rows": 10, "seed": 0}
 
@@ -33,7 +33,7 @@ def parts(value: float = 0.0, model: nn.Module | None = None, kind: type = torch
     return {"model": model, "optimizer": kind(model.parameters())}
 
 
-def write(run: Path, kind: checkpoint.Kind, step: int, **progress: int) -> bool:
+def save_step(run: Path, kind: checkpoint.Kind, step: int, **progress: int) -> bool:
     """Save a checkpoint whose weights are the number of its step."""
     return save(run, kind, Progress(step=step, **progress), parts(step), card={"order": ORDER})
 
@@ -55,15 +55,15 @@ def names(run: Path) -> list[str]:
     return sorted(path.name for path in (run / "checkpoints").iterdir())
 
 
-def test_only_the_newest_of_a_kind_stay_by_number_and_other_folders_are_left_alone(run):
+def test_checkpoint_keeps_the_newest_of_a_kind(run):
     others = {"last-final", "last-000001.old", "last-000001 (copy)", "last-٣٣٣"}
     for name in others:
         (run / "checkpoints" / name).mkdir()
     for kind, step in (("last", 9), ("last", 9), ("last", 10), ("best", 9), ("best", 10)):
-        write(run, kind, step)
+        save_step(run, kind, step)
     assert {*names(run)} == others | {"best-000005", "last-000002", "last-000003"}  # the number counts saves
     (run / "checkpoints/last-000003").rename(run / "checkpoints/last-999999")
-    write(run, "last", 11)
+    save_step(run, "last", 11)
     assert {*names(run)} == others | {"best-000005", "last-1000000", "last-999999"}
     assert resume(run) == (11, 11.0)
 
@@ -76,11 +76,11 @@ CALLS = ((torch, "save"), (Path, "write_text"), (Path, "rename"), (Path, "replac
 
 
 @pytest.mark.parametrize("kind", ["last", "best"])
-def test_killed_at_any_point_of_saving_a_complete_checkpoint_is_there(tmp_path, monkeypatch, kind):
+def test_checkpoint_survives_a_kill_at_any_call(tmp_path, monkeypatch, kind):
     for at in count():
         run = tmp_path / str(at)
         (run / "checkpoints").mkdir(parents=True)
-        write(run, kind, 1)
+        save_step(run, kind, 1)
         calls = Mock(side_effect=[None] * at + [Killed] + [None] * 99)
 
         def deadly(function, calls=calls):
@@ -90,13 +90,13 @@ def test_killed_at_any_point_of_saving_a_complete_checkpoint_is_there(tmp_path, 
             for owner, name in CALLS:
                 patch.setattr(owner, name, deadly(getattr(owner, name)))
             with suppress(Killed):
-                write(run, kind, 2)
+                save_step(run, kind, 2)
         fresh = parts()
         step = load(newest_first(run, kind)[0], fresh, ORDER).step
         assert (step, fresh["model"].bias[0]) in ((1, 1.0), (2, 2.0))
         lock_folder(Run(folder=str(tmp_path), name=run.name, resume="auto"))[1].close()  # as the next start does
         for later in (2, 3):  # the next saves work, and nothing is left over
-            assert write(run, kind, later)
+            assert save_step(run, kind, later)
         assert len(names(run)) == checkpoint.KEPT[kind]
         if calls.call_count <= at:
             assert at > 8
@@ -111,16 +111,16 @@ def test_killed_at_any_point_of_saving_a_complete_checkpoint_is_there(tmp_path, 
         (tempfile, "mkdtemp", OSError(30, "Read-only file system")),
     ],
 )
-def test_a_full_disk_costs_one_checkpoint(run, monkeypatch, capsys, owner, name, error):
-    write(run, "last", 1)
+def test_checkpoint_lost_to_a_full_disk(run, monkeypatch, capsys, owner, name, error):
+    save_step(run, "last", 1)
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, Mock(side_effect=error))
-        assert not write(run, "last", 2)
+        assert not save_step(run, "last", 2)
     out = capsys.readouterr().out
     assert "last-000002 was not written: " in out
     assert f"make room in {run}" in out
     assert names(run) == ["last-000001"]
-    assert write(run, "last", 3)
+    assert save_step(run, "last", 3)
     assert names(run) == ["last-000001", "last-000002"]
 
 
@@ -134,9 +134,9 @@ FILES = ("model.pt", "optimizer.pt", "state.json")
         *product(["state.json"], ("another step", "another format", "another key", "no files", "a file elsewhere")),
     ],
 )
-def test_damage_is_found_and_the_one_before_is_taken_and_kept(run, capsys, file, damage):
+def test_checkpoint_damage_is_found(run, capsys, file, damage):
     for step in (1, 2):
-        write(run, "last", step)
+        save_step(run, "last", step)
     path = run / "checkpoints/last-000002" / file
     content = path.read_bytes()
     middle = len(content) // 2
@@ -157,14 +157,14 @@ def test_damage_is_found_and_the_one_before_is_taken_and_kept(run, capsys, file,
         path.symlink_to("/dev/zero")
     assert resume(run) == (1, 1.0)
     assert "is damaged" in capsys.readouterr().out
-    write(run, "last", 3)
+    save_step(run, "last", 3)
     assert names(run) == ["damaged-last-000002", "last-000001", "last-000002"]
 
 
 @pytest.mark.parametrize("in_the_way", ["folder", "link", "broken link"])
-def test_a_damaged_checkpoint_is_renamed_whatever_has_its_new_name_and_a_broken_link_is_one(run, in_the_way):
+def test_checkpoint_damaged_is_renamed(run, in_the_way):
     for step in (1, 2):
-        write(run, "last", step)
+        save_step(run, "last", step)
     (run / "checkpoints/last-000002/state.json").unlink()
     (run / "checkpoints/last-000003").symlink_to("nowhere")
     damaged = run / "checkpoints/damaged-last-000002"
@@ -177,23 +177,23 @@ def test_a_damaged_checkpoint_is_renamed_whatever_has_its_new_name_and_a_broken_
     assert (damaged / "model.pt").exists()
 
 
-def test_a_damaged_checkpoint_that_cannot_be_renamed_is_one_line(run, monkeypatch):
-    write(run, "last", 1)
+def test_checkpoint_that_cannot_be_renamed_is_one_line(run, monkeypatch):
+    save_step(run, "last", 1)
     (run / "checkpoints/last-000001/state.json").unlink()
     monkeypatch.setattr(Path, "rename", Mock(side_effect=PermissionError(13, "Permission denied")))
     with pytest.raises(UserError, match=r"last-000001 cannot be renamed \(Permission denied\); rename it"):
         find_intact(run)
 
 
-def test_a_folder_of_checkpoints_that_was_removed_is_made_again(run):
-    write(run, "last", 1)
+def test_checkpoint_folder_is_made_again(run):
+    save_step(run, "last", 1)
     shutil.rmtree(run / "checkpoints")
-    assert write(run, "last", 2)
+    assert save_step(run, "last", 2)
     assert resume(run) == (2, 2.0)
 
 
-def test_a_run_without_an_intact_checkpoint_is_not_started_anew_and_one_of_another_version_is_left_alone(run):
-    write(run, "last", 1)
+def test_checkpoint_none_intact_or_of_another_version(run):
+    save_step(run, "last", 1)
     for content in ({}, {"format": 2, "digest": checkpoint.digest_of({"format": 2})}):  # 0.1.0 wrote neither of them
         (run / "checkpoints/last-000001/state.json").write_text(json.dumps(content))
         with pytest.raises(UserError, match=r"last-000001 is of another version: resume it with that version"):
@@ -203,12 +203,12 @@ def test_a_run_without_an_intact_checkpoint_is_not_started_anew_and_one_of_anoth
         resume(run)
 
 
-def test_code_in_a_checkpoint_is_not_run(run):
+def test_checkpoint_code_is_not_run(run):
     class Attack:
         def __reduce__(self):
             return (Path.touch, (run / "ran",))
 
-    write(run, "last", 1)
+    save_step(run, "last", 1)
     path = run / "checkpoints/last-000001/model.pt"
     torch.save({"weight": Attack()}, path)
     state = path.with_name("state.json")
@@ -229,15 +229,15 @@ def test_code_in_a_checkpoint_is_not_run(run):
         (parts() | {"ema": AveragedModel(nn.Linear(3, 2), 0.9)}, "ema.pt does not fit: .*No such file.*"),
     ],
 )
-def test_another_model_or_optimizer_is_refused_in_one_short_line(run, state, message):
-    write(run, "last", 1)
+def test_checkpoint_of_another_model_is_one_line(run, state, message):
+    save_step(run, "last", 1)
     with pytest.raises(UserError, match=rf"last-000001/{message}$") as error:
         resume(run, state)
     assert len(str(error.value)) - len(str(run)) < 300
 
 
-def test_a_file_that_cannot_be_read_for_a_moment_damages_no_checkpoint(run, monkeypatch):
-    write(run, "last", 1)
+def test_checkpoint_read_errors_are_no_damage(run, monkeypatch):
+    save_step(run, "last", 1)
 
     passing = OSError(errno.EIO, "Input/output error", "x")
     for error, raised, message in (
@@ -251,7 +251,7 @@ def test_a_file_that_cannot_be_read_for_a_moment_damages_no_checkpoint(run, monk
     assert resume(run)[0] == 1
 
 
-def test_each_rank_gets_its_own_buffers_back_unless_the_number_of_ranks_has_changed(run):
+def test_checkpoint_buffers_belong_to_ranks(run):
     def state() -> dict[str, Any]:
         return {"model": nn.BatchNorm1d(1)}
 
@@ -263,10 +263,10 @@ def test_each_rank_gets_its_own_buffers_back_unless_the_number_of_ranks_has_chan
         assert loaded["model"].running_mean.item() == expected
 
 
-def test_another_order_of_rows_is_refused_inside_an_epoch_only(run):
+def test_checkpoint_of_another_order_of_rows(run):
     changed = ORDER | {"seed": 1, "content": "b"}
-    write(run, "last", 1, epoch_step=1)
+    save_step(run, "last", 1, epoch_step=1)
     with pytest.raises(UserError, match=r"inside an epoch, in which .* cannot change \(seed, content\)$"):
         resume(run, order=changed)
-    write(run, "last", 2)
+    save_step(run, "last", 2)
     assert resume(run, order=changed) == (2, 2.0)

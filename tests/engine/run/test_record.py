@@ -4,7 +4,6 @@ import stat
 import numpy as np
 import torch
 from safetensors.torch import load_model
-from short_run import CONFIG, SIZES, SOURCE
 from torch import nn
 
 from fastgpu.feed import Data, Sizes
@@ -14,6 +13,7 @@ from fastgpu.rows.selection import Groups, Mixture
 from fastgpu.run import checkpoint
 from fastgpu.run.record import describe_model, identify_job
 from fastgpu.storage.arrays import ArrayDataset
+from support.runs import SHORT_CONFIG, SHORT_SIZES, SHORT_SOURCE
 
 
 class Tied(nn.Module):
@@ -27,10 +27,10 @@ class Tied(nn.Module):
         self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
 
 
-def test_the_model_to_use_comes_back_with_what_was_known_and_may_be_read_by_the_same_people(tmp_path):
+def test_record_model_comes_back_with_its_description(tmp_path):
     attributes = {"mean": np.array([1.5], np.float32), "class_names": ["a", "b"], "count": np.int64(3)}
     source = ArrayDataset("made up", {"x": np.zeros((3, 4), np.uint8), "y": np.zeros(3, np.int64)}, attributes)
-    card = describe_model(CONFIG.flat(), Data(source, source, SIZES), {"classes": ["a", "b"]}, {})
+    card = describe_model(SHORT_CONFIG.flat(), Data(source, source, SHORT_SIZES), {"classes": ["a", "b"]}, {})
     model = Tied()
     (tmp_path / "checkpoints").mkdir()
     checkpoint.save(tmp_path, "last", checkpoint.Progress(step=7), {"model": model}, card=card)
@@ -49,10 +49,14 @@ def test_the_model_to_use_comes_back_with_what_was_known_and_may_be_read_by_the_
 
 def job_of(**sections: dict[str, object]) -> dict[str, object]:
     """What identifies a job with these settings."""
-    return identify_job(CONFIG.resolved(**sections).flat(), (SOURCE, SOURCE), BlockSampler(SOURCE, 4).fingerprint)
+    return identify_job(
+        SHORT_CONFIG.resolved(**sections).flat(),
+        (SHORT_SOURCE, SHORT_SOURCE),
+        BlockSampler(SHORT_SOURCE, 4).fingerprint,
+    )
 
 
-def test_what_decides_the_weights_must_be_the_same_and_how_rows_are_read_may_differ():
+def test_record_job_is_what_decides_the_weights():
     job = job_of()
     for section, key, value in (
         ("run", "seed", 1),
@@ -67,7 +71,7 @@ def test_what_decides_the_weights_must_be_the_same_and_how_rows_are_read_may_dif
     assert job_of(data=data, loader={"num_readers": 3}) == job
 
 
-def test_it_is_told_how_many_rows_an_epoch_has():
+def test_record_rows_of_an_epoch():
     sizes = Sizes(4, 1, 10, "device", 2, False, 100, {"device": 1 << 30, "host": 1 << 30})
     plain, weighted = (ArrayDataset("x.h5", {"x": np.arange(n_rows)}) for n_rows in (1011, 10))
     groups = Groups(("a.h5", "b.h5"), (1, 3), np.repeat([0, 1], [8, 2]))

@@ -5,25 +5,58 @@ import signal
 import socket
 from math import inf, nan
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from harness import ALONE, in_world, newest, start_python, step_of
-from short_run import STEPS_PER_EPOCH, started_run, train_epoch
 from torch import nn
 
+from fastgpu.feed import Data
 from fastgpu.process import config, files
 from fastgpu.process.files import FolderLock
 from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
 from fastgpu.run import checkpoint
 from fastgpu.run import run as run_module
-from fastgpu.run.record import write_or_warn
-from fastgpu.run.run import lock_folder
+from fastgpu.run.record import describe_model, write_or_warn
+from fastgpu.run.run import Run, lock_folder
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.training.step import note_groups
+from support.ranks import ALONE, in_world, start_python
+from support.runs import SHORT_CONFIG, SHORT_ORDER, SHORT_SIZES, SHORT_SOURCE, SHORT_STEPS, newest, step_of
+
+
+def started_run(
+    folder: Path,
+    model: nn.Module | None = None,
+    *,
+    best: tuple[str, str] = ("score", "higher"),
+    state: dict[str, Any] | None = None,
+    splits: tuple[ArrayDataset, ArrayDataset] = (SHORT_SOURCE, SHORT_SOURCE),
+    world: World = ALONE,
+    **settings: Any,
+) -> Run:
+    """A run of this process. settings: of section `run`. state: more than the model."""
+    cfg = SHORT_CONFIG.resolved(run={"folder": str(folder), "name": "a", **settings})
+    card = describe_model(cfg.flat(), Data(*splits, SHORT_SIZES), {"classes": ["a", "b"]}, SHORT_ORDER.fingerprint)
+    state = {"model": model or nn.Linear(2, 2), **(state or {})}
+    return Run(cfg.run, world, state, card, values=cfg.model_dump(), best=best)
+
+
+def train_epoch(run: Run, *, loss: float = 0.5, score: float = 1.0, save_every: int = 0) -> None:
+    """Four steps, and the end of an epoch."""
+    at = run.progress
+    for _ in range(SHORT_STEPS):
+        at.step += 1
+        at.epoch_step += 1
+        run.should_stop()
+        if save_every and at.step % save_every == 0:
+            run.save()
+    at.epoch += 1
+    at.epoch_step = 0
+    run.save({"val/score": score, "val/loss": loss})
 
 
 def checkpoints(run: Path) -> list[str]:
@@ -43,7 +76,7 @@ def make_run(path: Path) -> Path:
     return path
 
 
-def test_a_new_run_is_named_by_the_time_and_never_mixed_with_another(tmp_path, monkeypatch):
+def test_run_new_has_a_name_of_its_own(tmp_path, monkeypatch):
     assert len({locked(tmp_path) for _ in range(3)}) == 3
     assert all(re.fullmatch(r"20\d{6}-\d{6}-\d{6}", path.name) for path in tmp_path.iterdir())
     make_run(tmp_path / "other")
@@ -55,7 +88,7 @@ def test_a_new_run_is_named_by_the_time_and_never_mixed_with_another(tmp_path, m
         locked(tmp_path, "late")
 
 
-def test_resuming_takes_the_run_that_saved_last_or_starts_one_and_removes_what_a_kill_left(tmp_path):
+def test_run_resumed_is_the_one_that_saved_last(tmp_path):
     for number, name in enumerate(("b", "c", "a")):
         os.utime(make_run(tmp_path / name) / "checkpoints/last-000001", (number, number))
     (tmp_path / "d").mkdir()
@@ -69,7 +102,7 @@ def test_resuming_takes_the_run_that_saved_last_or_starts_one_and_removes_what_a
 
 
 @pytest.mark.parametrize(("name", "reason"), [("file", "Not a directory"), ("run", "symbolic link")])
-def test_a_folder_that_cannot_be_written_and_a_lock_that_is_a_link(tmp_path, name, reason):
+def test_run_folder_that_cannot_be_written(tmp_path, name, reason):
     victim = tmp_path / "file"
     victim.write_text("mine")
     (tmp_path / "run").mkdir()
@@ -79,7 +112,7 @@ def test_a_folder_that_cannot_be_written_and_a_lock_that_is_a_link(tmp_path, nam
     assert victim.read_text() == "mine"
 
 
-def test_a_run_is_saved_after_each_epoch_and_inside_it_and_continued_where_it_was(tmp_path):
+def test_run_saves_inside_and_after_an_epoch(tmp_path):
     with started_run(tmp_path) as run:
         train_epoch(run, score=2.0, save_every=3)
         # the best one first: a kill between the two repeats the epoch, and misses no best one
@@ -94,7 +127,7 @@ def test_a_run_is_saved_after_each_epoch_and_inside_it_and_continued_where_it_wa
         assert run.progress == checkpoint.Progress(2, 0, 8, 2.0, 0.5, 1, run.progress.metric)
 
 
-def test_what_has_a_state_is_saved_and_comes_back_and_the_weights_are_saved_once(tmp_path):
+def test_run_state_comes_back(tmp_path):
     """What a scheduler changed comes back, too; options that an optimizer is made with only today hold."""
     model = nn.Linear(2, 2)
     for epoch in range(2):
@@ -117,13 +150,13 @@ def test_what_has_a_state_is_saved_and_comes_back_and_the_weights_are_saved_once
     ("direction", "scores", "epochs"),
     [("higher", [nan, 3, 1, nan, 4, 2, 4], [0, 2, 2, 2, 5, 5, 7]), ("lower", [inf, 1, 2, nan, 0.5], [0, 2, 2, 2, 5])],
 )
-def test_the_best_checkpoint_is_kept_by_the_value_of_the_metric(tmp_path, direction, scores, epochs):
+def test_run_best_follows_the_metric(tmp_path, direction, scores, epochs):
     kept = []
     with started_run(tmp_path, best=("score", direction)) as run:
         for score in scores:
             train_epoch(run, score=score)
             kept.append(run.progress.best_epoch)
-            best = [step_of(path) // STEPS_PER_EPOCH for path in (tmp_path / "a").glob("checkpoints/best-*")]
+            best = [step_of(path) // SHORT_STEPS for path in (tmp_path / "a").glob("checkpoints/best-*")]
             assert best == [epoch for epoch in kept[-1:] if epoch]
     assert kept == epochs
 
@@ -132,7 +165,7 @@ def test_the_best_checkpoint_is_kept_by_the_value_of_the_metric(tmp_path, direct
     ("losses", "best_epoch"),
     [((0.3, 0.1, 0.2), 2), ((0.2, 0.2, 0.3), 2), ((0.3, 0.3, 0.3), 3), ((0.1, nan, 0.2), 1), ((None, None, None), 3)],
 )
-def test_of_equal_values_the_last_without_a_higher_loss_is_the_best_also_after_a_resume(tmp_path, losses, best_epoch):
+def test_run_best_of_equal_values_by_the_loss(tmp_path, losses, best_epoch):
     for loss in losses:
         with started_run(tmp_path, resume="auto") as run:
             run.progress.epoch += 1
@@ -141,7 +174,7 @@ def test_of_equal_values_the_last_without_a_higher_loss_is_the_best_also_after_a
 
 
 @pytest.mark.parametrize(("n_rows", "is_told"), [(199, True), (200, False)])
-def test_it_is_told_if_few_rows_choose_the_best_checkpoint(tmp_path, capsys, n_rows, is_told):
+def test_run_best_of_few_rows_is_a_warning(tmp_path, capsys, n_rows, is_told):
     rows = ArrayDataset("few", {"x": np.zeros((n_rows, 100), np.uint8)})
     with started_run(tmp_path, splits=(rows, rows)):
         pass
@@ -149,7 +182,7 @@ def test_it_is_told_if_few_rows_choose_the_best_checkpoint(tmp_path, capsys, n_r
     assert (line in capsys.readouterr().out) == is_told
 
 
-def test_of_several_validations_in_an_epoch_the_best_one_is_kept(tmp_path):
+def test_run_best_of_several_validations(tmp_path):
     with started_run(tmp_path) as run:
         for score in (1.0, 3.0, 2.0):
             run.progress.step += 1
@@ -158,7 +191,7 @@ def test_of_several_validations_in_an_epoch_the_best_one_is_kept(tmp_path):
     assert step_of(best) == 2
 
 
-def test_a_resumed_run_may_choose_another_metric_and_one_that_does_not_exist_is_told(tmp_path, capsys):
+def test_run_best_of_another_metric(tmp_path, capsys):
     with started_run(tmp_path) as run:
         train_epoch(run, score=1000.0, loss=0.5)
     with started_run(tmp_path, best=("loss", "lower"), resume="auto") as run:
@@ -173,7 +206,7 @@ def test_a_resumed_run_may_choose_another_metric_and_one_that_does_not_exist_is_
     assert [step_of(newest(tmp_path / "a", kind)) for kind in ("best", "last")] == [12, 16]
 
 
-def test_the_newest_run_is_not_taken_for_one_of_other_rows(tmp_path):
+def test_run_newest_of_other_rows_is_refused(tmp_path):
     with started_run(tmp_path) as run:
         train_epoch(run)
     others = ArrayDataset("others", {"x": np.ones((9, 100), np.uint8)})
@@ -181,7 +214,7 @@ def test_the_newest_run_is_not_taken_for_one_of_other_rows(tmp_path):
         started_run(tmp_path, name="auto", resume="auto", splits=(others, others))
 
 
-def test_a_full_disk_costs_the_description_of_a_run_but_not_its_last_checkpoint(tmp_path, monkeypatch, capsys):
+def test_run_full_disk_costs_the_description(tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setattr(files, "flush", Mock(side_effect=OSError(28, "No space left on device")))
         run = started_run(tmp_path)
@@ -199,7 +232,7 @@ def test_a_full_disk_costs_the_description_of_a_run_but_not_its_last_checkpoint(
 
 
 @pytest.mark.parametrize("name", ["touch", "write_text", "replace"])
-def test_a_disk_that_refuses_a_file_that_a_run_does_not_need_costs_a_warning(tmp_path, monkeypatch, capsys, name):
+def test_run_file_that_is_not_needed_costs_a_warning(tmp_path, monkeypatch, capsys, name):
     target = tmp_path / "stopped.json"
     with monkeypatch.context() as patch:
         patch.setattr(Path, name, Mock(side_effect=OSError(28, "No space left on device")))
@@ -208,7 +241,7 @@ def test_a_disk_that_refuses_a_file_that_a_run_does_not_need_costs_a_warning(tmp
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_refuses_all_but_checkpoints_costs_a_warning_for_each_file(tmp_path, monkeypatch, capsys):
+def test_run_folder_that_refuses_files_costs_warnings(tmp_path, monkeypatch, capsys):
     for name in ("touch", "unlink"):
         monkeypatch.setattr(Path, name, Mock(side_effect=PermissionError(13, "Permission denied")))
     with started_run(tmp_path) as run:
@@ -233,10 +266,9 @@ def lose_a_value(world: World, folder: Path, name: str = "queue") -> str:
 
 
 @pytest.mark.parametrize(
-    ("n_ranks", "name"),
-    [(1, "running_mean"), (1, "weight"), pytest.param(2, "queue", marks=pytest.mark.slow)],
+    ("n_ranks", "name"), [(1, "running_mean"), (1, "weight"), pytest.param(2, "queue", marks=pytest.mark.slow)]
 )
-def test_what_became_nan_on_any_rank_is_not_saved_and_a_mask_may_be_infinite(tmp_path, n_ranks, name):
+def test_run_nan_is_not_saved(tmp_path, n_ranks, name):
     errors = in_world(2, lose_a_value, tmp_path) if n_ranks == 2 else [lose_a_value(ALONE, tmp_path, name)]
     for error in errors:
         assert re.search(rf"{name}.* is not finite at step 8; nothing is saved", error)
@@ -254,7 +286,7 @@ time.sleep(600)
 """
 
 
-def test_a_second_process_is_refused_and_a_child_does_not_keep_the_lock_of_a_dead_one(tmp_path):
+def test_run_lock_refuses_a_second_process(tmp_path):
     with start_python(HOLD, tmp_path) as holder:
         child = int(holder.stdout.readline())
         who = f"{tmp_path} is in use by process {holder.pid} on {socket.gethostname()} since 2"
@@ -270,7 +302,7 @@ def test_a_second_process_is_refused_and_a_child_does_not_keep_the_lock_of_a_dea
 
 
 @pytest.mark.parametrize("how", ["removed", "replaced", "taken", "moved"])
-def test_a_run_that_lost_its_lock_writes_no_more(tmp_path, how):
+def test_run_lock_lost_stops_writing(tmp_path, how):
     with started_run(tmp_path) as run:
         train_epoch(run)
         lock = run.folder / "lock"

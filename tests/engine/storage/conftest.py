@@ -12,14 +12,13 @@ import pytest
 from fastgpu.storage import store as module
 from fastgpu.storage.file import OpenFile
 from fastgpu.storage.store import HDF5Dataset, open_store
-
-FIELDS = {"images": "images", "labels": "labels"}
+from support.rows import DENSE_FIELDS
 
 
 @pytest.fixture
-def store(write) -> Callable[..., HDF5Dataset]:
-    """store(rows, ..., name=...) is a file that `write` of these arguments makes, opened."""
-    return lambda *sizes, **options: open_store("data.train", write(*sizes, **options), FIELDS)
+def store(dense_file) -> Callable[..., HDF5Dataset]:
+    """store(rows, ..., name=...) is a file that `dense_file` of these arguments makes, opened."""
+    return lambda *sizes, **options: open_store("data.train", dense_file(*sizes, **options), DENSE_FIELDS)
 
 
 @pytest.fixture

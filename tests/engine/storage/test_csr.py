@@ -1,15 +1,13 @@
 import h5py
 import numpy as np
 import pytest
-from harness import ITEMS, is_ragged
-from scattered import read_scattered
 
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import Field
 from fastgpu.storage import store as store_module
 from fastgpu.storage.store import open_store
+from support.rows import ITEMS, RAGGED_FIELDS, is_ragged, read_scattered
 
-FIELDS = {"items": "items", "number": "number"}
 LAYOUTS = {
     "one piece": {},
     "gzip": {"chunks": (64,), "compression": "gzip", "shuffle": True},
@@ -22,9 +20,9 @@ LAYOUTS = {
 @pytest.mark.usefixtures("either_cached_or_not")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("min_blocks", [1, 30])
-def test_ragged_rows_are_read_from_any_layout_as_int32(write_ragged, monkeypatch, layout, min_blocks):
+def test_ragged_rows_of_any_layout(ragged_file, monkeypatch, layout, min_blocks):
     monkeypatch.setattr(store_module, "MIN_BLOCKS", min_blocks)
-    store = open_store("data.train", write_ragged(101, **LAYOUTS[layout]), FIELDS)
+    store = open_store("data.train", ragged_file(101, **LAYOUTS[layout]), RAGGED_FIELDS)
     mean_values = sum(n * 7 % 5 for n in range(101)) / 101
     assert store.fields["items"] == Field(np.dtype("i4"), (), mean_values, ITEMS)
     assert len(store.block_rows) >= min_blocks
@@ -34,10 +32,10 @@ def test_ragged_rows_are_read_from_any_layout_as_int32(write_ragged, monkeypatch
 
 
 @pytest.mark.parametrize("long_row_bytes", [0, 1 << 20], ids=["row by row", "by indices"])
-def test_values_beside_the_items_values_of_other_types_and_with_a_shape(write_ragged, monkeypatch, long_row_bytes):
+def test_ragged_values_of_other_types_and_shapes(ragged_file, monkeypatch, long_row_bytes):
     monkeypatch.setattr("fastgpu.storage.columns.LONG_ROW_BYTES", long_row_bytes)
     monkeypatch.setattr(store_module, "MIN_BLOCKS", 1)  # several rows in a block
-    path = write_ragged(30)
+    path = ragged_file(30)
     with h5py.File(path, "a") as file:
         items = file["items/indices"][:]
         boxes = np.outer(items, np.arange(4)).astype("f4")
@@ -54,9 +52,13 @@ def test_values_beside_the_items_values_of_other_types_and_with_a_shape(write_ra
         np.testing.assert_array_equal(rows[name].values, values)
 
 
-def test_values_of_a_matrix_that_are_not_read_are_told(write_ragged, capsys):
-    path = write_ragged(40)
-    for value, fields, is_told in ((1, FIELDS, False), (2, FIELDS, True), (2, FIELDS | {"data": "items/data"}, False)):
+def test_ragged_values_not_read_are_reported(ragged_file, capsys):
+    path = ragged_file(40)
+    for value, fields, is_told in (
+        (1, RAGGED_FIELDS, False),
+        (2, RAGGED_FIELDS, True),
+        (2, RAGGED_FIELDS | {"data": "items/data"}, False),
+    ):
         with h5py.File(path, "a") as file:
             data = file.require_dataset("items/data", file["items/indices"].shape, "f8")
             data[:] = 1
@@ -66,13 +68,13 @@ def test_values_of_a_matrix_that_are_not_read_are_told(write_ragged, capsys):
         assert ("items/data has values other than 1, which are not read" in printed) == bool(printed) == is_told
 
 
-def test_rows_without_any_value_are_rows(write_ragged):
-    path = write_ragged(20)
+def test_ragged_rows_without_values(ragged_file):
+    path = ragged_file(20)
     with h5py.File(path, "a") as file:
         file["items/indptr"][:] = 0
         del file["items/indices"]
         file["items/indices"] = np.zeros(0, np.int32)
-    rows = read_scattered(open_store("data.train", path, FIELDS))
+    rows = read_scattered(open_store("data.train", path, RAGGED_FIELDS))
     assert rows["number"].tolist() == list(range(20))
     assert rows["items"].offsets.tolist() == [0] * 21
 
@@ -80,10 +82,10 @@ def test_rows_without_any_value_are_rows(write_ragged):
 @pytest.mark.usefixtures("either_cached_or_not")
 @pytest.mark.parametrize("wrong", [ITEMS, -1])
 @pytest.mark.parametrize("layout", ["one piece", "gzip"])
-def test_an_item_number_out_of_range_stops_the_run_before_it_reaches_the_device(write_ragged, wrong, layout):
-    path = write_ragged(50, **LAYOUTS[layout])
+def test_ragged_item_out_of_range_stops_the_run(ragged_file, wrong, layout):
+    path = ragged_file(50, **LAYOUTS[layout])
     with h5py.File(path, "a") as file:
         file["items/indices"][17] = wrong
-    store = open_store("data.train", path, FIELDS)
+    store = open_store("data.train", path, RAGGED_FIELDS)
     with pytest.raises(UserError, match=f"ragged.h5: items: item numbers .*{wrong}.* are not in 0 to 999"):
         read_scattered(store)

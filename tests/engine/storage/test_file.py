@@ -1,5 +1,6 @@
 import errno
 import fcntl
+import gc
 import mmap
 import os
 import resource
@@ -11,13 +12,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import numbers_of
-from scattered import read_by_jobs, read_scattered
 
 from fastgpu.process.launch import UserError
 from fastgpu.storage import store as store_module
 from fastgpu.storage.file import OpenFile
 from fastgpu.storage.store import HDF5Dataset, open_store
+from support.rows import DENSE_FIELDS, numbers_of, read_by_jobs, read_scattered
 
 BIG = (1, 96, 96)  # 9 KiB: rows that the kernel scatters
 NO_CACHE_TOLD = [
@@ -27,12 +27,12 @@ NO_CACHE_TOLD = [
 ]
 
 
-def rows_are_right(store: HDF5Dataset) -> bool:
+def rows_are_in_order(store: HDF5Dataset) -> bool:
     return numbers_of(read_scattered(store)["images"]) == list(range(len(store)))
 
 
 @pytest.mark.parametrize("answer", [1, *NO_CACHE_TOLD], ids=str)
-def test_rows_are_copied_out_of_the_mapping_where_the_kernel_says_that_they_are_cached(store, monkeypatch, answer):
+def test_file_cached_rows_are_copied_from_the_mapping(store, monkeypatch, answer):
     real = os.preadv
     asked_offsets, read_offsets = [], []
 
@@ -49,7 +49,7 @@ def test_rows_are_copied_out_of_the_mapping_where_the_kernel_says_that_they_are_
     monkeypatch.setattr(os, "RWF_NOWAIT", 8, raising=False)
     monkeypatch.setattr(os, "preadv", preadv)
     for _ in range(20):
-        assert rows_are_right(opened)
+        assert rows_are_in_order(opened)
     assert bool(read_offsets) == (answer in NO_CACHE_TOLD)
     assert len(set(asked_offsets)) > 60  # another byte each time, because the answer keeps its page in memory
 
@@ -63,7 +63,7 @@ def has_direct_reads(path: Path) -> bool:
         return False
 
 
-def test_a_file_that_the_memory_cannot_hold_is_read_around_the_page_cache(store, tmp_path, monkeypatch):
+def test_file_larger_than_memory_uses_direct_reads(store, tmp_path, monkeypatch):
     assert not store(100, BIG).file.is_direct
     if not has_direct_reads(tmp_path / "rows.h5"):
         pytest.skip("the file system of the tests has no direct reads")
@@ -79,10 +79,10 @@ def test_a_file_that_the_memory_cannot_hold_is_read_around_the_page_cache(store,
     monkeypatch.setattr(os, "preadv", preadv)
     monkeypatch.setattr(os, "posix_fadvise", lambda *_: pytest.fail("asked for bytes in the page cache"))
     monkeypatch.setattr(OpenFile, "mapped", property(lambda _: pytest.fail("mapped the file")))
-    assert rows_are_right(opened)
+    assert rows_are_in_order(opened)
 
 
-def test_a_file_system_without_direct_reads_is_read_as_usual(store, monkeypatch):
+def test_file_without_direct_reads_is_read_as_usual(store, monkeypatch):
     real = os.open
 
     def refuse(path, flags, *arguments, **options):
@@ -94,11 +94,11 @@ def test_a_file_system_without_direct_reads_is_read_as_usual(store, monkeypatch)
     monkeypatch.setattr(store_module, "AROUND_PAGE_CACHE", 0.0)
     opened = store(40, BIG)
     assert not opened.file.is_direct
-    assert rows_are_right(opened)
+    assert rows_are_in_order(opened)
 
 
 @pytest.mark.parametrize("options", [{}, {"compression": "gzip"}])
-def test_all_that_is_not_cached_is_announced_before_the_first_read_and_short_reads_go_on(store, monkeypatch, options):
+def test_file_reads_are_announced_and_short_ones_continued(store, monkeypatch, options):
     opened = store(40, BIG, **options)
     calls = []
     real = os.preadv
@@ -141,8 +141,8 @@ def overwrite_with_its_old_time(path: str) -> None:
 @pytest.mark.parametrize("options", [{"chunk": 8}, {"chunk": None}, {"compression": "gzip"}])
 @pytest.mark.parametrize("change", [cut, grow, overwrite, overwrite_with_its_old_time])
 @pytest.mark.parametrize("n_checks_before", [0, 1])
-def test_a_file_changed_before_or_while_rows_are_read_is_an_error(write, monkeypatch, options, change, n_checks_before):
-    path = write(40, BIG, **options)
+def test_file_changed_while_in_use_is_an_error(dense_file, monkeypatch, options, change, n_checks_before):
+    path = dense_file(40, BIG, **options)
     os.utime(path, (0, 0))  # written long ago
     opened = open_store("data.train", path, {"images": "images"})
     real = OpenFile.check_unchanged
@@ -170,42 +170,43 @@ def test_a_file_changed_before_or_while_rows_are_read_is_an_error(write, monkeyp
     ],
     ids=["mode", "link", "removed", "replaced", "moved"],
 )
-def test_a_file_with_another_mode_or_name_is_read_to_its_end(write, change):
-    write(40, BIG, name="new", start=40)
-    path = Path(write(40, BIG))
+def test_file_renamed_is_read_to_its_end(dense_file, change):
+    dense_file(40, BIG, name="new", start=40)
+    path = Path(dense_file(40, BIG))
     os.utime(path, (0, 0))  # written long ago
     opened = open_store("data.train", str(path), {"images": "images"})
     change(path)
-    assert rows_are_right(opened)
+    assert rows_are_in_order(opened)
     with Path(f"/proc/self/fd/{opened.file._raw.fileno()}").open("r+b") as raw:
         raw.write(b"x")
     with pytest.raises(UserError, match="was changed while in use"):
-        rows_are_right(opened)
+        rows_are_in_order(opened)
 
 
 @pytest.fixture
 def n_open() -> Callable[[], int]:
     """How many descriptors more than now are open."""
+    gc.collect()  # files of other tests
     descriptors = Path("/proc/self/fd")
     before = len([*descriptors.iterdir()])
     return lambda: len([*descriptors.iterdir()]) - before
 
 
 @pytest.mark.parametrize("options", [{}, {"compression": "gzip", "fletcher32": True}])
-def test_of_many_files_few_have_more_than_one_descriptor(write, tmp_path, monkeypatch, n_open, options):
+def test_file_descriptors_of_many_files(dense_file, tmp_path, monkeypatch, n_open, options):
     for number in range(100):
-        write(4, name=f"{number:03d}.h5", start=4 * number, **options)
+        dense_file(4, name=f"{number:03d}.h5", start=4 * number, **options)
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
-    opened = open_store("data.train", str(tmp_path / "*.h5"), {"images": "images", "labels": "labels"})
-    assert rows_are_right(opened)
+    opened = open_store("data.train", str(tmp_path / "*.h5"), DENSE_FIELDS)
+    assert rows_are_in_order(opened)
     assert 100 <= n_open() <= 100 + 2 * 256 / 16
     monkeypatch.setattr(resource, "getrlimit", lambda _: (128, 128))
     with pytest.raises(UserError, match="h5 is one file too many for the limit of 128 open files; raise it by ulimit"):
         open_store("data.train", str(tmp_path / "*.h5"), {"images": "images"})
 
 
-def test_reader_threads_have_descriptors_of_their_own(write, tmp_path, monkeypatch, n_open):
+def test_file_descriptor_of_each_reader_thread(dense_file, tmp_path, monkeypatch, n_open):
     used = []
     real = os.preadv
 
@@ -221,7 +222,7 @@ def test_reader_threads_have_descriptors_of_their_own(write, tmp_path, monkeypat
 
         def read() -> bool:
             barrier.wait()
-            is_right = rows_are_right(opened)
+            is_right = rows_are_in_order(opened)
             barrier.wait()
             return is_right
 
@@ -230,11 +231,11 @@ def test_reader_threads_have_descriptors_of_their_own(write, tmp_path, monkeypat
             assert all(each.result() for each in reads)
         return len(set(used))
 
-    opened = open_store("data.train", write(40, BIG), {"images": "images", "labels": "labels"})
+    opened = open_store("data.train", dense_file(40, BIG), {"images": "images", "labels": "labels"})
     n_before = n_open()
     monkeypatch.setattr(os, "preadv", preadv)
     Path(tmp_path / "rows.h5").rename(tmp_path / "moved.h5")
-    write(40, BIG, start=1000)  # another file has the name now
+    dense_file(40, BIG, start=1000)  # another file has the name now
     assert read_by_threads() == 6
     assert n_open() == n_before  # those of threads that have ended are closed
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
@@ -242,15 +243,15 @@ def test_reader_threads_have_descriptors_of_their_own(write, tmp_path, monkeypat
     assert read_by_threads() == 1  # there are too many open files: all threads share one
 
 
-def test_the_limit_of_open_files_is_raised_as_far_as_it_may_be(write, monkeypatch):
+def test_file_limit_is_raised(dense_file, monkeypatch):
     limits = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (32, 4096))
     monkeypatch.setattr(resource, "setrlimit", lambda _, limit: limits.append(limit))
-    open_store("data.train", write(4), {"images": "images"})
+    open_store("data.train", dense_file(4), {"images": "images"})
     assert limits == [(4096, 4096)]
 
 
-def test_bytes_behind_the_end_of_a_file_are_an_error(tmp_path):
+def test_file_read_past_the_end_is_an_error(tmp_path):
     (tmp_path / "x.bin").write_bytes(bytes(100))
     with pytest.raises(UserError, match="x.bin ends at byte 100: it was cut while in use; restore the file"):
         OpenFile(f"{tmp_path}/x.bin").read(90, 20)

@@ -5,13 +5,13 @@ import h5py
 import numpy as np
 import pytest
 from h5py import h5d, h5p, h5s, h5t
-from harness import by_h5py, numbered, numbers_of
-from scattered import read_scattered
 
 from fastgpu.process.launch import UserError
 from fastgpu.storage import layout as module
 from fastgpu.storage.filters import decode, filters_of
-from fastgpu.storage.store import open_store
+from fastgpu.storage.layout import Layout
+from fastgpu.storage.store import HDF5Dataset, open_store
+from support.rows import numbered, numbers_of, read_scattered
 
 hdf5plugin = pytest.importorskip("hdf5plugin", reason="comes with the codecs")
 
@@ -32,11 +32,17 @@ ONLY_H5PY = {
 }
 
 
+def by_h5py(store: HDF5Dataset) -> bool:
+    """Whether only the HDF5 library can read the rows, one thread at a time."""
+    largest = max(store.parts[0].values(), key=lambda column: column.field.row_bytes)
+    return type(largest) is Layout
+
+
 @pytest.mark.usefixtures("either_cached_or_not")
 @pytest.mark.parametrize("width", [7, 9216])  # the kernel scatters the longer rows
 @pytest.mark.parametrize("dtype", ["u1", "<i4", ">f8"])
 @pytest.mark.parametrize("layout", KNOWN | ONLY_H5PY)
-def test_every_layout_gives_the_rows_without_the_hdf5_library_if_that_can_be(open_x, monkeypatch, width, dtype, layout):
+def test_layout_rows_need_no_hdf5_library(open_x, monkeypatch, width, dtype, layout):
     monkeypatch.setattr(module, "IOV_MAX", 3)  # fewer rows than a block has
     values = np.random.default_rng(0).integers(0, 3, (50, width)).cumsum(1).astype(dtype)
     store = open_x(values, **(KNOWN | ONLY_H5PY)[layout])
@@ -109,7 +115,7 @@ def store_type(tmp_path) -> Callable[..., str]:
 
 @pytest.mark.parametrize("kind", AS_SHOWN | SHOWN_AS_ANOTHER)
 @pytest.mark.parametrize("settings", [{}, {"chunk": ((16, 2),)}, {"chunk": ((16, 2),), "deflate": 4}], ids=str)
-def test_values_are_those_that_h5py_shows_whatever_type_they_are_stored_as(store_type, kind, settings):
+def test_layout_values_are_those_of_h5py(store_type, kind, settings):
     path = store_type((AS_SHOWN | SHOWN_AS_ANOTHER)[kind], **settings)
     store = open_store("data.train", path, {"x": "x"})
     assert by_h5py(store) == (kind in SHOWN_AS_ANOTHER)
@@ -119,20 +125,20 @@ def test_values_are_those_that_h5py_shows_whatever_type_they_are_stored_as(store
 
 
 @pytest.mark.parametrize("kind", WITHOUT_NUMBERS)
-def test_a_type_that_torch_does_not_have_is_one_line(store_type, kind):
+def test_layout_types_that_torch_lacks_are_one_line(store_type, kind):
     path = store_type(WITHOUT_NUMBERS[kind])
     with pytest.raises(UserError, match=r"x is .* \(64, 2\); allowed are rows of bool, integers and floats up to 64"):
         open_store("data.train", path, {"x": "x"})
 
 
-def test_rows_in_the_header_of_a_file_are_read_by_the_hdf5_library(store_type):
+def test_layout_rows_in_the_header_of_a_file(store_type):
     path = store_type(h5t.STD_I16LE, layout=h5d.COMPACT)
     store = open_store("data.train", path, {"x": "x"})
     with h5py.File(path) as file:
         np.testing.assert_array_equal(read_scattered(store)["x"], file["x"][:])
 
 
-def test_a_filter_left_out_for_a_chunk_is_not_undone(tmp_path):
+def test_layout_filter_left_out_for_a_chunk(tmp_path):
     with h5py.File(tmp_path / "x.h5", "w") as file:
         data = file.create_dataset("x", (16, 8), "u1", chunks=(8, 8), compression="gzip", shuffle=True)
         data[:8] = numbered(8).reshape(8, 8)
@@ -142,7 +148,7 @@ def test_a_filter_left_out_for_a_chunk_is_not_undone(tmp_path):
 
 
 @pytest.mark.parametrize("name", [name for name in CODECS if name != "lzf, shuffled"])
-def test_damaged_chunks_are_an_error(open_x, name):
+def test_layout_damaged_chunks_are_an_error(open_x, name):
     rows = numbered(64, (1, 8, 8))
     path = open_x(rows, chunk=64, **CODECS[name]).file.path
     with h5py.File(path) as file:
@@ -160,7 +166,7 @@ def test_damaged_chunks_are_an_error(open_x, name):
         ((8, 1, 2, 2), r"x.h5: /x from row \d+ on cannot be read \(.*\); restore the file"),  # by the HDF5 library
     ],
 )
-def test_damage_names_the_block(open_x, chunks, message):
+def test_layout_damage_names_the_block(open_x, chunks, message):
     path = open_x(numbered(40), chunks=chunks, compression="gzip").file.path
     with h5py.File(path) as file:
         infos = map(file["x"].id.get_chunk_info, range(10))

@@ -15,30 +15,18 @@ import numpy as np
 import obstore.store
 import pytest
 import torch
-from harness import (
-    ROOT,
-    convert,
-    free_port,
-    metrics_of,
-    open_feed,
-    same_weights,
-    train,
-    train_command,
-    wait_for_port,
-    wait_for_step,
-    wait_until,
-    write_photos,
-)
-from object_store import Store, serve
-from scattered import read_scattered
 
 from fastgpu.process.launch import UserError
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage import remote
 from fastgpu.storage.store import open_store
-
-IMAGES = {"images": "images", "labels": "labels"}
+from support import PROJECT
+from support.images import write_photos
+from support.object_store import Store, serve
+from support.ranks import free_port, printed_by, train_command, wait_for_port, wait_until
+from support.rows import DENSE_FIELDS, open_feed, read_scattered
+from support.runs import metrics_of, same_weights, train, wait_for_step
 
 
 @pytest.fixture
@@ -97,34 +85,34 @@ def with_digests(path: str) -> str:
 
 
 @pytest.mark.parametrize("options", [{}, {"chunk": None}, {"compression": "gzip"}, {"fletcher32": True}], ids=str)
-def test_remote_rows_are_fetched_once_and_equal_local_ones(bucket, write, options):
-    local = open_store("data.train", path := write(3000, (3, 16, 16), **{"chunk": 64} | options), IMAGES)
-    rows = open_store("data.train", put(bucket, path), IMAGES)
+def test_remote_rows_are_fetched_once_and_equal_local_ones(bucket, dense_file, options):
+    local = open_store("data.train", path := dense_file(3000, (3, 16, 16), **{"chunk": 64} | options), DENSE_FIELDS)
+    rows = open_store("data.train", put(bucket, path), DENSE_FIELDS)
     assert rows.fingerprint == local.fingerprint
     assert same(read_scattered(rows), read_scattered(local))
     ranges = bucket.gets.copy()
     assert len(set(ranges)) == len(ranges)
     assert same(read_scattered(rows), read_scattered(local))
     forget()
-    assert same(read_scattered(open_store("data.train", "s3://b/rows.h5", IMAGES)), read_scattered(local))
+    assert same(read_scattered(open_store("data.train", "s3://b/rows.h5", DENSE_FIELDS)), read_scattered(local))
     assert bucket.gets == ranges
 
 
-def test_remote_ragged_and_encoded_rows(bucket, write_ragged, tmp_path):
+def test_remote_ragged_and_encoded_rows(bucket, ragged_file, tmp_path):
     for path, fields in (
-        (write_ragged(500), {"items": "items", "number": "number"}),
-        (write_photos(tmp_path / "p.h5", 60), IMAGES),
+        (ragged_file(500), {"items": "items", "number": "number"}),
+        (write_photos(tmp_path / "p.h5", 60), DENSE_FIELDS),
     ):
         local = open_store("data.train", path, fields)
         assert same(read_scattered(open_store("data.train", put(bucket, path), fields)), read_scattered(local))
 
 
 @pytest.mark.parametrize("tier", ["disk", "host", "device"])
-def test_remote_batches_equal_local_ones(bucket, write, tier):
+def test_remote_batches_equal_local_ones(bucket, dense_file, tier):
     epochs = []
-    path = write(1000, (3, 16, 16), 32)
+    path = dense_file(1000, (3, 16, 16), 32)
     for url in (path, put(bucket, path)):
-        rows = open_store("data.train", url, IMAGES)
+        rows = open_store("data.train", url, DENSE_FIELDS)
         feed = open_feed(rows, BlockSampler(rows, 50, pool_batches=4, seed=1), tier, n_readers=8)
         epochs.append([batch["images"].clone() for epoch in (0, 1) for batch in feed.batches(epoch)])
         feed.close()
@@ -133,11 +121,11 @@ def test_remote_batches_equal_local_ones(bucket, write, tier):
 
 
 @pytest.mark.slow
-def test_remote_requests_are_three_and_one_a_block(bucket, write, tmp_path):
+def test_remote_requests_are_three_and_one_a_block(bucket, dense_file, tmp_path):
     converted = tmp_path / "converted.h5"
-    printed = convert("repack", write(4000, (3, 32, 32), 500), converted, "--seed", "0", cwd=tmp_path)
-    assert not printed.returncode, printed.stderr
-    rows = open_store("data.train", put(bucket, str(converted)), IMAGES)
+    path = dense_file(4000, (3, 32, 32), 500)
+    printed_by([sys.executable, PROJECT / "convert.py", "repack", path, converted, "--seed", "0"], tmp_path)
+    rows = open_store("data.train", put(bucket, str(converted)), DENSE_FIELDS)
     assert rows.file.n_requests == 3  # its size, and metadata at its beginning and end
     read_scattered(rows)
     assert rows.file.n_requests <= 3 + len(rows.block_rows)
@@ -154,9 +142,9 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_remote_fault_is_survived(bucket, write, fault):
-    local = open_store("data.train", path := write(500, (3, 16, 16)), IMAGES)
-    rows = open_store("data.train", put(bucket, path), IMAGES)
+def test_remote_fault_is_survived(bucket, dense_file, fault):
+    local = open_store("data.train", path := dense_file(500, (3, 16, 16)), DENSE_FIELDS)
+    rows = open_store("data.train", put(bucket, path), DENSE_FIELDS)
     vars(bucket).update(FAULTS[fault])
     assert same(read_scattered(rows), read_scattered(local))
 
@@ -177,8 +165,8 @@ LINES = {
 
 
 @pytest.mark.parametrize("fault", LINES)
-def test_remote_fault_is_one_line(bucket, write, fault):
-    rows = open_store("data.train", put(bucket, with_digests(write(3000, (3, 32, 32), 750))), IMAGES)
+def test_remote_fault_is_one_line(bucket, dense_file, fault):
+    rows = open_store("data.train", put(bucket, with_digests(dense_file(3000, (3, 32, 32), 750))), DENSE_FIELDS)
     settings, message = LINES[fault]
     vars(bucket).update(settings)
     with pytest.raises(UserError, match=f"s3://b/rows.h5.*{message}") as caught:
@@ -187,19 +175,19 @@ def test_remote_fault_is_one_line(bucket, write, fault):
     assert len(str(caught.value)) < 600
     vars(bucket).update(vars(Store(bucket.objects)))
     forget()
-    rows = open_store("data.train", "s3://b/rows.h5", IMAGES)  # nothing wrong has been kept
-    assert same(read_scattered(rows), read_scattered(open_store("data.train", "rows.h5", IMAGES)))
+    rows = open_store("data.train", "s3://b/rows.h5", DENSE_FIELDS)  # nothing wrong has been kept
+    assert same(read_scattered(rows), read_scattered(open_store("data.train", "rows.h5", DENSE_FIELDS)))
 
 
-def test_remote_file_that_cannot_be_opened(bucket, write, monkeypatch):
+def test_remote_file_that_cannot_be_opened(bucket, dense_file, monkeypatch):
     def message(url: str) -> str:
         with pytest.raises(UserError) as caught:
-            open_store("data.train", url, IMAGES)
+            open_store("data.train", url, DENSE_FIELDS)
         forget()
         return str(caught.value)
 
-    url = put(bucket, write(10))
-    put(bucket, write(10, name="part-1.h5"))
+    url = put(bucket, dense_file(10))
+    put(bucket, dense_file(10, name="part-1.h5"))
     assert message("s3://b/none.h5") == "data.train: s3://b/none.h5 does not exist"
     assert message("s3://b/none-*.h5") == "data.train: no file matches s3://b/none-*.h5"
     assert "should end in the name of a file" in message("s3://b*/x.h5")
@@ -216,12 +204,12 @@ def test_remote_file_that_cannot_be_opened(bucket, write, monkeypatch):
     assert message(url) == 'data.train: s3://b/rows.h5 is read by obstore: pip install "obstore>=0.12"'
 
 
-def test_remote_pattern_names_files_in_order(bucket, write):
+def test_remote_pattern_names_files_in_order(bucket, dense_file):
     for number in range(3):
-        put(bucket, write(10, name=f"part-{number}.h5", start=10 * number))
-    rows = open_store("data.train", "s3://b/part-*.h5", IMAGES)
+        put(bucket, dense_file(10, name=f"part-{number}.h5", start=10 * number))
+    rows = open_store("data.train", "s3://b/part-*.h5", DENSE_FIELDS)
     assert [path for path, _ in rows.files] == [f"s3://b/part-{number}.h5" for number in range(3)]
-    assert same(read_scattered(rows), read_scattered(open_store("data.train", "part-*.h5", IMAGES)))
+    assert same(read_scattered(rows), read_scattered(open_store("data.train", "part-*.h5", DENSE_FIELDS)))
 
 
 def out_of_space(*_: object) -> int:
@@ -236,16 +224,16 @@ FULL = {
 
 
 @pytest.mark.parametrize("reason", FULL)
-def test_remote_rows_are_right_without_a_copy(bucket, write, monkeypatch, capfd, reason):
-    path = write(3000, (3, 16, 16), 500)
+def test_remote_rows_are_right_without_a_copy(bucket, dense_file, monkeypatch, capfd, reason):
+    path = dense_file(3000, (3, 16, 16), 500)
     url = put(bucket, path)
     if reason != "no holes":
-        rows = open_store("data.train", url, IMAGES)
+        rows = open_store("data.train", url, DENSE_FIELDS)
         rows[:500]
     monkeypatch.setattr(*FULL[reason])
     if reason == "no holes":
-        rows = open_store("data.train", url, IMAGES)
-    expected = read_scattered(open_store("data.train", path, IMAGES))
+        rows = open_store("data.train", url, DENSE_FIELDS)
+    expected = read_scattered(open_store("data.train", path, DENSE_FIELDS))
     assert same(read_scattered(rows), expected)
     n_gets = len(bucket.gets)
     assert same(read_scattered(rows), expected)
@@ -263,12 +251,12 @@ for start in range(0, len(rows), 100):
 
 def read_all() -> subprocess.Popen:
     """A process that reads all rows of rows.h5 in the bucket."""
-    return subprocess.Popen([sys.executable, "-c", READ_ALL], env={**os.environ, "PYTHONPATH": str(ROOT)})
+    return subprocess.Popen([sys.executable, "-c", READ_ALL], env={**os.environ, "PYTHONPATH": str(PROJECT)})
 
 
 @pytest.mark.slow
-def test_remote_reader_is_killed_and_its_copy_goes_on(bucket, write):
-    path = write(3000, (3, 32, 32), 100)
+def test_remote_reader_is_killed_and_its_copy_goes_on(bucket, dense_file):
+    path = dense_file(3000, (3, 32, 32), 100)
     url = put(bucket, path)
     bucket.delay_s = 0.05
     process = read_all()
@@ -277,29 +265,29 @@ def test_remote_reader_is_killed_and_its_copy_goes_on(bucket, write):
     process.wait()
     fetched = bucket.gets.copy()
     bucket.delay_s = 0.0
-    rows = open_store("data.train", url, IMAGES)
-    assert same(read_scattered(rows), read_scattered(open_store("data.train", path, IMAGES)))
+    rows = open_store("data.train", url, DENSE_FIELDS)
+    assert same(read_scattered(rows), read_scattered(open_store("data.train", path, DENSE_FIELDS)))
     again = [each for each in bucket.gets[len(fetched) :] if each in fetched]
     assert len(again) <= 1  # the one that was under way
     assert len(fetched) > 10
 
 
 @pytest.mark.slow
-def test_remote_copy_is_shared_by_processes(bucket, write):
-    path = write(3000, (3, 32, 32), 100)
+def test_remote_copy_is_shared_by_processes(bucket, dense_file):
+    path = dense_file(3000, (3, 32, 32), 100)
     put(bucket, path)
     bucket.delay_s = 0.01
     processes = [read_all() for _ in range(2)]
     assert [process.wait() for process in processes] == [0, 0]
     n_gets = len(bucket.gets)
-    rows = open_store("data.train", "s3://b/rows.h5", IMAGES)
-    assert same(read_scattered(rows), read_scattered(open_store("data.train", path, IMAGES)))
+    rows = open_store("data.train", "s3://b/rows.h5", DENSE_FIELDS)
+    assert same(read_scattered(rows), read_scattered(open_store("data.train", path, DENSE_FIELDS)))
     assert len(bucket.gets) == n_gets
     assert copy_of() == Path(path).read_bytes()
 
 
-def test_remote_file_refuses_a_fork(bucket, write):
-    rows = open_store("data.train", put(bucket, write(4000, (3, 32, 32), 100)), IMAGES)
+def test_remote_file_refuses_a_fork(bucket, dense_file):
+    rows = open_store("data.train", put(bucket, dense_file(4000, (3, 32, 32), 100)), DENSE_FIELDS)
 
     def read(pipe):
         with pytest.raises(UserError, match="was opened before a fork"):
@@ -341,7 +329,7 @@ def test_remote_run_is_killed_and_resumed_bit_for_bit(bucket, folder):
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_remote_rows_of_a_server_that_speaks_s3(bucket, write, monkeypatch):
+def test_remote_rows_of_a_server_that_speaks_s3(bucket, dense_file, monkeypatch):
     """With signatures, listings and errors as S3 has them: moto checks all but the secret."""
     port = free_port()
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
@@ -354,15 +342,15 @@ def test_remote_rows_of_a_server_that_speaks_s3(bucket, write, monkeypatch):
             urlopen(Request(f"http://127.0.0.1:{port}/bucket", method="PUT")).close()
             client = obstore.store.from_url("s3://bucket/deep/down", client_options={"allow_http": True})
             for number in range(2):
-                path = write(2000, (3, 32, 32), 500, name=f"part-{number}.h5", start=2000 * number)
+                path = dense_file(2000, (3, 32, 32), 500, name=f"part-{number}.h5", start=2000 * number)
                 obstore.put(client, f"part-{number}.h5", Path(path))
-            rows = open_store("data.train", "s3://bucket/deep/down/part-*.h5", IMAGES)
-            assert same(read_scattered(rows), read_scattered(open_store("data.train", "part-*.h5", IMAGES)))
+            rows = open_store("data.train", "s3://bucket/deep/down/part-*.h5", DENSE_FIELDS)
+            assert same(read_scattered(rows), read_scattered(open_store("data.train", "part-*.h5", DENSE_FIELDS)))
             obstore.put(client, "part-0.h5", Path("part-1.h5"))
             forget()
-            rows = open_store("data.train", "s3://bucket/deep/down/part-0.h5", IMAGES)
-            assert same(read_scattered(rows), read_scattered(open_store("data.train", "part-1.h5", IMAGES)))
+            rows = open_store("data.train", "s3://bucket/deep/down/part-0.h5", DENSE_FIELDS)
+            assert same(read_scattered(rows), read_scattered(open_store("data.train", "part-1.h5", DENSE_FIELDS)))
             with pytest.raises(UserError, match="s3://bucket/none.h5 does not exist"):
-                open_store("data.train", "s3://bucket/none.h5", IMAGES)
+                open_store("data.train", "s3://bucket/none.h5", DENSE_FIELDS)
         finally:
             server.terminate()

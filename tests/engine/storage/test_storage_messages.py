@@ -17,10 +17,10 @@ from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.storage.hdf5 import open_file
 from fastgpu.storage.meaning import check_meaning
 from fastgpu.storage.store import open_store
+from support.rows import DENSE_FIELDS
 
 hdf5plugin = pytest.importorskip("hdf5plugin", reason="comes with the codecs")
 
-FIELDS = {"images": "images", "labels": "labels"}
 ITEMS = {"items": "items"}
 BAD_FIELDS = ("zero", "words", "link", "virtual", "no chunk", "no chunk of many")
 BAD_INDPTR = {
@@ -52,8 +52,8 @@ def described(name: str, attributes: Mapping[str, Sequence[object]]) -> ArrayDat
     return ArrayDataset(name, {"x": np.zeros((2, 3), np.uint8)}, attributes)
 
 
-def test_messages(compare_messages, write, write_ragged, tmp_path, monkeypatch):
-    def opens(paths: str | list[str], fields: dict[str, str] = FIELDS, **more: str) -> Callable[[], object]:
+def test_messages_of_storage(compare_messages, dense_file, ragged_file, tmp_path, monkeypatch):
+    def opens(paths: str | list[str], fields: dict[str, str] = DENSE_FIELDS, **more: str) -> Callable[[], object]:
         return lambda: open_store("data.train", paths, fields | more)
 
     def opens_damaged(place: str, value: object) -> Callable[[], object]:
@@ -81,13 +81,13 @@ def test_messages(compare_messages, write, write_ragged, tmp_path, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     Path("text.h5").write_text("no")
-    write(10, (1, 2, 4), name="other.h5")
-    write(10, name="source.h5")
-    write(40, name="bitshuffle.h5", compression=hdf5plugin.Bitshuffle())
-    write_ragged(20)
-    write_ragged(5, "fewer.h5", items=99)
-    write_ragged(20, "long.h5", items=3)
-    write_bad_fields(write(10))
+    dense_file(10, (1, 2, 4), name="other.h5")
+    dense_file(10, name="source.h5")
+    dense_file(40, name="bitshuffle.h5", compression=hdf5plugin.Bitshuffle())
+    ragged_file(20)
+    ragged_file(5, "fewer.h5", items=99)
+    ragged_file(20, "long.h5", items=3)
+    write_bad_fields(dense_file(10))
     monkeypatch.setattr(h5py.h5z, "filter_avail", lambda _: False)
     mistakes = {
         "no file": opens("nowhere.h5"),
@@ -119,11 +119,11 @@ def test_messages(compare_messages, write, write_ragged, tmp_path, monkeypatch):
 
 def refused(path: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        open_store("data.train", path, FIELDS)
+        open_store("data.train", path, DENSE_FIELDS)
 
 
-def test_a_file_that_is_locked_by_its_writer(write):
-    path = write()
+def test_storage_file_locked_by_its_writer(dense_file):
+    path = dense_file()
     code = f"import h5py; file = h5py.File({path!r}, 'r+'); print('open', flush=True); input()"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", code], **pipes, text=True) as writer:
@@ -132,16 +132,16 @@ def test_a_file_that_is_locked_by_its_writer(write):
         writer.communicate("\n")
 
 
-def test_what_h5py_raises_is_one_line_and_a_bug_of_ours_is_not(write):
-    path = write(5)
+def test_storage_errors_of_h5py_are_one_line(dense_file):
+    path = dense_file(5)
     with pytest.raises(UserError, match="cannot be read as HDF5: .* doesn't exist"), open_file(path, path) as (_, file):
         file["nothing"]
     with pytest.raises(TypeError, match="bug"), open_file(path, path):
         raise TypeError("bug")
 
 
-def test_a_file_that_was_cut_is_refused(write):
-    path = write(40, (1, 96, 96))
+def test_storage_file_that_was_cut(dense_file):
+    path = dense_file(40, (1, 96, 96))
     os.truncate(path, 20_000)
     refused(path, r"rows.h5 cannot be read as HDF5: .*truncated.*; copy or write it again, or convert it once")
 
@@ -164,7 +164,7 @@ SHORTER, EXACT = ({"preprocessing": f'{{"size": [8, 8], "resize": "{resize}"}}'}
         (SHORTER, EXACT, "the images of b were prepared with .*exact.*, those of a with .*shorter"),
     ],
 )
-def test_rows_that_may_mean_something_else_are_told(ours, theirs, told, capsys):
+def test_storage_warns_of_other_meanings(ours, theirs, told, capsys):
     check_meaning("data.val", described("a", ours), described("b", theirs))
     printed = capsys.readouterr().out
     assert re.search(told, printed)

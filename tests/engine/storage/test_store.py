@@ -5,43 +5,41 @@ import h5py
 import numpy as np
 import pytest
 from h5py import h5a, h5s, h5t
-from harness import numbered, numbers_of
-from scattered import read_by_jobs, read_scattered
 
 from fastgpu.storage import store as module
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.storage.hdf5 import attributes_of
 from fastgpu.storage.layout import DIGESTS
 from fastgpu.storage.store import open_store
+from support.rows import DENSE_FIELDS, numbered, numbers_of, read_by_jobs, read_scattered
 
-FIELDS = {"images": "images", "labels": "labels"}
 BIG = (1, 96, 96)  # 9 KiB: rows that the kernel scatters
 
 
-def test_several_files_are_one(write, tmp_path):
+def test_store_of_several_files(dense_file, tmp_path):
     for number, (rows, start) in enumerate([(20, 0), (13, 20), (7, 33)]):
-        write(rows, name=f"part-{number}.h5", start=start)
-    store = open_store("data.train", str(tmp_path / "part-*.h5"), FIELDS)
+        dense_file(rows, name=f"part-{number}.h5", start=start)
+    store = open_store("data.train", str(tmp_path / "part-*.h5"), DENSE_FIELDS)
     assert store.name == f"{tmp_path}/part-0.h5 and 2 more"
     assert store.block_rows.tolist() == [8, 8, 4, 8, 5, 7]
     assert numbers_of(read_scattered(store)["images"]) == list(range(40))
     assert store.stored_column("labels").tolist() == [n % 4 for n in range(40)]
 
 
-def test_arrays_are_rows_in_blocks_of_two_mib():
+def test_store_of_arrays_has_blocks_of_two_mib():
     assert ArrayDataset("x", {"a": np.zeros((100, 1 << 16))}).block_rows.tolist() == [4] * 25
 
 
-def test_files_of_the_same_rows_have_one_digest_and_others_another_one(write):
+def test_store_digest_tells_rows_apart(dense_file):
     def digest(field: str = "", row: int = 0, *, has_checksums: bool = False) -> str:
         """Of a file with another value in this row of a field."""
-        path = write(40)
+        path = dense_file(40)
         with h5py.File(path, "r+") as file:
             if has_checksums:  # these tell rows apart that are not read
                 file[f"{DIGESTS}/images"] = np.zeros((5, 32), np.uint8)
             if field:
                 file[field][row] += 1
-        return open_store("data.train", path, FIELDS).digest
+        return open_store("data.train", path, DENSE_FIELDS).digest
 
     digests = [digest(), digest("labels", 3), digest("images", 0), digest("images", 13), digest("images", 39)]
     digests += [digest(has_checksums=True), digest(f"{DIGESTS}/images", 4, has_checksums=True)]
@@ -49,7 +47,7 @@ def test_files_of_the_same_rows_have_one_digest_and_others_another_one(write):
     assert digest() == digests[0]
 
 
-def test_attributes_that_json_cannot_have_are_left_out(tmp_path):
+def test_store_leaves_out_attributes_unlike_json(tmp_path):
     unequal = np.array([np.arange(2), np.arange(3)], object)
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["x"] = np.arange(3)
@@ -81,19 +79,19 @@ def test_attributes_that_json_cannot_have_are_left_out(tmp_path):
     assert (found["compound"], found["unsigned"], found["infinite"]) == ([[1, 2.5, "a"]], 2**64 - 1, [np.inf])
 
 
-def test_a_group_has_attributes_of_plain_python(tmp_path):
+def test_store_attributes_of_a_group(tmp_path):
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["train/images"] = numbered(5)
         file["train/labels"] = np.arange(5)
         attributes = {"class_names": ["a", "b"], "bytes": np.bytes_(b"c"), "mean": np.array([1.5]), "n": np.int64(1)}
         file["train"].attrs.update(attributes)
-    store = open_store("data.train", f"{tmp_path}/x.h5::/train", FIELDS)
+    store = open_store("data.train", f"{tmp_path}/x.h5::/train", DENSE_FIELDS)
     assert len(store) == 5
     assert store.attributes == {"class_names": ["a", "b"], "bytes": "c", "mean": [1.5], "n": 1}
     assert type(store.attributes["n"]) is int
 
 
-def test_only_small_fields_are_in_memory_and_others_have_chunks_and_names_of_their_own(tmp_path, monkeypatch):
+def test_store_keeps_small_columns_in_memory(tmp_path, monkeypatch):
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file.create_dataset("pixels", data=numbered(50, BIG), chunks=(8, *BIG))
         file.create_dataset("labels", data=np.arange(50), chunks=(3,))
@@ -109,9 +107,9 @@ def test_only_small_fields_are_in_memory_and_others_have_chunks_and_names_of_the
 @pytest.mark.parametrize("cached", ["all_cached", "nothing_cached"])
 @pytest.mark.parametrize("options", [{"chunk": 8}, {"chunk": None}, {"compression": "gzip"}])
 @pytest.mark.parametrize("n_files", [1, 2])
-def test_rows_of_a_pool_are_read_by_jobs_in_any_order(write, request, cached, options, n_files):
-    paths = [write(40, BIG, name=f"{number}.h5", start=40 * number, **options) for number in range(n_files)]
-    store = open_store("data.train", paths, FIELDS)
+def test_store_jobs_read_a_pool_in_any_order(dense_file, request, cached, options, n_files):
+    paths = [dense_file(40, BIG, name=f"{number}.h5", start=40 * number, **options) for number in range(n_files)]
+    store = open_store("data.train", paths, DENSE_FIELDS)
     request.getfixturevalue(cached)
     order = np.random.default_rng(0).permutation(40 * n_files)
     rows = read_by_jobs(store, order)
@@ -121,7 +119,7 @@ def test_rows_of_a_pool_are_read_by_jobs_in_any_order(write, request, cached, op
 
 @pytest.mark.usefixtures("all_cached")
 @pytest.mark.parametrize("name", ["at odd bytes", "big endian", "in turns with others"])
-def test_rows_in_the_page_cache_are_read_however_they_lie(tmp_path, name):
+def test_store_reads_cached_rows_of_any_layout(tmp_path, name):
     values = np.arange(1 << 18, dtype=np.float32).reshape(-1, 2048)  # 8 KiB: rows that are gathered
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file["odd"] = np.zeros(3, np.uint8)
@@ -139,15 +137,15 @@ def test_rows_in_the_page_cache_are_read_however_they_lie(tmp_path, name):
     np.testing.assert_array_equal(rows["x"], values[order])
 
 
-def test_mean_and_std_are_those_of_the_rows_of_all_files_and_a_file_without_them_is_told(write, capsys):
+def test_store_merges_mean_and_std_of_files(dense_file, capsys):
     def found(*attributes: dict[str, Any]) -> dict[str, Any]:
         """The attributes of files of 30, 60, ... rows with these attributes."""
         paths = []
         for number, own in enumerate(attributes, 1):
-            paths.append(write(30 * number, name=f"{number}.h5"))
+            paths.append(dense_file(30 * number, name=f"{number}.h5"))
             with h5py.File(paths[-1], "a") as file:
                 file.attrs.update(own)
-        return open_store("data.train", paths, FIELDS).attributes
+        return open_store("data.train", paths, DENSE_FIELDS).attributes
 
     rows = np.random.default_rng(0).normal(100, 16, (3, 90))  # three channels
     rows[:, 30:] *= 2

@@ -4,11 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from harness import ALONE, needs_gpu
 
 from fastgpu.process.world import World
 from fastgpu.telemetry import clock as clock_module
 from fastgpu.telemetry.clock import Clock
+from support.ranks import ALONE, needs_gpu
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def time(monkeypatch) -> SimpleNamespace:
     return fake
 
 
-def test_waits_and_rates_since_the_first_pool_or_a_restart(time):
+def test_clock_waits_and_rates(time):
     clock = Clock(ALONE, 10, echo=2)
     time.now += 128  # validation, say
 
@@ -46,7 +46,7 @@ def test_waits_and_rates_since_the_first_pool_or_a_restart(time):
     assert clock.take() == (1, 0, 0, 0, 0)
 
 
-def test_the_wait_is_that_of_the_slowest_rank(time):
+def test_clock_wait_is_that_of_the_slowest_rank(time):
     class Slower(World):
         def all_reduce_max(self, value: float) -> float:
             return value + 1
@@ -60,7 +60,7 @@ def test_the_wait_is_that_of_the_slowest_rank(time):
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("read_s", [0, 0.2])  # at once; longer than the work that is queued, on an H100 about 0.06 s
-def test_on_a_gpu_the_wait_is_that_of_a_trace(read_s):
+def test_clock_wait_on_a_gpu_is_that_of_a_trace(read_s):
     clock = Clock(World(0, 1, 1, torch.device("cuda", 0)), 1)
     x = torch.randn(4096, 4096, device="cuda")
 

@@ -11,13 +11,15 @@ from unittest.mock import Mock
 import psutil
 import pytest
 import torch
-from harness import ALONE, CPU, ROOT, TIMEOUT_S, needs_gpu, train
 
 from fastgpu.process.world import World
 from fastgpu.report.results import read_run
 from fastgpu.telemetry import monitor as monitor_module
 from fastgpu.telemetry.clock import Throughput
 from fastgpu.telemetry.monitor import Counters, Monitor, gpu_counters
+from support import PROJECT
+from support.ranks import ALONE, CPU, TIMEOUT_S, needs_gpu
+from support.runs import train
 
 GPU = World(0, 1, 1, torch.device("cuda", 0))
 TWO_GPUS = World(0, 2, 2, torch.device("cuda", 0))
@@ -94,7 +96,7 @@ def told(monkeypatch) -> SimpleQueue[str]:
     return told
 
 
-def test_gpus_are_found_by_uuid_and_numbered_as_the_process_sees_them(nvml):
+def test_monitor_numbers_gpus_by_uuid(nvml):
     nvml.uuids = "ba"
     values = {tag: function() for tag, function in gpu_counters(TWO_GPUS).items() if "active" not in tag}
     of_both = {"mem_used_gib": 5, "power_w": 300, "temperature_c": 55}
@@ -103,12 +105,12 @@ def test_gpus_are_found_by_uuid_and_numbered_as_the_process_sees_them(nvml):
     assert gpu_counters(ALONE) == {}
 
 
-def test_an_older_driver_has_the_older_call_for_the_temperature(nvml):
+def test_monitor_temperature_of_an_older_driver(nvml):
     nvml.nvmlDeviceGetTemperatureV = Mock(side_effect=NotImplementedError)
     assert gpu_counters(GPU)["gpu0/temperature_c"]() == 54
 
 
-def test_activity_is_that_between_two_samples_which_are_freed(nvml):
+def test_monitor_activity_between_two_samples(nvml):
     counters = gpu_counters(GPU)
     tags = ("sm", "tensor", "sm", "sm", "tensor")  # the other counter takes samples between them
     assert [counters[f"gpu0/{tag}_active_pct"]() for tag in tags] == [None, None, 20 + 2, 20 + 1, 50 + 3]
@@ -116,7 +118,7 @@ def test_activity_is_that_between_two_samples_which_are_freed(nvml):
 
 
 @pytest.mark.parametrize("answer", [Mock(return_value=SimpleNamespace(isSupportedDevice=0)), Mock(side_effect=OSError)])
-def test_gpus_that_do_not_count_activity_are_told_once_and_keep_their_other_counters(nvml, capsys, answer):
+def test_monitor_gpus_without_activity_counters(nvml, capsys, answer):
     nvml.nvmlGpmQueryDeviceSupport = answer
     counters = gpu_counters(TWO_GPUS)
     assert {"gpu0/power_w", "gpu1/power_w"} <= counters.keys()
@@ -125,14 +127,14 @@ def test_gpus_that_do_not_count_activity_are_told_once_and_keep_their_other_coun
 
 
 @pytest.mark.parametrize(("refused", "uuids"), [("nvmlInit", "ab"), ("", "xb")])
-def test_gpus_that_the_driver_does_not_know_are_told_and_left_out(nvml, refuse, capsys, refused, uuids):
+def test_monitor_gpus_unknown_to_the_driver(nvml, refuse, capsys, refused, uuids):
     nvml.uuids = uuids
     refuse(refused)
     assert set(gpu_counters(TWO_GPUS)) == {"gpu0/mem_peak_gib"}
     assert capsys.readouterr().out.startswith("warning: GPU is not measured here (")
 
 
-def test_the_host_is_that_of_psutil(monkeypatch):
+def test_monitor_host_values_of_psutil(monkeypatch):
     cpus = [{"user": user, "nice": 2.0, "system": 12.0} for user in (4.0, 8.0)]
     cpu_times = [SimpleNamespace(_asdict=Mock(return_value=values)) for values in cpus]
     disk_counters = [SimpleNamespace(read_bytes=10e6), SimpleNamespace(read_bytes=40e6)]
@@ -146,14 +148,14 @@ def test_the_host_is_that_of_psutil(monkeypatch):
     assert values == {"host/cpu_user_pct": 10.0, "host/cpu_system_pct": 12.0, "host/disk_read_mb_per_s": 15.0}
 
 
-def test_a_system_without_disks_is_told_and_never_a_zero(monkeypatch, capsys):
+def test_monitor_without_disks(monkeypatch, capsys):
     monkeypatch.setattr(psutil, "disk_io_counters", lambda: None)
     with Monitor(ALONE) as monitor:
         assert "host/disk_read_mb_per_s" not in monitor.take()
     assert capsys.readouterr().out.count("warning: host/disk_read_mb_per_s is not measured here (") == 1
 
 
-def test_means_between_two_calls_and_minima_and_a_thread_that_ends(counters, told):
+def test_monitor_means_and_minima_between_calls(counters, told):
     counters["gpu0/util_pct"] = Mock(side_effect=[70, 75])
     counters["gpu0/power_w"] = Mock(side_effect=[200.0, 400.0])
     with Monitor(ALONE, poll_s=0.01) as monitor, Monitor(World(1, 1, 1, CPU)) as of_another_rank:
@@ -167,7 +169,7 @@ def test_means_between_two_calls_and_minima_and_a_thread_that_ends(counters, tol
     assert "monitor" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_a_counter_that_is_missing_or_breaks_is_told_once_and_never_a_zero(counters, told, refuse):
+def test_monitor_counter_that_breaks_is_reported_once(counters, told, refuse):
     refuse("nvmlDeviceGetPowerUsage")
     counters |= gpu_counters(GPU)
     text = "gpu0/{} is not measured here ({} Not Supported)"
@@ -187,7 +189,7 @@ def test_a_counter_that_is_missing_or_breaks_is_told_once_and_never_a_zero(count
 
 @pytest.mark.gpu
 @needs_gpu
-def test_on_a_gpu_its_counters_are_there():
+def test_monitor_counters_of_a_real_gpu():
     busy = torch.randn(4096, 4096, device="cuda")
     busy = busy @ busy / 4096  # loads libraries, which may take seconds
     torch.cuda.synchronize()
@@ -206,13 +208,13 @@ def test_on_a_gpu_its_counters_are_there():
 
 
 @pytest.mark.skipif(not psutil.LINUX, reason="other systems lack some counters")
-def test_the_page_of_scalars_explains_exactly_what_a_run_and_a_machine_with_a_gpu_log(folder, nvml):
+def test_monitor_scalars_are_those_of_the_page(folder, nvml):
     train("train.epochs=1")
     points = read_run(folder / "runs/a").points
     logged = {name for point in points for name in point} - {"step", "time_s", "part", *Throughput._fields}
     logged |= {"val/loss"}  # of other workloads
     logged |= {"gpu0/util_min_pct", *gpu_counters(GPU)}
-    page = (ROOT / "docs/measuring.md").read_text(encoding="utf-8")
+    page = (PROJECT / "docs/measuring.md").read_text(encoding="utf-8")
     explained = re.findall(r"(?m)^\| `([^`|]+/[^`|]+)` \| [^|]* \| [^|]+ \| [^|]*\|$", page)
     patterns = {name: name.replace("<n>", r"\d+").replace("<metric>", r"\w+") for name in explained}
     assert [name for name in logged if not any(re.fullmatch(pattern, name) for pattern in patterns.values())] == []

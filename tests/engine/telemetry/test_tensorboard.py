@@ -10,7 +10,6 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from harness import ALONE, CPU, metrics_of, wait_until
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fastgpu.process.launch import UserError
@@ -19,6 +18,8 @@ from fastgpu.report.results import read_run
 from fastgpu.telemetry import tensorboard
 from fastgpu.telemetry.clock import Throughput
 from fastgpu.telemetry.tensorboard import TensorBoard
+from support.ranks import ALONE, CPU, wait_until
+from support.runs import metrics_of
 
 STEP = Throughput(seconds=1.0, wait_s=0.1, fresh_rows=10.0, trained_rows=10.0, steps=5)
 FULL = Mock(side_effect=OSError(28, "No space left on device"))
@@ -56,7 +57,7 @@ def losses_in(folder: Path) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events_in(folder).Scalars("train/loss")]
 
 
-def test_other_ranks_write_and_print_nothing(board, tmp_path, capsys):
+def test_log_of_other_ranks_is_silent(board, tmp_path, capsys):
     log = board(world=World(1, 1, 1, CPU))
     log.write(1, {"train/loss": 1.0}, STEP)
     log.end_epoch(1, 1, {"val/x": 1.0})
@@ -64,7 +65,7 @@ def test_other_ranks_write_and_print_nothing(board, tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_points_that_a_resumed_run_trains_again_count_once(board, tmp_path, clock):
+def test_log_of_a_resumed_run_counts_points_once(board, tmp_path, clock):
     """A run is killed at step 30, resumed from a checkpoint at step 20, and killed and resumed there again."""
     for step, loss, steps in ((0, 1.0, (10, 20, 30)), (20, 2.0, (25, 30, 35)), (20, 3.0, (25, 30, 35))):
         for path in tmp_path.glob("events.*"):  # TensorBoard orders files by the second in their names
@@ -84,7 +85,7 @@ def test_points_that_a_resumed_run_trains_again_count_once(board, tmp_path, cloc
     assert "config/text_summary" in tags["tensors"]
 
 
-def test_a_number_that_is_not_finite_is_null_in_the_file_and_no_point_of_a_report(board, tmp_path):
+def test_log_of_infinite_numbers(board, tmp_path):
     board().write(1, {"train/loss": 1.0, "train/grad_norm": inf, "val/x": nan})
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     point = json.loads(line, parse_constant=pytest.fail)
@@ -92,7 +93,7 @@ def test_a_number_that_is_not_finite_is_null_in_the_file_and_no_point_of_a_repor
     assert {"train/grad_norm", "val/x"}.isdisjoint(read_run(tmp_path).points[0])
 
 
-def test_a_full_disk_warns_once_and_never_stops(board, tmp_path, monkeypatch, capsys):
+def test_log_on_a_full_disk_warns_once(board, tmp_path, monkeypatch, capsys):
     log = board()
     with monkeypatch.context() as patch:
         patch.setattr(Path, "open", FULL)
@@ -110,7 +111,7 @@ def test_a_full_disk_warns_once_and_never_stops(board, tmp_path, monkeypatch, ca
     assert metrics_of(tmp_path)[-1]["step"] == 10
 
 
-def test_lines_of_progress_are_few_and_a_resumed_run_counts_from_its_first_row(board, clock, capsys):
+def test_log_progress_lines(board, clock, capsys):
     log = board(n_steps=20, step=2)
     for second in range(11):
         clock.now = second
@@ -121,9 +122,7 @@ def test_lines_of_progress_are_few_and_a_resumed_run_counts_from_its_first_row(b
 
 
 @pytest.mark.parametrize(("waits_s", "is_bound"), [((0.9, 0.3), True), ((0.15, 0.02), False)])
-def test_the_line_of_an_epoch_has_the_means_of_its_steps_and_says_whether_it_waited_for_data(
-    board, capsys, waits_s, is_bound
-):
+def test_log_epoch_line_means_and_waiting(board, capsys, waits_s, is_bound):
     log = board(**{"train.epochs": 2})
     for n_steps, loss, wait_s in zip((1, 3), (4.0, 2.0), waits_s, strict=True):  # two reports of unequal length
         log.write(n_steps, {"train/loss": loss}, STEP._replace(steps=n_steps, wait_s=wait_s))
@@ -136,7 +135,7 @@ def test_the_line_of_an_epoch_has_the_means_of_its_steps_and_says_whether_it_wai
 
 
 @pytest.mark.parametrize(("bottleneck", "note"), [("", "(input-bound)"), ("decoding", "(input-bound: decoding)")])
-def test_a_project_without_tools_names_none_and_another_loader_no_stage(board, capsys, monkeypatch, bottleneck, note):
+def test_log_epoch_line_without_tools(board, capsys, monkeypatch, bottleneck, note):
     monkeypatch.setattr(tensorboard, "DIAGNOSE", Path("nowhere"))
     log = board()
     log.write(1, {"train/loss": 1.0}, STEP._replace(wait_s=0.9))
@@ -144,7 +143,7 @@ def test_a_project_without_tools_names_none_and_another_loader_no_stage(board, c
     assert capsys.readouterr().out.endswith(f"waiting for data {note}\n")
 
 
-def test_the_bar_ends_at_the_planned_rows_also_if_a_step_has_a_fraction_of_a_row(board, monkeypatch):
+def test_log_bar_ends_at_the_planned_rows(board, monkeypatch):
     terminal = io.StringIO()
     terminal.isatty = lambda: True
     monkeypatch.setattr(tensorboard.sys, "stderr", terminal)
@@ -155,7 +154,7 @@ def test_the_bar_ends_at_the_planned_rows_also_if_a_step_has_a_fraction_of_a_row
     assert "Warning" not in terminal.getvalue()  # that of tqdm, if the rows are more than planned
 
 
-def test_wandb_that_refuses_is_one_line(board, monkeypatch):
+def test_log_wandb_refusal_is_one_line(board, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setattr(wandb, "init", Mock(side_effect=wandb.errors.UsageError("No API key configured.")))
     with pytest.raises(UserError, match=r"log.wandb is mine, but No API key configured.; use"):
@@ -163,7 +162,7 @@ def test_wandb_that_refuses_is_one_line(board, monkeypatch):
 
 
 @pytest.mark.slow
-def test_wandb_has_the_points(board, tmp_path, monkeypatch):
+def test_log_wandb_has_the_points(board, tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")

@@ -10,7 +10,7 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 2))
 
 
-def test_the_average_is_that_of_torch_with_the_formula_and_initial_weights_do_not_count():
+def test_average_is_that_of_torch_with_warm_up():
     def formula(average: Tensor, value: Tensor, n: Tensor) -> Tensor:
         decay = min(0.6, int(n) / (int(n) + 9))
         return decay * average + (1 - decay) * value if value.is_floating_point() else value  # counters are copied
@@ -27,7 +27,7 @@ def test_the_average_is_that_of_torch_with_the_formula_and_initial_weights_do_no
     assert not torch.equal(ours["module.0.weight"], model[0].weight)
 
 
-def test_weights_that_stay_equal_such_as_frozen_layers_do_not_drift():
+def test_average_of_equal_weights_does_not_drift():
     model = make_model()
     average = AveragedModel(model, 0.9)
     for _ in range(30):
@@ -35,7 +35,7 @@ def test_weights_that_stay_equal_such_as_frozen_layers_do_not_drift():
     assert all(map(torch.equal, average.module.state_dict().values(), model.state_dict().values()))
 
 
-def test_it_is_a_copy_with_the_same_layout_that_is_not_trained_and_without_decay_the_model_itself():
+def test_average_is_an_untrained_copy():
     model = make_model().to(memory_format=torch.channels_last)
     average = AveragedModel(model, 0.9)
     assert average.module[0].weight.is_contiguous(memory_format=torch.channels_last)

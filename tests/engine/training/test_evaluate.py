@@ -3,7 +3,6 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 import torch
-from harness import ALONE, CPU, in_world, numbered, open_feed
 from torch import Tensor, nn
 
 from fastgpu.process.config import Tier
@@ -14,6 +13,8 @@ from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.training import freeze
 from fastgpu.training.evaluate import evaluate
 from fastgpu.training.step import mixed_precision
+from support.ranks import ALONE, CPU, in_world
+from support.rows import numbered, open_feed
 
 FP32 = mixed_precision("fp32", CPU)
 
@@ -67,17 +68,17 @@ COUNTS = (1, 2, 13, 24, 50)
 
 @pytest.mark.parametrize("n_rows", COUNTS)
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
-def test_each_row_counts_once(n_rows, tier):
+def test_evaluate_counts_each_row_once(n_rows, tier):
     assert evaluate_rows(ALONE, n_rows, tier) == expected_metrics(n_rows)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n_rows", COUNTS)
-def test_metrics_are_the_same_for_any_number_of_ranks_and_a_rank_without_rows_does_not_hang(n_rows):
+def test_evaluate_same_metrics_for_any_world(n_rows):
     assert in_world(3, evaluate_rows, n_rows) == [expected_metrics(n_rows)] * 3
 
 
-def test_what_did_not_train_does_not_train_afterwards_and_a_metric_that_is_no_number_is_told(capsys):
+def test_evaluate_restores_modes_and_warns_of_nan(capsys):
     model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
     freeze(model[0])
     batches = [Rows({"images": torch.ones(n_rows, 3)}) for n_rows in (2, 1, 0)]  # none is odd: 0 / 0

@@ -6,7 +6,6 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from harness import ALONE, CPU, in_world
 from torch import nn
 from train import make_optimizer
 
@@ -15,6 +14,7 @@ from fastgpu.process.seeds import reseed
 from fastgpu.process.world import World
 from fastgpu.rows.rows import Field
 from fastgpu.training.parallel import averaged_statistics, freeze, mean_over_ranks, wrap_in_ddp
+from support.ranks import ALONE, CPU, in_world
 
 TWO = World(0, 2, 2, CPU)
 ROWS, RAGGED = (SimpleNamespace(fields={"x": Field(np.dtype("u1"), (), mean)}) for mean in (None, 1.0))
@@ -42,14 +42,14 @@ def averages(world: World) -> tuple[list, list, float, int, list]:
 
 
 @pytest.mark.slow
-def test_ranks_share_weights_running_statistics_and_logged_numbers():
+def test_parallel_ranks_share_weights_and_statistics():
     """A counter is not averaged, nor is a queue of unit vectors, as of contrastive learning."""
     (weights, *first), second = in_world(2, averages)
     assert first == [{"loss": 2.0}, 0.5, 5, [1, 0]]
     assert second == (weights, {"loss": 2.0}, 0.5, 5, [0, 1])
 
 
-def test_alone_nothing_is_averaged_unused_gpus_are_told_and_other_strategies_wrap_the_model(monkeypatch, capsys):
+def test_parallel_alone_and_other_strategies(monkeypatch, capsys):
     assert averages(ALONE)[1:] == ({"loss": 1.5}, 0.0, 5, [1, 0])
     assert not capsys.readouterr().out
     model = nn.Linear(1, 1)
@@ -63,7 +63,7 @@ def test_alone_nothing_is_averaged_unused_gpus_are_told_and_other_strategies_wra
     assert wrap_in_ddp(model, Dist(strategy="apex"), TWO, ROWS)[0] is model
 
 
-def test_messages(compare_messages, monkeypatch):
+def test_messages_of_training(compare_messages, monkeypatch):
     model = nn.Linear(1, 1)
     adam = Mock(side_effect=RuntimeError("apex.optimizers.FusedAdam requires\ncuda"))
     monkeypatch.setitem(sys.modules, "apex.optimizers", SimpleNamespace(FusedAdam=adam))
@@ -86,7 +86,7 @@ def draw(*numbers: int) -> float:
     return torch.rand(1, generator=rng).item()
 
 
-def test_a_seed_repeats_its_draws_and_depends_on_every_number_and_on_how_many_there_are():
+def test_seeds_repeat_and_depend_on_every_number():
     keys = [numbers for length in (1, 2, 4) for numbers in product(range(3), repeat=length)]
     draws = {draw(*numbers) for numbers in keys}
     assert draws == {draw(*numbers) for numbers in keys}

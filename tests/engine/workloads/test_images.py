@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 from contract import check_workload
-from harness import metrics_of, needs_gpu, numbered, run_train, train
 
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.arrays import ArrayDataset
+from support.ranks import needs_gpu, run_train
+from support.rows import numbered
+from support.runs import metrics_of, train
 from workloads.images import Normalize, Workload, resnet
 
 EACH = {"flip": True, "crop_padding": 2, "min_crop_scale": 0.3, "cutout_size": 3, "mixup_alpha": 0.4}
@@ -23,13 +25,13 @@ PIXELS = numbered(40, (3, 8, 8))
 CLASSES = np.arange(40) % 4
 
 
-def rows_of(pixels: np.ndarray = PIXELS, labels: np.ndarray = CLASSES, **attributes: Any) -> ArrayDataset:
+def image_rows(pixels: np.ndarray = PIXELS, labels: np.ndarray = CLASSES, **attributes: Any) -> ArrayDataset:
     return ArrayDataset("made up", {"images": pixels, "labels": labels}, attributes)
 
 
 def make_workload(source: ArrayDataset | None = None, **options: Any) -> Workload:
     """A small network without augmentation, unless the options say otherwise."""
-    source = source or rows_of()
+    source = source or image_rows()
     return Workload(Workload.Options(**({"width": 4} | OFF | options)), source, source)
 
 
@@ -47,7 +49,7 @@ def images(*shape: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("shape", "side"), [((1, 8, 8), 8), ((3, 64, 64), 64), ((3, 218, 178), 45), ((1, 5, 90), 90), ((4, 1, 1), 1)]
 )
-def test_any_image_gives_logits_and_every_weight_a_gradient(shape, side):
+def test_resnet_takes_any_image(shape, side):
     """Small images keep their resolution in the first stage."""
     model = resnet(shape, 7, 4, blocks=2)
     first = next(number for number, layer in enumerate(model) if type(layer).__name__ == "Block")
@@ -60,7 +62,7 @@ def test_any_image_gives_logits_and_every_weight_a_gradient(shape, side):
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in model.parameters())
 
 
-def test_a_published_network_has_its_number_of_parameters_and_weights_keep_the_names_that_checkpoints_have():
+def test_resnet_has_the_published_parameters():
     """He et al., arXiv:1512.03385, as torchvision builds it."""
     with torch.device("meta"):
         resnet18 = resnet((3, 224, 224), 1000, 64, 2)
@@ -71,7 +73,7 @@ def test_a_published_network_has_its_number_of_parameters_and_weights_keep_the_n
     assert names == ["0", "1", "1", *inner, *outer, "7", "7"]
 
 
-def test_a_network_of_timm_takes_the_place_of_the_one_here(monkeypatch):
+def test_images_network_of_timm(monkeypatch):
     def create_model(name: str, **options: int) -> torch.nn.Module:
         if name != "resnet50":
             raise RuntimeError(f"Unknown model ({name})")
@@ -99,14 +101,14 @@ def test_a_network_of_timm_takes_the_place_of_the_one_here(monkeypatch):
         ("float32", {"mean": 0.5, "std": [0.25, 2]}, [0.5, 0.5], [0.25, 2.0]),
     ],
 )
-def test_normalize_is_mean_and_std_of_a_channel_or_the_range_of_the_dtype(dtype, attributes, mean, std):
+def test_images_normalize_by_channel_or_dtype(dtype, attributes, mean, std):
     x = images(3, 2, 4, 4).to(getattr(torch, dtype))
     expected = (x.float() - torch.tensor(mean).view(1, 2, 1, 1)) / torch.tensor(std).view(1, 2, 1, 1)
     torch.testing.assert_close(Normalize(attributes, 2, np.dtype(dtype))(x), expected)
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_an_augmentation_is_drawn_anew_each_time_repeats_with_the_seed_and_can_be_trained_on(name):
+def test_images_augmentation_is_random_and_repeatable(name):
     workload = make_workload(**{name: EACH[name]})
     batch = Rows({"images": images(8, 3, 8, 8), "labels": torch.arange(8) % 4})
     generator = rng(1)
@@ -120,7 +122,7 @@ def test_an_augmentation_is_drawn_anew_each_time_repeats_with_the_seed_and_can_b
     assert unchanged["images"].data_ptr() == batch["images"].data_ptr()  # without it, they are not even copied
 
 
-def test_each_network_has_layers_of_its_own_and_augmentation_needs_none_of_them():
+def test_images_networks_share_no_layers():
     workload = make_workload(cutout_size=3)
     first, second = workload.model(), workload.model().to("meta")
     assert first[0] is not second[0]
@@ -129,9 +131,11 @@ def test_each_network_has_layers_of_its_own_and_augmentation_needs_none_of_them(
     assert not workload.transform(batch, rng())["images"].is_meta
 
 
-def test_what_is_cut_out_is_0_for_the_network():
+def test_images_cutout_is_0_for_the_network():
     pixels = np.full((4, 3, 8, 8), 200, np.uint8)
-    workload = make_workload(rows_of(pixels, np.arange(4), mean=[10.0, 20.0, 30.0], std=[2.0, 4.0, 5.0]), cutout_size=3)
+    workload = make_workload(
+        image_rows(pixels, np.arange(4), mean=[10.0, 20.0, 30.0], std=[2.0, 4.0, 5.0]), cutout_size=3
+    )
     cut = workload.transform(Rows({"images": torch.from_numpy(pixels), "labels": torch.arange(4)}), rng())["images"]
     assert (cut != 200).any()
     assert not workload.normalize()(cut)[cut != 200].any()
@@ -141,9 +145,9 @@ def test_what_is_cut_out_is_0_for_the_network():
 @pytest.mark.parametrize("options", [{}, EACH], ids=["plain", "augmented"])
 @pytest.mark.parametrize("shape", [(3, 8, 8), (8, 8)])
 @pytest.mark.parametrize("dtype", ["uint8", "float16", "float32"])
-def test_every_type_of_image_is_augmented_in_its_own_and_fits_the_protocol(dtype, shape, options, labels):
+def test_images_of_every_type_fit_the_protocol(dtype, shape, options, labels):
     pixels = (np.random.default_rng(0).random((12, *shape)) * (255 if dtype == "uint8" else 1)).astype(dtype)
-    workload = make_workload(rows_of(pixels, labels), **options)
+    workload = make_workload(image_rows(pixels, labels), **options)
     batch = Rows({"images": torch.from_numpy(pixels), "labels": torch.from_numpy(labels)})
     assert str(workload.transform(batch, rng())["images"].dtype) == f"torch.{dtype}"
     check_workload(workload, batch, batch)
@@ -153,10 +157,10 @@ def test_every_type_of_image_is_augmented_in_its_own_and_fits_the_protocol(dtype
 
 
 @pytest.mark.parametrize("n_classes", [4, 10])  # five answers of few classes are no metric
-def test_loss_and_scores_of_classes_against_the_formula(n_classes):
+def test_images_loss_and_scores_of_classes(n_classes):
     labels = torch.arange(50) % n_classes
     logits = torch.randn(50, n_classes, generator=rng())
-    workload = make_workload(rows_of(labels=np.arange(40) % n_classes), label_smoothing=0.2)
+    workload = make_workload(image_rows(labels=np.arange(40) % n_classes), label_smoothing=0.2)
     one_hot = torch.eye(n_classes)[labels]
     target = 0.8 * one_hot + 0.2 / n_classes
     for given in (labels, one_hot):  # as mixup makes them
@@ -171,9 +175,9 @@ def test_loss_and_scores_of_classes_against_the_formula(n_classes):
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16"])
-def test_loss_and_scores_of_attributes_against_the_formula(dtype):
+def test_images_loss_and_scores_of_attributes(dtype):
     attributes = np.random.default_rng(0).integers(0, 2, (40, 5), dtype=dtype)
-    workload = make_workload(rows_of(labels=attributes), label_smoothing=0.1)
+    workload = make_workload(image_rows(labels=attributes), label_smoothing=0.1)
     logits = torch.randn(40, 5, generator=rng())
     truth = torch.from_numpy(attributes).float()
     batch = Rows({"images": logits, "labels": torch.from_numpy(attributes)})
@@ -188,21 +192,21 @@ def test_loss_and_scores_of_attributes_against_the_formula(dtype):
 @pytest.mark.parametrize(
     ("attributes", "n_outputs"), [({}, 4), ({"class_names": list("abcdefg")}, 7), ({"n_classes": 7}, 7)]
 )
-def test_classes_come_from_their_names_their_number_or_the_labels(attributes, n_outputs):
-    workload = make_workload(rows_of(**attributes))
+def test_images_number_of_classes(attributes, n_outputs):
+    workload = make_workload(image_rows(**attributes))
     assert workload.n_outputs == n_outputs
     assert workload.class_names == attributes.get("class_names", [])
 
 
-def test_channels_may_be_said_to_come_first_and_labels_of_validation_may_have_another_type():
+def test_images_channels_first_and_label_types():
     pixels = numbered(5, (2, 8, 4))
-    train, val = (rows_of(pixels, np.arange(5, dtype=dtype), layout="nchw") for dtype in ("i8", "u1"))
+    train, val = (image_rows(pixels, np.arange(5, dtype=dtype), layout="nchw") for dtype in ("i8", "u1"))
     assert Workload(Workload.Options(), train, val).shape_CHW == (2, 8, 4)
 
 
 @pytest.mark.parametrize("labels", [CLASSES, np.ones((40, 3), int)], ids=["classes", "attributes"])
-def test_fields_attributes_and_the_card_are_enough_to_build_the_model_again(labels):
-    store = rows_of(labels=labels)
+def test_images_model_from_its_card(labels):
+    store = image_rows(labels=labels)
     workload = make_workload(store)
     attributes = store.attributes | workload.card()
     described = SimpleNamespace(
@@ -236,7 +240,7 @@ def image_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_easy_images_are_learned(image_folder):
+def test_images_easy_ones_are_learned(image_folder):
     train()
     assert metrics_of(image_folder / "runs/a")[-1]["val/top1_pct"] >= 90
 
@@ -247,7 +251,7 @@ def test_easy_images_are_learned(image_folder):
     "setting",
     ["train.precision=bf16", "train.precision=fp16", "train.compile=true", "data.tier=disk", "data.tier=host"],
 )
-def test_easy_images_are_learned_on_a_gpu(image_folder, setting):
+def test_images_easy_ones_are_learned_on_a_gpu(image_folder, setting):
     done = run_train("dist.device=cuda", "train.epochs=6", setting, cwd=image_folder)
     assert done.returncode == 0, done.stderr
     assert torch.cuda.get_device_name(0) in done.stdout

@@ -13,7 +13,7 @@ from workloads.minimal import Workload
 
 @pytest.mark.parametrize("n_outputs", [1, 3])
 @pytest.mark.parametrize("shape", [(), (6,), (2, 3)])
-def test_the_workload_fits_the_protocol_and_scores_the_mean_squared_error(shape, n_outputs):
+def test_minimal_fits_the_protocol(shape, n_outputs):
     rng = np.random.default_rng(0)
     arrays = {
         "x": rng.standard_normal((40, *shape)).astype(np.float32),
@@ -30,7 +30,7 @@ def test_the_workload_fits_the_protocol_and_scores_the_mean_squared_error(shape,
     torch.testing.assert_close(workload.score(model, batch)["mse"] / 40, expected)
 
 
-def test_a_workload_that_lacks_a_method_cannot_be_made():
+def test_minimal_lacking_a_method_cannot_be_made():
     class Hollow(workloads.Workload):
         Options = Workload.Options
 

@@ -12,9 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from contract import check_workload
-from harness import ROOT, metrics_of, needs_gpu, no_host_sync, open_feed, same_weights, train
 from predict import to_columns
-from short_run import parts_of_step
 from torch import Tensor
 from train import train_step
 
@@ -22,6 +20,10 @@ from fastgpu.process.config import Optim
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Ragged, Rows
 from fastgpu.storage.store import HDF5Dataset, open_store
+from support import PROJECT
+from support.ranks import needs_gpu, no_host_sync
+from support.rows import open_feed
+from support.runs import metrics_of, parts_of_step, same_weights, train
 from workloads.recsys import AutoEncoder, Workload, multinomial_nll, rank
 
 ITEMS = 60
@@ -38,7 +40,7 @@ def ragged_of(rows: list[list[int]]) -> Ragged:
     return Ragged(torch.tensor([i for row in rows for i in row], dtype=torch.int32), torch.from_numpy(offsets), offsets)
 
 
-def rows_of(items: list[list[int]], **more: list[list[int]]) -> Rows:
+def user_rows(items: list[list[int]], **more: list[list[int]]) -> Rows:
     return Rows({name: ragged_of(rows) for name, rows in {"items": items, **more}.items()})
 
 
@@ -48,7 +50,7 @@ def draw_users(seed: int = 0, n_users: int = USERS) -> list[list[int]]:
     return [rng.permutation(ITEMS)[: rng.integers(0, 20)].tolist() for _ in range(n_users)]
 
 
-def dense(rows: Rows, values: Tensor) -> Tensor:
+def to_dense(rows: Rows, values: Tensor) -> Tensor:
     """(B, I): `values` (N,) where a user has an item, 0 elsewhere."""
     items = rows["items"]
     x_BI = torch.zeros(len(items), ITEMS, dtype=values.dtype)
@@ -66,11 +68,11 @@ def dense_loss(model: AutoEncoder, rows: Rows) -> tuple[Tensor, Tensor]:
     """The same as it is usually written, on dense rows, with the random numbers of the sparse one."""
     options = model.options
     ones_N = torch.ones(len(rows["items"].values), dtype=model.weight_IH.dtype)
-    x_BI = dense(rows, ones_N)
+    x_BI = to_dense(rows, ones_N)
     keep_N = ones_N
     if model.training:
         keep_N = (torch.rand_like(ones_N) >= options.dropout) / (1 - options.dropout)
-    code = model.encode(F.normalize(x_BI) * dense(rows, keep_N) @ model.weight_IH + model.bias_H)
+    code = model.encode(F.normalize(x_BI) * to_dense(rows, keep_N) @ model.weight_IH + model.bias_H)
     penalty = torch.zeros(())
     if options.variational:
         code, log_var = code.chunk(2, 1)
@@ -90,11 +92,11 @@ def dense_loss(model: AutoEncoder, rows: Rows) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("hidden_dim", [24, 0])
 @pytest.mark.parametrize(("is_training", "passes"), [(True, 4), (True, 500), (False, 4)])
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-def test_forward_loss_and_gradients_are_those_of_dense_rows(dtype, error, is_training, passes, hidden_dim, variational):
+def test_recsys_is_the_same_on_dense_rows(dtype, error, is_training, passes, hidden_dim, variational):
     """The weight of the divergence rises with the passes, up to a limit."""
     model = AutoEncoder(ITEMS, make_options(variational=variational, hidden_dim=hidden_dim))
     model = model.to(dtype).train(is_training)
-    rows = rows_of(draw_users())
+    rows = user_rows(draw_users())
     results = []
     for loss_of in (sparse_loss, dense_loss):
         torch.manual_seed(7)
@@ -140,7 +142,7 @@ def all_rows(store: HDF5Dataset) -> Rows:
 
 
 @pytest.mark.parametrize("variational", [True, False], ids=["vae", "dae"])
-def test_the_workload_fits_the_protocol_and_counts_users_that_have_something_held_out(tmp_path, capsys, variational):
+def test_recsys_fits_the_protocol(tmp_path, capsys, variational):
     train_rows = write_users(tmp_path / "train.h5", 60)
     val = write_users(tmp_path / "val.h5", 50, seed=1, n_empty=9)
     workload = Workload(make_options(variational=variational), train_rows, val)
@@ -155,10 +157,10 @@ def test_the_workload_fits_the_protocol_and_counts_users_that_have_something_hel
     assert not capsys.readouterr().out
 
 
-def test_predictions_are_the_best_items_that_a_user_does_not_have():
+def test_recsys_predicts_the_best_new_items():
     model = AutoEncoder(ITEMS, make_options()).eval()
     users = [[3, 5, 7], [], list(range(ITEMS - 4))]
-    rows = rows_of(users)
+    rows = user_rows(users)
     logits_BI, _ = model(rows["items"].values, rows["items"].offsets)
     predicted = to_columns(Workload.predict(None, model, rows), {}, None, every=False)
     assert np.shape(predicted["items"]) == np.shape(predicted["scores"]) == (3, 10)
@@ -168,9 +170,9 @@ def test_predictions_are_the_best_items_that_a_user_does_not_have():
         torch.testing.assert_close(torch.tensor(predicted["scores"][row][: len(others)]), logits_BI[row, others])
 
 
-def test_held_out_items_that_cannot_be_found_are_told(capsys):
+def test_recsys_warns_of_items_that_cannot_be_found(capsys):
     """Known items are never ranked, and an item is found once."""
-    rows = rows_of([[1, 2], [3], [], [4]], held_out=[[2, 5], [3], [6, 7, 7], []])
+    rows = user_rows([[1, 2], [3], [], [4]], held_out=[[2, 5], [3], [6, 7, 7], []])
     sums = LossOnly().score(AutoEncoder(ITEMS, make_options()).eval(), rows)
     Workload.metrics(None, sums)
     assert capsys.readouterr().out == (
@@ -190,7 +192,7 @@ def by_hand(scores: list[float], seen: list[int], held: list[int], k: int) -> tu
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(("items", "ks"), [(150, (20, 50, 100)), (30, (5, 20, 100))], ids=["many", "fewer than k"])
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-def test_metrics_are_those_of_sorting_by_hand_also_under_autocast(seed, items, ks, dtype, error):
+def test_recsys_metrics_are_those_by_hand(seed, items, ks, dtype, error):
     rng = np.random.default_rng(seed)
     users = [rng.permutation(items).tolist() for _ in range(40)]
     seen = [user[: rng.integers(0, 12)] for user in users]
@@ -230,7 +232,7 @@ def last_scores(run: Path) -> dict[str, float]:
     return {name: value for name, value in metrics_of(run)[-1].items() if name.startswith("val/")}
 
 
-def test_users_of_two_kinds_are_told_apart_and_a_resumed_run_has_the_same_weights(tmp_path, monkeypatch):
+def test_recsys_learns_two_kinds_of_users_and_resumes(tmp_path, monkeypatch):
     """A model that knows the half of a user finds about twice as much as one that ranks all items alike."""
     monkeypatch.chdir(tmp_path)
     Path("config.yaml").write_text(CONFIG)
@@ -249,24 +251,24 @@ def test_users_of_two_kinds_are_told_apart_and_a_resumed_run_has_the_same_weight
 
 
 @pytest.mark.slow
-def test_the_model_beats_popularity_and_not_the_law_that_made_the_data(tmp_path, monkeypatch):
+def test_recsys_beats_popularity(tmp_path, monkeypatch):
     """NDCG@100 is above 1.4 x that of popularity, and at most that of the known law."""
-    files = [f"data.{name}={ROOT}/data/interactions-{name}.h5" for name in ("train", "val")]
-    with h5py.File(ROOT / "data/interactions-val.h5") as file:
+    files = [f"data.{name}={PROJECT}/data/interactions-{name}.h5" for name in ("train", "val")]
+    with h5py.File(PROJECT / "data/interactions-val.h5") as file:
         popularity, oracle = (file.attrs[f"{name}_ndcg_at_100"] for name in ("popularity", "oracle"))
     monkeypatch.chdir(tmp_path)
-    train("--config", f"{ROOT}/configs/recsys.yaml", *files, "run.name=a", "dist.device=cpu")
+    train("--config", f"{PROJECT}/configs/recsys.yaml", *files, "run.name=a", "dist.device=cpu")
     assert 1.4 * popularity < last_scores(tmp_path / "runs/a")["val/ndcg_at_100"] <= oracle
 
 
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_on_a_gpu_a_step_on_ragged_rows_never_makes_the_host_wait(precision):
+def test_recsys_step_on_a_gpu_never_waits(precision):
     device = torch.device("cuda", 0)
     model = AutoEncoder(ITEMS, make_options()).to(device)
     parts = parts_of_step(LossOnly(), model, Optim(lr=0.1, accumulation_steps=2), precision)
-    rows = rows_of(draw_users()).to(device)
+    rows = user_rows(draw_users()).to(device)
     train_step(parts, rows, 0.1)
     with no_host_sync():
         train_step(parts, rows, 0.1)
@@ -274,11 +276,11 @@ def test_on_a_gpu_a_step_on_ragged_rows_never_makes_the_host_wait(precision):
 
 @pytest.mark.gpu
 @needs_gpu
-def test_on_a_gpu_loss_and_scores_are_those_of_the_host():
+def test_recsys_on_a_gpu_is_that_of_the_host():
     model = AutoEncoder(ITEMS, make_options()).double().eval()
     seen = draw_users(1)
     held_out = [sorted(set(items) - set(known)) for items, known in zip(draw_users(2), seen, strict=True)]
-    rows = rows_of(seen, held_out=held_out)  # the scores of seen items are equal, in no particular order
+    rows = user_rows(seen, held_out=held_out)  # the scores of seen items are equal, in no particular order
     workload = LossOnly()
     results = []
     for device in ("cpu", "cuda"):

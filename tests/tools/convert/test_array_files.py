@@ -3,14 +3,14 @@ import sys
 import h5py
 import numpy as np
 import pytest
-from harness import read_rows
 from scipy import sparse
 
 from fastgpu.storage import arrays
 from fastgpu.storage.store import open_store
+from support.rows import read_rows
 
 
-def test_arrays_are_named_in_folders_of_any_name_and_in_archives(tmp_path, convert):
+def test_arrays_from_folders_and_archives(tmp_path, convert):
     folder = tmp_path / "year=2024"
     folder.mkdir()
     rows = np.arange(20, dtype=np.float32)
@@ -24,7 +24,7 @@ def test_arrays_are_named_in_folders_of_any_name_and_in_archives(tmp_path, conve
 
 
 @pytest.mark.parametrize("source", ["images=x.npy", "images=x.h5::/raw/x"])
-def test_channels_last_become_channels_first_in_every_split(tmp_path, monkeypatch, convert, source):
+def test_arrays_channels_last_become_first(tmp_path, monkeypatch, convert, source):
     monkeypatch.setattr(arrays, "BLOCK_BYTES", 1000)  # six rows
     images = np.random.default_rng(0).integers(0, 256, (60, 8, 6, 3), np.uint8)
     np.save(tmp_path / "x.npy", images)
@@ -44,7 +44,7 @@ def test_channels_last_become_channels_first_in_every_split(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("kind", ["csr", "csc", "coo"])
 @pytest.mark.parametrize("ones", [True, False])
-def test_a_sparse_matrix_becomes_ragged_rows(tmp_path, convert, kind, ones):
+def test_arrays_sparse_matrix_becomes_ragged(tmp_path, convert, kind, ones):
     """In the file, each value stands twice, as two halves. One of them is a zero."""
     rng = np.random.default_rng(0)
     values = rng.integers(1, 2 if ones else 4, (30, 12)).astype(np.float32)
@@ -64,7 +64,7 @@ def test_a_sparse_matrix_becomes_ragged_rows(tmp_path, convert, kind, ones):
 
 
 @pytest.mark.parametrize("source", ["x=x.h5::/link", "x=x.h5::/virtual", "x=x.h5::/external", "x.h5::/g"])
-def test_bytes_of_other_files_are_not_read(tmp_path, convert, source):
+def test_arrays_take_no_bytes_of_other_files(tmp_path, convert, source):
     (tmp_path / "secret").write_bytes(bytes(4))
     layout = h5py.VirtualLayout((4,), "u1")
     layout[:] = h5py.VirtualSource("y.h5", "x", (4,))
@@ -78,7 +78,7 @@ def test_bytes_of_other_files_are_not_read(tmp_path, convert, source):
     assert "takes its bytes from other files; name those files" in convert("arrays", source, "out.h5", code=2).err
 
 
-def test_a_library_that_is_missing_is_named(tmp_path, monkeypatch, convert):
+def test_arrays_missing_library_is_named(tmp_path, monkeypatch, convert):
     sparse.save_npz(tmp_path / "x.npz", sparse.eye_array(3, format="csr"))
     monkeypatch.setitem(sys.modules, "scipy", None)
     assert "convert.py needs: pip install" in convert("arrays items=x.npz y.h5", code=2).err

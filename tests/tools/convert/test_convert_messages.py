@@ -13,11 +13,8 @@ import convert as script
 import h5py
 import numpy as np
 import pytest
-from harness import ROOT, numbered
 from PIL import Image
 from scipy import sparse
-from test_tables import csv_of, names_of
-from test_writing import Numbers
 
 from fastgpu.convert import commands
 from fastgpu.convert.arrays import open_arrays
@@ -32,6 +29,9 @@ from fastgpu.convert.writer import Compression
 from fastgpu.convert.writing import write_files
 from fastgpu.images.parts import Resize
 from fastgpu.storage.arrays import ArrayDataset
+from support import PROJECT
+from support.readers import Numbers, csv_of, names_of
+from support.rows import numbered
 
 Mistakes = dict[str, Callable[[], object]]
 
@@ -177,7 +177,7 @@ def of_commands() -> Mistakes:
     return made | {name: partial(write_files, {"": reader}, new) for name, reader in rows.items()}
 
 
-def test_messages(tmp_path, monkeypatch, compare_messages):
+def test_messages_of_convert(tmp_path, monkeypatch, compare_messages):
     monkeypatch.chdir(tmp_path)
     mistakes = of_arrays() | of_tables() | of_pixels() | of_events() | of_images() | of_commands()
     before = {*tmp_path.iterdir()}
@@ -204,25 +204,25 @@ def test_messages(tmp_path, monkeypatch, compare_messages):
         ("repack absent.h5 x.h5", "error: absent.h5 does not exist"),
     ],
 )
-def test_mistakes_are_told_with_exit_code_2(convert, command, message):
+def test_convert_mistakes_have_exit_code_2(convert, command, message):
     assert message in convert(command, code=2).err
 
 
-def test_every_command_has_help(convert):
+def test_convert_commands_have_help(convert):
     for run in script.COMMANDS:
         shown = convert(run.rpartition(".")[2], "--help").out
         assert "--compression" not in shown or f"--compression {{{','.join(get_args(Compression))}}}" in shown
         assert "--resize" not in shown or f"--resize {{{','.join(get_args(Resize))}}}" in shown
 
 
-def test_help_and_mistakes_do_not_wait_for_torch():
+def test_convert_help_needs_no_torch():
     code = (
         "import sys, convert; convert.parse(['info', 'x']); sys.exit(any(n in sys.modules for n in ('torch', 'h5py')))"
     )
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=PROJECT, check=False).returncode == 0
 
 
-def test_shares_and_sizes():
+def test_convert_shares_and_sizes():
     assert [script.shares(text) for text in ("0.75", "0.8,0.1,0.1")] == [(0.75, 0.25), (0.8, 0.1, 0.1)]
     assert [script.size(text) for text in ("64", "218x178")] == [(64, 64), (218, 178)]
     found = [script.max_broken(text) for text in ("stop", "skip", "skip=10%", "skip=0.5%", "skip=100%")]

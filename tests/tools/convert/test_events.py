@@ -2,19 +2,21 @@ import zipfile
 
 import numpy as np
 import pytest
-from harness import arrays_of, read_rows
 from scipy import sparse
 
 from fastgpu.convert.recsys.events import read_events
 from fastgpu.convert.recsys.interactions import PUBLISHED_SEED, hold_out_users
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import RaggedArray
+from fastgpu.storage.arrays import ArrayDataset
+from fastgpu.storage.columns import RaggedColumn
 from fastgpu.storage.store import open_store
+from support.rows import read_rows
 
 
 @pytest.mark.parametrize(("end", "separator"), [("\r\n", ","), ("\n", "::"), ("\n", "\t")])
 @pytest.mark.parametrize("packed", [False, True], ids=["csv", "zip"])
-def test_ratings_above_the_threshold_in_the_files_order(tmp_path, capsys, end, separator, packed):
+def test_events_above_the_threshold(tmp_path, capsys, end, separator, packed):
     rng = np.random.default_rng(0)
     users, items, ratings = rng.integers(1, 90, 3000), rng.integers(1, 200, 3000), rng.integers(1, 11, 3000) / 2
     lines = ["userId,movieId,rating,timestamp"][: separator == ","]
@@ -34,14 +36,14 @@ def test_ratings_above_the_threshold_in_the_files_order(tmp_path, capsys, end, s
     assert told == (separator != ",")
 
 
-def test_columns_may_have_other_names_places_and_separators_and_numbers_be_written_in_many_ways(tmp_path):
+def test_events_columns_of_other_names(tmp_path):
     (tmp_path / "x.csv").write_text("when;stars ; who; what\n1;5.;07;70\n2;+1;8;80\n\n3;4e0; 1500000000 ;90\n")
     users, items = read_events(tmp_path / "x.csv", ["who", "what", "stars"], 3)
     assert (users.tolist(), items.tolist()) == ([7, 1_500_000_000], [70, 90])
     assert read_events(tmp_path / "x.csv", ["who", " what"])[0].tolist() == [7, 8, 1_500_000_000]
 
 
-def test_a_zip_that_does_not_fit_into_memory_is_one_line(tmp_path, monkeypatch):
+def test_events_zip_larger_than_memory(tmp_path, monkeypatch):
     with zipfile.ZipFile(tmp_path / "ml.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("ratings.csv", b"0" * 1_000_000)
     monkeypatch.setattr("fastgpu.convert.recsys.events.free_host_bytes", lambda: 3_999_999)
@@ -49,7 +51,7 @@ def test_a_zip_that_does_not_fit_into_memory_is_one_line(tmp_path, monkeypatch):
         read_events(tmp_path / "ml.zip")
 
 
-def test_without_a_header_columns_have_numbers(tmp_path):
+def test_events_without_a_header(tmp_path):
     (tmp_path / "x.csv").write_text("70,7,5\n80,8,1\n")
     users, items = read_events(tmp_path / "x.csv", ["2", "1", "3"], has_header=False)
     assert (users.tolist(), items.tolist()) == ([7], [70])
@@ -66,6 +68,14 @@ def events(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     found = [(1 + 3 * user, item) for user in range(80) for item in rng.permutation(400)[: rng.integers(1, 20)]]
     users, items = rng.permutation(np.array(found, np.int32)).T
     return users, items
+
+
+def arrays_of(source: ArrayDataset) -> dict[str, np.ndarray | RaggedArray]:
+    """The arrays that a source was made of."""
+    return {
+        name: RaggedArray(column.values.rows, column.indptr) if isinstance(column, RaggedColumn) else column.rows
+        for name, column in source.columns.items()
+    }
 
 
 def sets_of(rows: RaggedArray) -> list[set[int]]:
@@ -98,7 +108,7 @@ def as_published(
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("n_repeated", [0, 300])
-def test_the_split_is_that_of_the_published_protocol(seed, n_repeated):
+def test_events_split_is_the_published_one(seed, n_repeated):
     """A pair that comes again does not count."""
     users, items = events(seed)
     given = [np.concatenate([column, column[:n_repeated]]) for column in (users, items)]
@@ -118,7 +128,7 @@ def test_the_split_is_that_of_the_published_protocol(seed, n_repeated):
 
 
 @pytest.mark.parametrize("is_matrix", [True, False])
-def test_the_command_prints_the_counts_and_writes_three_files(tmp_path, convert, is_matrix):
+def test_events_command_writes_three_files(tmp_path, convert, is_matrix):
     dense = np.random.default_rng(0).random((40, 30)) < 0.4
     users, items = np.nonzero(dense)
     lines = [f"{user},{item},4" for user, item in zip(users, items, strict=True)]

@@ -7,7 +7,6 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from harness import ROOT, read_rows, run_to_end
 from PIL import Image
 
 from fastgpu.convert.images.readers import ImageFolder, ImageTable, Masks, PixelTable
@@ -18,6 +17,9 @@ from fastgpu.images.parts import Preprocessing
 from fastgpu.process.launch import UserError
 from fastgpu.storage.hdf5 import attributes_of
 from fastgpu.storage.store import open_store
+from support import PROJECT
+from support.ranks import run_to_end
+from support.rows import read_rows
 
 
 def folder_of(root: Path, classes: dict[str, int], size: tuple[int, int] = (8, 10)) -> Path:
@@ -31,7 +33,7 @@ def folder_of(root: Path, classes: dict[str, int], size: tuple[int, int] = (8, 1
     return root
 
 
-def rows_of(path: Path) -> dict[int, int]:
+def labels_by_number(path: Path) -> dict[int, int]:
     """{the number that an image is made of: its label}."""
     with h5py.File(path) as file:
         images = file["images"][:]
@@ -42,7 +44,7 @@ def rows_of(path: Path) -> dict[int, int]:
 # ---------------------------------------------------------------------------------------------- folders and tables
 
 
-def test_a_folder_has_a_class_a_sub_folder(tmp_path, capsys):
+def test_folder_is_a_class_a_sub_folder(tmp_path, capsys):
     """Links to folders are followed once, and not back into the folder."""
     photos = folder_of(tmp_path / "photos", {"cat": 2, "dog": 3, "dog/old": 1, ".ipynb_checkpoints": 1})
     elsewhere = folder_of(tmp_path, {"elsewhere": 4})
@@ -62,7 +64,7 @@ def test_a_folder_has_a_class_a_sub_folder(tmp_path, capsys):
     assert "which are left out: 1\n" in shown
 
 
-def test_folders_named_like_splits_hold_the_classes(tmp_path):
+def test_folder_named_like_splits(tmp_path):
     folder_of(tmp_path, {"Training/cat": 2, "Training/dog": 3, "valid/cat": 1, "valid/owl": 1})
     listing = ImageFolder(tmp_path)
     assert listing.class_names == ["cat", "dog", "owl"]
@@ -70,14 +72,14 @@ def test_folders_named_like_splits_hold_the_classes(tmp_path):
     assert listing.labels[listing.splits == 1].tolist() == [0, 2]
 
 
-def test_a_folder_becomes_a_file_for_training_and_one_for_validation(tmp_path, convert):
+def test_folder_becomes_two_files(tmp_path, convert):
     folder_of(tmp_path / "my photos", {"cat": 20, "dog": 10, "größe": 10})
     shown = convert("images 'my photos' new/out.h5 --split 0.8 --dry-run").out
     for part in ("32 train, 8 val", "uint8 (N, 3, 8, 10)", "3 of 3 classes: cat 16, dog 8, größe 8"):
         assert part in shown
     assert not (tmp_path / "new").exists()
     convert("images 'my photos' out.h5 --split 0.8")
-    train, val = rows_of(tmp_path / "out-train.h5"), rows_of(tmp_path / "out-val.h5")
+    train, val = labels_by_number(tmp_path / "out-train.h5"), labels_by_number(tmp_path / "out-val.h5")
     assert (len(train), len(val)) == (32, 8)
     assert train | val == {n: 0 if n < 20 else 1 if n < 30 else 2 for n in range(40)}
     convert("images 'my photos' small.h5 --size 4x5 --resize exact")
@@ -88,7 +90,7 @@ def test_a_folder_becomes_a_file_for_training_and_one_for_validation(tmp_path, c
         assert read_preprocessing(small.attrs["preprocessing"]) == Preprocessing((4, 5), "exact")
 
 
-def test_broken_images_are_left_out_of_all_splits_and_listed(tmp_path, convert):
+def test_folder_leaves_out_broken_images(tmp_path, convert):
     folder_of(tmp_path / "photos", {"a": 150, "b": 100})
     broken = [tmp_path / "photos/a" / f"photo {n:03d} é.png" for n in (5, 77)]
     broken[0].write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n")  # for Ghostscript
@@ -100,23 +102,23 @@ def test_broken_images_are_left_out_of_all_splits_and_listed(tmp_path, convert):
         "photos/a/photo 077 é.png cannot be read: images are uint8 (N, 3, 9, 9), in the first row uint8 (N, 3, 8, 10) "
         "(--size makes images alike)",
     ]
-    found = rows_of(tmp_path / "out-train.h5") | rows_of(tmp_path / "out-val.h5")
+    found = labels_by_number(tmp_path / "out-train.h5") | labels_by_number(tmp_path / "out-val.h5")
     assert found == {n: int(n >= 150) for n in range(250) if n not in (5, 77)}
 
 
-def test_a_table_has_labels_in_some_columns_and_the_split_in_another(tmp_path, convert):
+def test_table_with_labels_and_splits(tmp_path, convert):
     folder_of(tmp_path / "photos", {"all": 6})
     words = ["Training", "PublicTest", "PrivateTest"]
     lines = [f"photos/all/photo {n:03d} é.png\t{n % 2}\t{-1 if n % 3 else 1}\t{words[n % 3]}" for n in range(6)]
     (tmp_path / "x.csv").write_text("\n".join(["path\tlabel\tthird\tUsage", *lines]), encoding="utf-8")
     assert "2 attributes" in convert("images x.csv made/here/out.h5 --split-by Usage --columns path,label,third").out
     for number, split in enumerate(("train", "val", "test")):
-        found = rows_of(tmp_path / f"made/here/out-{split}.h5")
+        found = labels_by_number(tmp_path / f"made/here/out-{split}.h5")
         assert found == {n: [n % 2, int(n % 3 == 0)] for n in (number, number + 3)}
     assert "drop one" in convert("images x.csv o.h5 --split-by Usage --split 0.5", code=2).err
 
 
-def test_a_table_without_a_header_loses_no_row(tmp_path, convert):
+def test_table_without_a_header_loses_no_row(tmp_path, convert):
     folder_of(tmp_path / "photos", {"all": 4})
     lines = [f"train,{'cat' if n % 2 else 'dog'},photos/all/photo {n:03d} é.png" for n in range(4)]
     (tmp_path / "x.csv").write_text("\n".join(lines))
@@ -130,12 +132,12 @@ def test_a_table_without_a_header_loses_no_row(tmp_path, convert):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_names_that_a_terminal_cannot_show_are_escaped_and_kept_apart(tmp_path, encoding):
+def test_names_unfit_for_a_terminal_are_escaped(tmp_path, encoding):
     names = ["고양이".encode("cp949"), "강아지".encode("cp949"), b"\x1b[31m", "é".encode()]
     folder_of(tmp_path / "photos", {os.fsdecode(name): 4 for name in names})
     (tmp_path / "photos" / os.fsdecode(names[0]) / "broken\x1b[2J.png").write_text("no image")
     done = run_to_end(
-        [sys.executable, str(ROOT / "convert.py"), "images", "photos", "x.h5", "--on-error", "skip"],
+        [sys.executable, str(PROJECT / "convert.py"), "images", "photos", "x.h5", "--on-error", "skip"],
         tmp_path,
         PYTHONIOENCODING=encoding,
     )
@@ -153,7 +155,7 @@ def test_names_that_a_terminal_cannot_show_are_escaped_and_kept_apart(tmp_path, 
 
 
 @pytest.mark.parametrize("flags", ["", "--keep-encoded"])
-def test_files_that_are_not_regular_are_told_and_not_waited_for(tmp_path, convert, flags):
+def test_files_not_regular_are_reported(tmp_path, convert, flags):
     folder = folder_of(tmp_path / "photos", {"a": 200})
     os.mkfifo(folder / "a/pipe.png")
     (folder / "a/null.png").symlink_to("/dev/null")
@@ -166,7 +168,7 @@ def test_files_that_are_not_regular_are_told_and_not_waited_for(tmp_path, conver
         read_image(folder / "a/pipe.png", Preprocessing(), (3, 8, 10))
 
 
-def test_every_row_says_which_file_it_was(tmp_path, convert):
+def test_rows_name_their_files(tmp_path, convert):
     folder = folder_of(tmp_path / "photos", {"a": 150, os.fsdecode(b"b/\xff"): 100})
     (folder / "a/photo 005 é.png").write_text("no image")
     convert("images photos x.h5 --on-error skip --split 0.5")
@@ -181,13 +183,13 @@ def test_every_row_says_which_file_it_was(tmp_path, convert):
         assert found == [f"photos/{each}/photo {n:03d} é.png" for each, n in zip(folders, numbers, strict=True)]
 
 
-def test_a_table_that_names_an_image_twice_is_told(tmp_path, capsys):
+def test_table_with_an_image_twice(tmp_path, capsys):
     (tmp_path / "x.csv").write_text("path,label\na.png,dog\nb.png,cat\n./a.png,cat\n")
     assert ImageTable(tmp_path / "x.csv", encoded=True).labels.tolist() == [1, 0, 0]
     assert "an earlier line names, perhaps for another split: 1\n" in capsys.readouterr().out
 
 
-def test_a_reader_is_trained_on_as_it_is(tmp_path, convert):
+def test_reader_is_a_dataset(tmp_path, convert):
     """It gives the rows that the file would have, and the names of the classes."""
     folder_of(tmp_path / "photos", {"cat": 3, "dog": 5})
     convert("images photos x.h5 --keep-order")
@@ -202,7 +204,7 @@ def test_a_reader_is_trained_on_as_it_is(tmp_path, convert):
 # ---------------------------------------------------------------------------------------------- masks
 
 
-def test_masks_are_paired_and_prepared_like_their_images(tmp_path, convert):
+def test_masks_follow_their_images(tmp_path, convert):
     """Images of one name in two folders, masks with another suffix, and one without an image."""
     for number in range(8):
         for kind in ("images", "masks"):
@@ -226,7 +228,7 @@ def test_masks_are_paired_and_prepared_like_their_images(tmp_path, convert):
         Masks(tmp_path / "images", tmp_path / "masks")
 
 
-def test_masks_of_0_and_255_or_of_1_bit_have_two_classes(tmp_path, convert):
+def test_masks_of_two_values(tmp_path, convert):
     values = np.tile(np.array([0, 255], np.uint8), (4, 2))
     folder_of(tmp_path, {"images": 9}, (4, 4))
     for folder in ("masks", "grey"):
@@ -251,7 +253,7 @@ def files_in(path: Path) -> list[bytes]:
     return [column.values[start:stop].tobytes() for start, stop in itertools.pairwise(column.offsets)]
 
 
-def test_image_files_become_rows_byte_for_byte_or_smaller_once(convert, tmp_path):
+def test_encoded_files_are_kept_byte_for_byte(convert, tmp_path):
     y, x = np.mgrid[:40, :60]
     files = {}
     for number in range(40):
@@ -279,7 +281,7 @@ def test_image_files_become_rows_byte_for_byte_or_smaller_once(convert, tmp_path
 
 
 @pytest.mark.parametrize("flags", ["", "--keep-encoded"])
-def test_images_that_lose_something_are_counted_and_what_cannot_be_kept_is_listed(tmp_path, convert, flags):
+def test_images_that_lose_something_are_counted(tmp_path, convert, flags):
     folder = folder_of(tmp_path / "photos", {"a": 200})
     Image.fromarray(np.full((8, 10), 300, np.uint16)).save(folder / "a/deep.png")
     Image.fromarray(np.zeros((8, 10), np.int32)).save(folder / "a/deeper.tif")
@@ -307,7 +309,7 @@ def test_images_that_lose_something_are_counted_and_what_cannot_be_kept_is_liste
 
 
 @pytest.mark.parametrize("is_one_column", [True, False])
-def test_pixels_in_one_column_or_in_a_column_each(tmp_path, convert, is_one_column):
+def test_pixels_in_one_column_or_many(tmp_path, convert, is_one_column):
     pixels = np.random.default_rng(0).integers(0, 256, (40, 36))
     pixels[:, 0] = np.arange(40)
     usage = ["Training", "PublicTest", "Training", "PrivateTest"]
@@ -338,7 +340,7 @@ def test_pixels_without_a_header(tmp_path):
         assert source.labels.tolist() == [7, 9]
 
 
-def test_the_only_other_column_is_the_label_and_others_are_left_out_if_it_is_named(tmp_path):
+def test_pixels_label_column(tmp_path):
     rows = ["very sad,1 2 3 4", "very sad,5 6 7 8", "glad,9 10 11 12"]
     (tmp_path / "alone.csv").write_text("\n".join(["mood , pixels", *rows]))
     (tmp_path / "named.csv").write_text("\n".join(["mood , pixels,note", *(f"{row},x" for row in rows)]))

@@ -9,16 +9,17 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from harness import ROOT, is_ragged, numbered, numbers_of
 
 from fastgpu.convert.summary import fields_of, inspect
 from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage.hdf5 import attributes_of
 from fastgpu.storage.layout import Layout
 from fastgpu.storage.store import open_store
+from support import PROJECT
+from support.rows import is_ragged, numbered, numbers_of
 
 
-def rows_of(path: Path) -> tuple[list[int], list[int]]:
+def numbers_and_labels(path: Path) -> tuple[list[int], list[int]]:
     with h5py.File(path) as file:
         return numbers_of(file["images"][:]), file["labels"][:].tolist()
 
@@ -33,14 +34,14 @@ def damage(path: Path, name: str, *rows: int, data: bytes | None = None) -> None
     path.write_bytes(content)
 
 
-def test_repack_writes_every_row_once_and_says_in_which_order(write, tmp_path, convert):
-    source = write(500, classes=500)
+def test_repack_keeps_every_row(dense_file, tmp_path, convert):
+    source = dense_file(500, classes=500)
     convert("repack", source, "x.h5 --seed 1")
-    numbers, labels = rows_of(tmp_path / "x.h5")
+    numbers, labels = numbers_and_labels(tmp_path / "x.h5")
     assert numbers == labels != list(range(500))
     assert sorted(numbers) == list(range(500))
     convert("repack x.h5 kept.h5 --keep-order")
-    assert rows_of(tmp_path / "kept.h5") == (numbers, labels)
+    assert numbers_and_labels(tmp_path / "kept.h5") == (numbers, labels)
     for name in ("x.h5", "kept.h5"):  # not "as in the source", which the file calls the original one
         with h5py.File(tmp_path / name) as file:
             found = attributes_of(file)
@@ -49,7 +50,7 @@ def test_repack_writes_every_row_once_and_says_in_which_order(write, tmp_path, c
     assert "convert.py repack" in convert("info", source).out
 
 
-def test_repack_keeps_the_attributes_and_the_names_that_are_asked_for(tmp_path, convert):
+def test_repack_keeps_attributes_and_names(tmp_path, convert):
     known = {"class_names": ["cat", "dog"], "mean": [3.0], "std": [4.0], "source": "a camera"}
     with h5py.File(tmp_path / "old.h5", "w") as file:
         group = file.create_group("photos")
@@ -57,14 +58,14 @@ def test_repack_keeps_the_attributes_and_the_names_that_are_asked_for(tmp_path, 
         group["names"] = np.array(["a"] * 40, dtype=object)
         group.attrs.update(known)
     convert("repack old.h5::/photos new.h5 --keep-order --compression gzip --fields images=x labels=y")
-    assert rows_of(tmp_path / "new.h5") == (list(range(40)), list(range(40)))
+    assert numbers_and_labels(tmp_path / "new.h5") == (list(range(40)), list(range(40)))
     with h5py.File(tmp_path / "new.h5") as file:
         assert attributes_of(file) == known | {"row_order": "as in the source", "fastgpu_format": 1}
         assert file["images"].compression == "gzip"
 
 
-def test_ragged_rows_are_repacked_and_checked(write_ragged, tmp_path, convert):
-    source, target = write_ragged(300), tmp_path / "new.h5"
+def test_repack_ragged_rows(ragged_file, tmp_path, convert):
+    source, target = ragged_file(300), tmp_path / "new.h5"
     convert("repack", source, target)
     with h5py.File(target) as file:
         number = file["number"][:]
@@ -81,7 +82,7 @@ def test_ragged_rows_are_repacked_and_checked(write_ragged, tmp_path, convert):
 
 
 @pytest.mark.slow
-def test_a_dataset_of_the_users_own(tmp_path, convert):
+def test_repack_of_an_own_dataset(tmp_path, convert):
     (tmp_path / "mine.py").write_text(
         "from torch.utils.data import Dataset\n"
         "class Table(Dataset):\n"
@@ -96,7 +97,7 @@ def test_a_dataset_of_the_users_own(tmp_path, convert):
         assert file["double"][:].tolist() == [2 * number for number in numbers]
 
 
-def test_patterns_are_taken_as_training_does_but_not_with_the_file_that_is_written(tmp_path, convert):
+def test_repack_patterns(tmp_path, convert):
     for part in (1, 2):
         with h5py.File(tmp_path / f"a-{part}.h5", "w") as file:
             file["g/images"], file["g/labels"] = numbered(20), np.arange(20) + 20 * part
@@ -104,11 +105,11 @@ def test_patterns_are_taken_as_training_does_but_not_with_the_file_that_is_writt
     refused = convert("repack a-*.h5::/g a-all.h5 --force", code=2)
     assert "a-all.h5 is one of the 3 files of SOURCE; choose another name" in refused.err
     convert("repack a-all.h5 a-all.h5 --seed 1 --force")
-    assert sorted(rows_of(tmp_path / "a-all.h5")[1]) == list(range(20, 60))
+    assert sorted(numbers_and_labels(tmp_path / "a-all.h5")[1]) == list(range(20, 60))
 
 
-def test_damage_is_found_and_never_repacked(write, tmp_path, convert):
-    convert("repack", write(100), "a.h5")
+def test_check_finds_damage_before_repack(dense_file, tmp_path, convert):
+    convert("repack", dense_file(100), "a.h5")
     assert convert("check a.h5").out == "a.h5: whole\n"
     damage(tmp_path / "a.h5", "images", 3, 70)
     first, second, sum_up = convert("check a.h5", code=1).out.splitlines()
@@ -119,21 +120,21 @@ def test_damage_is_found_and_never_repacked(write, tmp_path, convert):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.h5", "rows.h5"]
 
 
-def test_check_tells_what_has_no_checksums_and_finds_chunks_that_cannot_be_decoded(write, convert):
-    path = Path(write(64, (1, 32, 32), 8, compression="gzip"))
+def test_check_without_checksums(dense_file, convert):
+    path = Path(dense_file(64, (1, 32, 32), 8, compression="gzip"))
     assert "/images was read, but has no checksums" in convert("check", path).out
     damage(path, "images", 16, data=b"\xff" * 20)
     assert "rows 16 to 23: " in convert("check", path, code=1).out
 
 
-def test_check_compares_with_what_the_hdf5_library_reads(write, monkeypatch, convert):
-    path = write(2000, (1, 4, 4), 8)
+def test_check_compares_with_hdf5(dense_file, monkeypatch, convert):
+    path = dense_file(2000, (1, 4, 4), 8)
     assert convert("check", path).out.startswith(f"{path}: whole")
     monkeypatch.setattr(Layout, "read_chunk", lambda layout, chunk: np.full(layout.field.shape, 1000))
     assert "/images: block 128 has other values than h5py reads" in convert("check", path, code=1).out
 
 
-def test_repack_reads_rows_in_the_header_of_a_file(tmp_path, convert):
+def test_repack_rows_in_the_header_of_a_file(tmp_path, convert):
     plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     plan.set_layout(h5py.h5d.COMPACT)
     with h5py.File(tmp_path / "x.h5", "w") as file:
@@ -143,7 +144,7 @@ def test_repack_reads_rows_in_the_header_of_a_file(tmp_path, convert):
         assert file["x"][:].ravel().tolist() == list(range(80))
 
 
-def test_info_shows_the_layout_and_what_the_rows_hold(tmp_path, convert):
+def test_info_shows_layout_and_rows(tmp_path, convert):
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file.create_dataset("a/images", data=np.zeros((90, 3, 64, 64), "f4"), chunks=(8, 1, 64, 64), compression=4)
         file["a/labels"] = np.arange(90) % 3
@@ -164,10 +165,10 @@ def test_info_shows_the_layout_and_what_the_rows_hold(tmp_path, convert):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["info", "check"])
-def test_a_reader_that_has_seen_enough_ends_it_without_a_message(tmp_path, write, command):
+def test_info_ends_quietly_in_a_closed_pipe(tmp_path, dense_file, command):
     read_end, write_end = os.pipe()
     os.close(read_end)  # as `| head` does
-    words = [sys.executable, str(ROOT / "convert.py"), command, write(50)]
+    words = [sys.executable, str(PROJECT / "convert.py"), command, dense_file(50)]
     done = subprocess.run(words, stdout=write_end, stderr=subprocess.PIPE, cwd=tmp_path, check=False)
     os.close(write_end)
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")

@@ -4,16 +4,7 @@ import pytest
 
 from fastgpu.convert.tables import Table, parse_labels
 from fastgpu.process.launch import UserError
-
-
-def names_of(columns: str) -> list[str]:
-    return ["a", "b"][: columns.count("|") + 1]
-
-
-def csv_of(columns: str) -> str:
-    """A CSV with columns that are given as "0 1|cat dog", and one more."""
-    rows = zip(*(column.split() for column in columns.split("|")), strict=True)
-    return "\n".join([",".join([*names_of(columns), "end"]), *(",".join([*row, "x"]) for row in rows)])
+from support.readers import csv_of, names_of
 
 
 @pytest.fixture
@@ -28,19 +19,19 @@ def table(tmp_path):
 
 
 @pytest.mark.parametrize("separator", [",", ";", "\t", "|"])
-def test_the_header_tells_the_separator(table, separator):
+def test_csv_separator_from_the_header(table, separator):
     made = table(f'\ufeffpath{separator} a b \r\n"1{separator}2"{separator}3 \r\n')
     assert {name: made.texts(name).to_list() for name in ("a b", "path")} == {"a b": ["3"], "path": [f"1{separator}2"]}
 
 
-def test_without_a_header_the_first_line_is_a_row_and_columns_have_numbers(tmp_path):
+def test_csv_without_a_header(tmp_path):
     (tmp_path / "x.csv").write_text("\ufeffa.png;cat;1\nb.png;dog;2\n")
     made = Table(tmp_path / "x.csv", names=["path"], has_header=False)
     assert made.names == ["path", "2", "3"]
     assert [made.texts(name).to_list() for name in made.names] == [["a.png", "b.png"], ["cat", "dog"], ["1", "2"]]
 
 
-def test_line_breaks_in_other_columns_are_warned_of(table, capsys):
+def test_csv_warns_of_line_breaks(table, capsys):
     made = table('path,label,note\na,1,x\n\nb,2,"24 inch\nc,3,y\nd,4,12 inch"\ne,5,"say ""hi"""\nf,6,"1\n2"\n')
     assert made.texts("path").to_list() == ["a", "b", "e", "f"]
     assert "2 rows have line breaks in quotes" in capsys.readouterr().out
@@ -59,7 +50,7 @@ def test_line_breaks_in_other_columns_are_warned_of(table, capsys):
         ("0.5 2|7 8", [[0.5, 7], [2, 8]], np.float32, {"target_names": ["a", "b"]}),
     ],
 )
-def test_labels_are_classes_attributes_or_targets(table, columns, labels, dtype, attributes):
+def test_csv_labels_are_classes_attributes_or_targets(table, columns, labels, dtype, attributes):
     found, named = parse_labels(table(csv_of(columns)), names_of(columns))
     np.testing.assert_array_equal(found, np.array(labels, dtype))
     assert (found.dtype, named) == (dtype, attributes)

@@ -6,7 +6,6 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from harness import ITEMS, is_ragged, numbered, numbers_of, ragged, read_rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +16,7 @@ from fastgpu.rows.rows import Field, RaggedArray
 from fastgpu.storage.hdf5 import attributes_of
 from fastgpu.storage.layout import DIGESTS
 from fastgpu.storage.store import open_store
+from support.rows import ITEMS, is_ragged, numbered, numbers_of, ragged, read_rows
 
 IMAGES = {"images": Field(np.dtype("u1"), (1, 4, 2)), "labels": Field(np.dtype("i8"), ())}
 RAGGED = {"items": Field(np.dtype("i4"), (), 2.0, ITEMS), "words": Field(np.dtype("u2"), (), 2.0)}
@@ -40,7 +40,7 @@ def parts_of(rows: int, part_rows: int) -> Iterator[dict[str, Any]]:
     block_bytes=st.integers(8, 600),
     compression=st.sampled_from(["none", "gzip"]),
 )
-def test_rows_come_back_in_order(tmp_path_factory, came, more, part_rows, block_bytes, compression):
+def test_writer_rows_come_back_in_order(tmp_path_factory, came, more, part_rows, block_bytes, compression):
     """Whatever the parts and blocks. Fewer rows than announced make the file shorter."""
     path = tmp_path_factory.mktemp("writer") / "rows.h5"
     fields = IMAGES | RAGGED
@@ -62,7 +62,7 @@ def test_rows_come_back_in_order(tmp_path_factory, came, more, part_rows, block_
 
 
 @pytest.mark.parametrize("compression", ["none", "gzip"])
-def test_any_hdf5_tool_reads_what_was_written(tmp_path, compression):
+def test_writer_files_are_read_by_any_tool(tmp_path, compression):
     """A CSR matrix is one as anndata writes it, whose values take no room. Clips are no images with a mean."""
     path = tmp_path / "rows.h5"
     rows = {"images": numbered(600), "labels": np.arange(600), "items": ragged(range(600))}
@@ -90,7 +90,7 @@ def test_any_hdf5_tool_reads_what_was_written(tmp_path, compression):
     assert b"GCOL" not in path.read_bytes()  # no heap of text of any length, which HDF5 walks without a check
 
 
-def test_blocks_are_whole_rows_of_two_mib_in_one_piece(tmp_path):
+def test_writer_blocks_of_two_mib(tmp_path):
     shape = (3, 64, 64)
     fields = {"images": Field(np.dtype("u1"), shape), "labels": Field(np.dtype("i8"), ())}
     images, labels = fields.values()
@@ -113,7 +113,7 @@ def statistics_of(path: Path, *parts: np.ndarray) -> tuple[np.ndarray, np.ndarra
         return file.attrs["mean"], file.attrs["std"]
 
 
-def test_mean_and_std_of_each_channel_come_from_rows_spread_over_the_whole(tmp_path, monkeypatch):
+def test_writer_statistics_from_all_rows(tmp_path, monkeypatch):
     images = np.random.default_rng(0).integers(0, 200, (300, 3, 5, 4), dtype=np.uint8)
     images[:, 1] //= 2
     mean, std = statistics_of(tmp_path / "a.h5", images[:101], images[101:])
@@ -125,7 +125,7 @@ def test_mean_and_std_of_each_channel_come_from_rows_spread_over_the_whole(tmp_p
 
 
 @pytest.mark.parametrize("shape", [(1024, 683), (683, 1024), (96, 96)])
-def test_statistics_come_from_pixels_spread_over_the_whole_image(tmp_path, shape):
+def test_writer_statistics_from_the_whole_image(tmp_path, shape):
     """Stripes: any column alone, or any share of them at regular steps, has another mean."""
     image = np.zeros(shape, np.uint8)
     image[:, : shape[1] // 4] = 200

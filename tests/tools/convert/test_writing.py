@@ -4,52 +4,39 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Container
 from contextlib import suppress
 from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
-from harness import ROOT, run_to_end, wait_until
 
 from fastgpu.convert import writing
-from fastgpu.convert.reader import Reader, draw_splits, split_rows
+from fastgpu.convert.reader import draw_splits, split_rows
 from fastgpu.convert.writing import write_files
 from fastgpu.process.launch import UserError
+from support import PROJECT
+from support.ranks import run_to_end, wait_until
+from support.readers import Numbers
 
 
-class Numbers(Reader):
-    """Rows that hold their number. Odd ones cannot be read."""
-
-    def __init__(self, n_rows: int, odd: Container[int] = ()):
-        super().__init__("numbers", n_rows)
-        self.odd = odd
-        self.values: list[int | float] = list(range(n_rows))
-
-    def __getitem__(self, row):
-        if row in self.odd:
-            raise ValueError("it is odd")
-        return {"x": np.full(1000, row), "y": self.values[row]}
-
-
-def rows_of(path: Path) -> list[int]:
+def numbers_in(path: Path) -> list[int]:
     with h5py.File(path) as file:
         assert (file["x"][:] == file["y"][:][:, None]).all()
         return file["y"][:].tolist()
 
 
-def test_every_row_is_written_once_in_an_order_that_the_seed_decides(tmp_path):
+def test_writing_order_is_that_of_the_seed(tmp_path):
     orders = []
     for seed in (1, 1, 2, None):
         write_files({"": Numbers(1000)}, tmp_path / "x.h5", seed=seed, replace=True)
-        orders.append(rows_of(tmp_path / "x.h5"))
+        orders.append(numbers_in(tmp_path / "x.h5"))
     assert orders[0] == orders[1] != orders[2]
     assert orders[3] == sorted(orders[0]) == list(range(1000))
     assert 0.4 < np.mean(np.diff(orders[0]) > 0) < 0.6
 
 
-def test_a_split_takes_its_share_of_each_class_once_and_of_other_labels_as_a_whole():
+def test_writing_splits_by_class():
     labels = np.repeat([0, 1, 2], [100, 10, 3])
     splits = draw_splits(labels, (0.8, 0.1, 0.1), seed=1)
     assert [np.bincount(labels[splits == number]).tolist() for number in range(3)] == [[80, 8, 2], [10, 1, 1], [10, 1]]
@@ -59,18 +46,18 @@ def test_a_split_takes_its_share_of_each_class_once_and_of_other_labels_as_a_who
         assert np.bincount(draw_splits(labels, (0.7, 0.2, 0.1), seed=0)).tolist() == [70, 20, 10]
 
 
-def test_splits_go_to_files_of_their_names(tmp_path, capsys):
+def test_writing_splits_to_files(tmp_path, capsys):
     reader = Numbers(100)
     reader.splits = np.arange(100) % 2
     write_files(split_rows(reader, None, 0), tmp_path / "new/x.h5")
-    assert sorted(rows_of(tmp_path / "new/x-train.h5")) == list(range(0, 100, 2))
-    assert sorted(rows_of(tmp_path / "new/x-val.h5")) == list(range(1, 100, 2))
+    assert sorted(numbers_in(tmp_path / "new/x-train.h5")) == list(range(0, 100, 2))
+    assert sorted(numbers_in(tmp_path / "new/x-val.h5")) == list(range(1, 100, 2))
     assert "warning" not in capsys.readouterr().out
     write_files({"": reader}, tmp_path / "new/x.h5")
     assert "x-train.h5, " in capsys.readouterr().out.partition("warning: ")[2]
 
 
-def test_attributes_that_hdf5_refuses_are_told_before_a_row_is_read(tmp_path):
+def test_writing_refuses_attributes_early(tmp_path):
     reader = Numbers(10)
     reader.attributes["date"] = np.datetime64("2026-01-01")
     reader.fields  # noqa: B018 (reads the first row)
@@ -81,11 +68,11 @@ def test_attributes_that_hdf5_refuses_are_told_before_a_row_is_read(tmp_path):
 
 
 @pytest.mark.parametrize(("n_rows", "broken"), [(60, (3,)), (200, (0, 9))])
-def test_few_broken_rows_are_left_out_and_listed(tmp_path, n_rows, broken):
+def test_writing_leaves_out_few_broken_rows(tmp_path, n_rows, broken):
     listed = tmp_path / "x.h5.skipped.txt"
     parts = {"": Numbers(n_rows, broken)}
     write_files(parts, tmp_path / "x.h5", max_broken=0.01)
-    assert sorted(rows_of(tmp_path / "x.h5")) == [row for row in range(n_rows) if row not in broken]
+    assert sorted(numbers_in(tmp_path / "x.h5")) == [row for row in range(n_rows) if row not in broken]
     lines = [f"numbers: row {row} cannot be read: it is odd" for row in broken]
     assert listed.read_text().splitlines() == lines
     (tmp_path / "x.h5").rename(tmp_path / "kept.h5")
@@ -98,7 +85,7 @@ def test_few_broken_rows_are_left_out_and_listed(tmp_path, n_rows, broken):
 @pytest.mark.parametrize(
     ("n_rows", "broken", "skips"), [(250, (0, 9), False), (99, (3, 7), True), (299, (0, 9, 8), True)]
 )
-def test_more_broken_rows_leave_everything_as_it_was(tmp_path, n_rows, broken, skips):
+def test_writing_of_many_broken_rows_changes_nothing(tmp_path, n_rows, broken, skips):
     (tmp_path / "x.h5").write_text("before")
     with pytest.raises(UserError, match=rf"{len(broken)} of {n_rows} rows are broken, .* nothing else .* 1 % at most"):
         write_files({"": Numbers(n_rows, broken)}, tmp_path / "x.h5", replace=True, max_broken=0.01 * skips)
@@ -107,7 +94,7 @@ def test_more_broken_rows_leave_everything_as_it_was(tmp_path, n_rows, broken, s
     assert written == {"x.h5": "before", "x.h5.broken.txt": lines}
 
 
-def test_more_broken_rows_are_left_out_if_a_share_says_so_and_all_of_them_are_listed(tmp_path):
+def test_writing_leaves_out_more_if_asked(tmp_path):
     broken = range(0, 210, 10)
     with pytest.raises(UserError, match="and 1 more"):
         write_files({"": Numbers(211, broken)}, tmp_path / "x.h5")
@@ -115,11 +102,11 @@ def test_more_broken_rows_are_left_out_if_a_share_says_so_and_all_of_them_are_li
     with pytest.raises(UserError, match="21 of 209 rows are broken"):  # above 10 %
         write_files({"": Numbers(209, broken)}, tmp_path / "x.h5", max_broken=0.1)
     write_files({"": Numbers(211, broken)}, tmp_path / "x.h5", max_broken=0.1)
-    assert len(rows_of(tmp_path / "x.h5")) == 190
+    assert len(numbers_in(tmp_path / "x.h5")) == 190
     assert {path.name for path in tmp_path.iterdir()} == {"x.h5", "x.h5.skipped.txt"}
 
 
-def test_rows_that_do_not_come_are_not_lost_in_silence(tmp_path, monkeypatch):
+def test_writing_notices_missing_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(
         writing, "_read", lambda *_, **__: (rows for rows in [{"x": np.zeros((9, 1000)), "y": np.zeros(9)}])
     )
@@ -128,22 +115,22 @@ def test_rows_that_do_not_come_are_not_lost_in_silence(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_link_is_in_the_way_and_is_not_followed(tmp_path):
+def test_writing_does_not_follow_a_link(tmp_path):
     (tmp_path / "x.h5").symlink_to("nowhere")
     with pytest.raises(UserError, match="x.h5 exists; --force replaces a file"):
         write_files({"": Numbers(3)}, tmp_path / "x.h5")
     write_files({"": Numbers(3)}, tmp_path / "x.h5", replace=True)
-    assert sorted(rows_of(tmp_path / "x.h5")) == [0, 1, 2]
+    assert sorted(numbers_in(tmp_path / "x.h5")) == [0, 1, 2]
     assert not (tmp_path / "nowhere").exists()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_an_interrupted_repack_leaves_nothing(tmp_path, number):
+def test_writing_interrupted_leaves_nothing(tmp_path, number):
     with h5py.File(tmp_path / "old.h5", "w") as file:
         file["images"] = np.random.default_rng(0).integers(0, 256, (100_000, 3, 16, 16), np.uint8)  # seconds of gzip
         file["labels"] = np.zeros(100_000, int)
-    command = [sys.executable, str(ROOT / "convert.py"), "repack", "old.h5", "new.h5", "--compression", "gzip"]
+    command = [sys.executable, str(PROJECT / "convert.py"), "repack", "old.h5", "new.h5", "--compression", "gzip"]
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     wait_until(lambda: bool([*tmp_path.glob(".new.*.h5")]), process)
     # Python swallows an exception in a callback, such as one of importlib: then a person would try again.
@@ -158,9 +145,9 @@ def test_an_interrupted_repack_leaves_nothing(tmp_path, number):
 
 
 @pytest.mark.slow
-def test_a_disk_that_fills_up_leaves_nothing(tmp_path):
+def test_writing_to_a_full_disk_leaves_nothing(tmp_path):
     np.save(tmp_path / "x.npy", np.ones((100, 1 << 16), np.uint8))
-    command = f"trap '' XFSZ; ulimit -f 1024; '{sys.executable}' '{ROOT / 'convert.py'}' arrays x=x.npy y.h5"
+    command = f"trap '' XFSZ; ulimit -f 1024; '{sys.executable}' '{PROJECT / 'convert.py'}' arrays x=x.npy y.h5"
     result = run_to_end(["bash", "-c", command], tmp_path)
     assert "File too large" in result.stderr
     assert result.returncode == 2

@@ -1,6 +1,5 @@
 import pytest
 import torch
-from harness import ALONE, in_world
 from torch import Tensor, nn
 
 from fastgpu.diagnose.bench import Bench
@@ -8,6 +7,7 @@ from fastgpu.process.config import Config
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.world import World
 from fastgpu.rows.rows import Rows
+from support.ranks import ALONE, in_world
 from workloads import minimal
 
 
@@ -20,7 +20,7 @@ def open_bench(config: Config, world: World = ALONE) -> Bench:
     return Bench(config, world, 0.01)
 
 
-def test_measuring_does_not_change_the_weights(config, tmp_path):
+def test_bench_keeps_the_weights(config, tmp_path):
     bench = open_bench(config)
     before = {name: value.clone() for name, value in bench.parts.model.named_parameters()}
     measured = bench.measure()
@@ -35,7 +35,7 @@ def test_measuring_does_not_change_the_weights(config, tmp_path):
     assert (tmp_path / "new" / "trace.json").read_text().count('"Optimizer.step') == 3
 
 
-def test_a_workload_whose_transform_renames_its_fields_is_measured(config, monkeypatch):
+def test_bench_of_a_renaming_transform(config, monkeypatch):
     loss = minimal.Workload.loss
 
     def renamed(_: object, batch: Rows, rng: torch.Generator) -> Rows:
@@ -62,7 +62,7 @@ def gradients(world: World, config: Config) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.slow
-def test_ranks_average_gradients_while_they_are_measured(config):
+def test_bench_ranks_average_gradients(config):
     (first_shared, first_local), (second_shared, second_local) = in_world(2, gradients, config)
     assert first_shared == second_shared
     assert first_local != second_local

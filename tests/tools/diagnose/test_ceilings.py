@@ -5,7 +5,6 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
-from harness import CPU, needs_gpu, numbers_of, sizes_of
 from torch.utils.data import TensorDataset
 
 from fastgpu.dataset.source import ItemDataset
@@ -16,6 +15,8 @@ from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.store import open_store
+from support.ranks import CPU, needs_gpu
+from support.rows import DENSE_FIELDS, RAGGED_FIELDS, numbers_of, sizes_of
 
 BATCH_SIZE = 16
 POOL_BATCHES = 4
@@ -23,16 +24,16 @@ N_ROWS = 2048
 
 
 @pytest.fixture
-def rows(write):
+def rows(dense_file):
     """(rows, their order in pools of POOL_BATCHES batches)"""
-    path = write(N_ROWS, (1, 4, 2), chunk=BATCH_SIZE)
-    source = open_store("data.train", path, {"images": "images", "labels": "labels"})
+    path = dense_file(N_ROWS, (1, 4, 2), chunk=BATCH_SIZE)
+    source = open_store("data.train", path, DENSE_FIELDS)
     return source, BlockSampler(source.block_rows, BATCH_SIZE, pool_batches=POOL_BATCHES)
 
 
 @pytest.fixture
-def ragged_rows(write_ragged):
-    return open_store("data.train", write_ragged(100, chunks=(16,)), {"items": "items", "number": "number"})
+def ragged_rows(ragged_file):
+    return open_store("data.train", ragged_file(100, chunks=(16,)), RAGGED_FIELDS)
 
 
 def loop_of(step: Callable[[Rows], object], source: Dataset, echo: float = 1.0, tier: Tier = "disk") -> Loop:
@@ -41,7 +42,7 @@ def loop_of(step: Callable[[Rows], object], source: Dataset, echo: float = 1.0, 
 
 
 @pytest.mark.parametrize("passes", [1, 2])
-def test_pools_are_those_of_the_feed(rows, passes):
+def test_ceilings_pools_are_those_of_the_feed(rows, passes):
     """The loop sees each row of an epoch once for each pass, and the feed of few blocks gives only their rows."""
     source, order = rows
     trained: list[list[int]] = []
@@ -58,7 +59,7 @@ def test_pools_are_those_of_the_feed(rows, passes):
 
 
 @pytest.mark.parametrize(("run_batches", "n_asks"), [(1, 1), (4, 4), (1000, 8)])
-def test_workers_are_asked_as_often_for_a_small_pool_as_for_one_of_a_run(run_batches, n_asks):
+def test_ceilings_small_pools_ask_workers_as_often(run_batches, n_asks):
     """Otherwise some of them would wait, and more workers would seem to gain less than they do."""
     source = ItemDataset("made up", TensorDataset(torch.zeros(16_000, 1)), {"x": "x"})
     order = BlockSampler(source.block_rows, BATCH_SIZE)
@@ -70,7 +71,7 @@ def test_workers_are_asked_as_often_for_a_small_pool_as_for_one_of_a_run(run_bat
     supply.feed.close()
 
 
-def test_the_first_blocks_of_a_source_are_its_first_rows(ragged_rows):
+def test_ceilings_first_blocks(ragged_rows):
     few = first_blocks(ragged_rows, BlockSampler(ragged_rows.block_rows, 8, seed=None))
     assert 2 * 8 <= few.n_rows < len(ragged_rows)
     batch = read_pool(ragged_rows, BlockSampler(few.selection, few.n_rows, seed=None), 1)
@@ -80,7 +81,7 @@ def test_the_first_blocks_of_a_source_are_its_first_rows(ragged_rows):
 
 @pytest.mark.gpu
 @needs_gpu
-def test_a_gpus_syncs_and_work_are_seen():
+def test_ceilings_syncs_and_work_of_a_gpu():
     device = Meter(World(0, 1, 1, torch.device("cuda", 0)), 1.0)
     x = torch.ones(2048, 2048, device="cuda")
 
@@ -100,7 +101,7 @@ def test_a_gpus_syncs_and_work_are_seen():
 
 @pytest.mark.gpu
 @needs_gpu
-def test_pools_are_copied_to_a_gpu(ragged_rows):
+def test_ceilings_pools_are_copied_to_a_gpu(ragged_rows):
     pool = read_pool(ragged_rows, BlockSampler(ragged_rows.block_rows, BATCH_SIZE, pool_batches=4), 1)
     work = copies(loop_of(lambda _: None, ragged_rows)._replace(device=torch.device("cuda", 0)), pool)
     before = torch.cuda.memory_allocated()

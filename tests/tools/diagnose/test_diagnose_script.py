@@ -7,17 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import ROOT, run_to_end
+
+from support import PROJECT
+from support.ranks import run_to_end
 
 
 def diagnose(folder: Path, *arguments: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    command = [sys.executable, *launcher, str(ROOT / "diagnose.py"), "--seconds", "0.05", *arguments]
+    command = [sys.executable, *launcher, str(PROJECT / "diagnose.py"), "--seconds", "0.05", *arguments]
     return run_to_end(command, folder, OMP_NUM_THREADS="1")
 
 
 @pytest.mark.slow
-def test_a_table_and_a_profile_or_one_line_for_a_mistake(folder):
+def test_diagnose_table_and_profile(folder):
     refused = diagnose(folder, "data.train=none.h5")
     assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1)
     assert "none.h5 does not exist" in refused.stderr
@@ -31,7 +33,7 @@ def test_a_table_and_a_profile_or_one_line_for_a_mistake(folder):
 
 
 @pytest.mark.slow
-def test_two_ranks_as_json(folder):
+def test_diagnose_two_ranks_as_json(folder):
     done = diagnose(folder, "--json", ranks=2)
     assert done.returncode == 0, done.stderr
     numbers = json.loads(done.stdout)
@@ -69,14 +71,14 @@ def verdict_on_slow_dataset(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_slow_dataset_is_named_and_more_workers_are_the_cure(folder):
+def test_diagnose_names_a_slow_dataset(folder):
     found = verdict_on_slow_dataset(folder)
     assert (found["cause"], found["change"]) == ("READ", "loader.num_workers=4")
 
 
 @pytest.mark.nightly
 @pytest.mark.slow
-def test_twice_the_workers_make_a_slow_dataset_twice_as_fast(folder):
+def test_diagnose_gain_of_workers_is_right(folder):
     """The best of some tries: a busy machine wakes the workers late."""
     gains = [verdict_on_slow_dataset(folder)["gain"] for _ in range(5)]
     assert any(gain == pytest.approx(2, rel=0.15) for gain in gains), gains

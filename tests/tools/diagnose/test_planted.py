@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
-from harness import ALONE, CPU, in_world, sizes_of
 
 from fastgpu.diagnose.ceilings import Loop, Meter, measure, read_pool, repeat
 from fastgpu.diagnose.result import ceilings
@@ -21,6 +20,8 @@ from fastgpu.rows.contract import Dataset, PoolPlan, Reads
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.store import open_store
+from support.ranks import ALONE, CPU, in_world
+from support.rows import DENSE_FIELDS, sizes_of
 
 BATCH_SIZE = 16
 POOL_BATCHES = 4
@@ -103,7 +104,7 @@ def measure_simulated(world: World, path: str, times: Times) -> Measured:
     device = SimulatedDevice(world)
     factor = times.batch_size / BATCH_SIZE
     step_s = times.slow_step_s if world.rank and times.slow_step_s else times.step_s
-    source = open_store("data.train", path, {"images": "images", "labels": "labels"})
+    source = open_store("data.train", path, DENSE_FIELDS)
     slow_down(source, times.disk_s, times.decode_s + times.copy_s)  # a block has the rows of a batch
     shard = Shard(world.rank, world.world_size)
     pool_batches = max(1, int(POOL_BATCHES / factor))
@@ -149,15 +150,15 @@ PLANTED: dict[str, tuple[Times, Cause, str, dict[str, Any]]] = {
 
 
 @pytest.fixture
-def path(write, monkeypatch):
+def path(dense_file, monkeypatch):
     monkeypatch.setattr("fastgpu.feed.prefetch.JOB_BYTES", 1)  # a block is a job, however small the rows are
-    return write(2048, (1, 4, 2), chunk=BATCH_SIZE)
+    return dense_file(2048, (1, 4, 2), chunk=BATCH_SIZE)
 
 
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("planted", PLANTED)
-def test_a_planted_cause_is_named_and_the_gain_of_its_cure_is_predicted(path, planted):
+def test_planted_cause_and_gain_are_right(path, planted):
     """And the loop takes as long as the longer one of compute and supply. A measurement that another program may have
     spoiled is repeated: an error of ours spoils every try."""
     times, cause, change, cure = PLANTED[planted]

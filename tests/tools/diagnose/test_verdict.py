@@ -64,7 +64,7 @@ N_TRIES = 200
 
 
 @pytest.mark.parametrize(("m", "options", "cause", "change", "gain"), CASES)
-def test_one_cause_and_one_change(m, options, cause, change, gain):
+def test_verdict_has_one_cause_and_one_change(m, options, cause, change, gain):
     verdict = judge(m, **options)
     assert verdict.cause == cause
     assert ADVICE[cause]
@@ -75,7 +75,7 @@ def test_one_cause_and_one_change(m, options, cause, change, gain):
     assert named.count(cause) > 0.9 * N_TRIES, "a little noise hides the cause"
 
 
-def test_the_echo_that_costs_nothing_is_named_beside_a_better_change():
+def test_verdict_names_the_free_echo():
     more_readers = {"readers": ("loader.num_readers=4", 1.0)}
     assert judge(SLOW_DISK, **more_readers)[2:] == ("loader.num_readers=4", 4.0, 4.0)
     assert judge(measured(1.0, 2.5, supply=2.5, cached=0.5), **more_readers).free_echo == 2.5
@@ -118,7 +118,7 @@ NEAR_A_LIMIT = [  # (measurements, cause): a small change would make another cau
 
 @pytest.mark.parametrize("noise", [0.03, 0.3, 1.0])
 @pytest.mark.parametrize(("m", "right"), [(m, cause) for m, _, cause, *_ in CASES] + NEAR_A_LIMIT)
-def test_a_wrong_cause_is_named_in_at_most_one_of_28_diagnoses(m, right, noise):
+def test_verdict_is_wrong_at_most_once_in_28(m, right, noise):
     """Whatever the noise, and also where the truth is at the limit of two causes."""
     rng = np.random.default_rng(0)
     named = [judge(disturbed(m, rng, noise)).cause for _ in range(N_TRIES)]
@@ -150,7 +150,7 @@ UNEVEN = Measured(64, Rounds((1.0,) * 4), SLOW, supply=SLOW, cached=Rounds((1.0,
         (UNEVEN, "INCONCLUSIVE", "the likeliest first: READ, DECODE"),
     ],
 )
-def test_intervals_that_say_nothing_give_no_verdict_about_a_feed(m, cause, why):
+def test_verdict_none_from_wide_intervals(m, cause, why):
     verdict = judge(m)
     assert (verdict.cause, verdict.change, verdict.gain) == (cause, "", 1.0)
     assert re.search(why, verdict.why), verdict.why
@@ -166,7 +166,7 @@ def test_intervals_that_say_nothing_give_no_verdict_about_a_feed(m, cause, why):
         ([1.0, 2.0] * 8, [1.5] * 16, 16),
     ],
 )
-def test_measuring_ends_as_soon_as_the_intervals_part(compute_s, loop_s, n_rounds):
+def test_verdict_ends_measuring_when_intervals_part(compute_s, loop_s, n_rounds):
     def after(n: int) -> Measured:
         loop = Rounds(tuple(loop_s[:n]))
         return Measured(64, Rounds(tuple(compute_s[:n])), loop, supply=loop)
@@ -184,14 +184,14 @@ def test_measuring_ends_as_soon_as_the_intervals_part(compute_s, loop_s, n_round
         ((-5.0, *[0.5] * 6), None),
     ],
 )
-def test_a_share_exceeds_a_threshold_if_its_interval_does(share, answer):
+def test_verdict_interval_exceeds_a_threshold(share, answer):
     assert exceeds(Rounds(share), 0.25) is answer
 
 
 # ---------------------------------------------------------------------------------------------- what is shown
 
 
-def test_the_table_and_the_json_have_every_part_and_one_verdict():
+def test_verdict_table_and_json():
     slow = Measured(64, *(Rounds((step_s,) * 3) for step_s in (0.01, 0.04)), supply=Rounds((0.04,) * 3))
     verdict = judge(slow, readers=("loader.num_readers=4", 0.005))
     shown = " ".join(result.table("title", slow, verdict).split())
@@ -207,7 +207,7 @@ def test_the_table_and_the_json_have_every_part_and_one_verdict():
     assert numbers["verdict"] == verdict._asdict()
 
 
-def test_a_loop_that_seems_faster_than_compute_alone_is_as_fast_and_needs_no_change():
+def test_verdict_loop_faster_than_compute():
     """The raw numbers are in the JSON values."""
     loop = Rounds((0.0094, 0.0097, 0.01, 0.0097))
     noisy = Measured(64, Rounds((0.01,) * 4), loop, supply=Rounds((1e-4, 1e-4, 2e-2, 1e-4)), busy_s=0.009)

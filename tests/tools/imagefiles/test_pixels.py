@@ -4,7 +4,6 @@ import io
 
 import numpy as np
 import pytest
-from pictures import KINDS, bytes_of, encoded, exif_of, file_of, pixels
 from PIL import Image
 
 from fastgpu.convert.images.readers import Masks, keep, read_mask
@@ -12,10 +11,17 @@ from fastgpu.imagefiles.pixels import UprightImage, decode, read_preprocessing
 from fastgpu.images.decode import EncodedImage
 from fastgpu.images.parts import Box, Preprocessing
 from fastgpu.process.launch import UserError
+from support.images import KINDS, bytes_of, encoded, file_of, pixels
+
+
+def exif_of(orientation: int) -> Image.Exif:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return exif
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "LA", "P", "CMYK", "1", "I;16"])
-def test_whatever_is_opened_becomes_rgb_bytes(mode):
+def test_pixels_of_every_mode_are_rgb(mode):
     rgb = Image.fromarray(pixels())
     if mode == "I;16":
         grey = np.asarray(rgb.convert("L")).astype(np.uint16)
@@ -30,7 +36,7 @@ def test_whatever_is_opened_becomes_rgb_bytes(mode):
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("size", [None, (15, 20), (20, 15)])
-def test_a_picture_stands_upright(orientation, size):
+def test_pixels_stand_upright(orientation, size):
     upright = Image.fromarray(pixels(60, 80))
     undo = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}  # EXIF orientation -> Image.Transpose that it asks to undo
     stored = upright.transpose(Image.Transpose(undo[orientation])) if orientation > 1 else upright
@@ -48,7 +54,7 @@ def test_a_picture_stands_upright(orientation, size):
         (Preprocessing((15, 20), "exact"), (0, 0, 40, 30)),
     ],
 )
-def test_resizing_takes_the_part_it_should(shape, box):
+def test_pixels_resized_from_the_right_part(shape, box):
     found = decode(encoded(Image.fromarray(pixels())), shape)
     height, width = shape.size
     expected = Image.fromarray(pixels()).crop(box).resize((width, height), Image.Resampling.BILINEAR)
@@ -58,7 +64,7 @@ def test_resizing_takes_the_part_it_should(shape, box):
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])
-def test_a_part_is_that_of_the_upright_image_and_converted_files_are_upright(orientation, kind):
+def test_pixels_of_a_box_are_upright(orientation, kind):
     options = {"icc_profile": b"x" * 40_000, **KINDS["full color"][2]}  # EXIF need not come first
     file = encoded(Image.fromarray(pixels(60, 80)), kind, exif=exif_of(orientation), **options)
     upright = decode(file, Preprocessing())
@@ -85,7 +91,7 @@ def test_preprocessing_comes_back_from_json():
 
 
 @pytest.mark.parametrize("n_zeros", [20, 300])
-def test_a_png_file_that_ends_in_zeros_is_damaged_for_all_who_read_it(n_zeros, tmp_path):
+def test_png_ending_in_zeros_is_damaged(n_zeros, tmp_path):
     """Pillow alone decodes many of these, since zeros are pixels, too."""
     image = Image.fromarray(np.random.default_rng(0).integers(0, 99, (30, 40), np.uint8))
     data = encoded(image).getvalue()[:-n_zeros] + bytes(n_zeros)
@@ -103,7 +109,7 @@ def test_a_png_file_that_ends_in_zeros_is_damaged_for_all_who_read_it(n_zeros, t
 
 @pytest.mark.parametrize("preprocessing", [Preprocessing(), Preprocessing((40, 10)), Preprocessing((15, 15), "exact")])
 @pytest.mark.parametrize("mode", ["L", "P", "I;16"])
-def test_a_mask_stays_on_its_upright_image(tmp_path, preprocessing, mode):
+def test_mask_stays_on_its_image(tmp_path, preprocessing, mode):
     image_HWC = np.zeros((40, 30, 3), np.uint8)
     image_HWC[4:24, 6:18] = 200  # an object, and its class below
     classes = np.where(image_HWC[:, :, 0] > 0, 7, 0)
@@ -126,7 +132,7 @@ def test_a_mask_stays_on_its_upright_image(tmp_path, preprocessing, mode):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_files_are_kept_as_they_are_or_made_smaller_once(kind):
+def test_keep_makes_files_smaller_once(kind):
     data = file_of(kind).getvalue()
     kept = keep(data, 150)
     is_upright_rgb = KINDS[kind][0] in ("RGB", "L") and kind != "BMP"

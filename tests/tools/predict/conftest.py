@@ -11,11 +11,12 @@ from typing import Any
 import predict as script
 import pytest
 import torch
-from harness import ALONE, train, write_minimal
 from torch import nn
 
 from fastgpu.predict.model import Trained, load_model, training_rows
 from fastgpu.rows.rows import Rows
+from support.ranks import ALONE
+from support.runs import train, write_minimal
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,7 @@ def quality(labels: list[int], chosen: list[int], number: int) -> list[str]:
     return [str(n_rows), percent(hits, chosen.count(number)), percent(hits, n_rows)]
 
 
-def test_few_classes_have_a_matrix():
+def test_answers_of_few_classes_have_a_matrix():
     answers = answers_of(100, 4)._replace(names=["a", "b", "c", "d", "unseen"])
     labels, chosen = answers.labels.tolist(), answers.chosen.tolist()
     pairs = [*zip(labels, chosen, strict=True)]
@@ -43,7 +43,7 @@ def test_few_classes_have_a_matrix():
         assert [cell.strip() for cell in line if cell] == expected
 
 
-def test_of_many_classes_the_worst_are_named():
+def test_answers_of_many_classes_name_the_worst():
     answers = answers_of(2000, 21)
     labels, chosen = answers.labels.tolist(), answers.chosen.tolist()
     lines = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in describe(answers)]
@@ -56,7 +56,7 @@ def test_of_many_classes_the_worst_are_named():
     assert [float(line[3]) for line in lines[middle + 1 :]] == sorted(recalls)[:20]
 
 
-def test_attributes_have_the_threshold_of_the_best_f1():
+def test_answers_of_attributes_have_thresholds():
     rng = np.random.default_rng(0)
     probability = rng.integers(1, 20, (60, 2)) / 20  # with ties
     labels = rng.random((60, 2)) < probability
@@ -73,7 +73,7 @@ def test_attributes_have_the_threshold_of_the_best_f1():
         assert f1(float(threshold) - 1e-9) == pytest.approx(max(map(f1, value)))
 
 
-def test_wrong_answers_come_in_the_order_of_their_certainty():
+def test_answers_wrong_are_sorted_by_certainty():
     answers = Answers(["cat", "dog"], np.array([0, 1, 1, 0]), np.array([0, 0, 1, 1]), np.array([0.9, 0.6, 0.7, 0.8]))
     assert find_wrong(answers, {"row": np.arange(4)}) == {
         "row": [3, 1],
@@ -93,7 +93,7 @@ def trained_of(**values: torch.Tensor) -> SimpleNamespace:
     return SimpleNamespace(workload=workload, model=None, card={"attributes": {}})
 
 
-def test_classes_and_attributes_are_told_from_other_labels():
+def test_answers_classes_or_attributes():
     logits = torch.tensor([[0.1, 0.9], [0.6, 0.4]])
     classes = Rows({"labels": torch.tensor([1, 1], dtype=torch.uint8)})
     answers = ask(trained_of(probability=logits), classes)

@@ -7,7 +7,6 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from harness import ALONE, is_ragged, numbers_of, read_rows
 from PIL import Image
 from torch import Tensor, nn
 
@@ -16,12 +15,14 @@ from fastgpu.images.parts import Preprocessing
 from fastgpu.predict.model import export, load_model, open_batches, open_inputs, places_of
 from fastgpu.process.launch import UserError
 from fastgpu.storage.store import open_store
+from support.ranks import ALONE
+from support.rows import is_ragged, numbers_of, read_rows
 from workloads import minimal
 
 RNG = np.random.default_rng(0)
 
 
-def test_a_model_comes_back_as_it_was_with_its_options(minimal_run):
+def test_model_comes_back_as_it_was(minimal_run):
     model, workload, card, rows, folder = load_model(minimal_run)
     assert not model.training
     assert isinstance(workload, minimal.Workload)
@@ -33,7 +34,7 @@ def test_a_model_comes_back_as_it_was_with_its_options(minimal_run):
     assert workload.options.hidden_dim == 64
 
 
-def test_rows_are_named_by_file_number_and_source(tmp_path, monkeypatch):
+def test_rows_to_predict_have_places(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, sources in (("a.h5", ["é.png", "b.png"]), ("b.h5", None), ("c.h5", [7])):
         with h5py.File(name, "w") as file:
@@ -54,7 +55,7 @@ def test_rows_are_named_by_file_number_and_source(tmp_path, monkeypatch):
     }
 
 
-def test_of_a_run_the_best_checkpoint_is_taken_else_the_last(copy_model, tmp_path):
+def test_model_of_a_run_is_the_best(copy_model, tmp_path):
     for name in ("last-000009", "last-1000000", "last-1000000 (copy)", "best-000003"):
         copy_model(f"checkpoints/{name}")
     best = tmp_path / "checkpoints/best-000003"
@@ -77,7 +78,7 @@ def test_of_a_run_the_best_checkpoint_is_taken_else_the_last(copy_model, tmp_pat
         ("model.safetensors", 1, "model.safetensors does not match its checksum"),
     ],
 )
-def test_a_copy_that_does_not_fit_is_one_line(copy_model, name, content, reason):
+def test_model_that_does_not_fit_is_one_line(copy_model, name, content, reason):
     """content: of the file; or what model.json has in place of what was written; or 1 for a flipped bit."""
     path = copy_model("copy", *["state.json"] * (content == 1)) / name
     load_model(path.parent)
@@ -101,16 +102,16 @@ def read(source, name="images"):
         return np.concatenate([batch[name].numpy().copy() for batch in batches])
 
 
-def test_rows_come_in_the_order_of_the_files_from_the_datasets_of_training(write, write_ragged, model_of):
+def test_rows_to_predict_keep_their_order(dense_file, ragged_file, model_of):
     trained = model_of({"x": {"shape": [1, 4, 2], "dataset": "images"}})
-    paths = [write(20, name="a.h5"), write(15, name="b.h5", start=20)]
+    paths = [dense_file(20, name="a.h5"), dense_file(15, name="b.h5", start=20)]
     assert numbers_of(read(open_inputs(paths, trained), "x")) == list(range(35))
     items = {"dtype": "int32", "is_ragged": True, "n_items": 1000}
-    with open_batches(open_inputs([write_ragged(50)], model_of({"items": items})), 50, ALONE.device) as batches:
+    with open_batches(open_inputs([ragged_file(50)], model_of({"items": items})), 50, ALONE.device) as batches:
         assert is_ragged(next(batches)["items"], range(50))
 
 
-def test_single_numbers_may_have_another_type(tmp_path, model_of):
+def test_rows_to_predict_of_another_type(tmp_path, model_of):
     np.save(tmp_path / "y.npy", np.arange(5, dtype=np.uint16))
     assert read(open_inputs([f"{tmp_path}/y.npy"], model_of({"y": {"dtype": "int64"}})), "y").tolist() == [*range(5)]
 
@@ -126,7 +127,7 @@ def save_image(path, height=6, width=6, mode="RGB"):
     return np.moveaxis(pixels, -1, 0) if mode == "RGB" else pixels
 
 
-def test_files_and_encoded_rows_become_the_pixels_that_a_model_was_validated_on(tmp_path, model_of):
+def test_images_to_predict_as_validated(tmp_path, model_of):
     paths = [tmp_path / f"{number}.png" for number in range(5)]
     for number, path in enumerate(paths):
         save_image(path, 20 + number, 30)
@@ -143,7 +144,7 @@ def test_files_and_encoded_rows_become_the_pixels_that_a_model_was_validated_on(
         np.testing.assert_array_equal(read(open_inputs(inputs, trained)), read_rows(validated)["images"])
 
 
-def test_files_and_folders_come_in_their_order_and_broken_images_are_told(tmp_path, monkeypatch, model_of):
+def test_images_to_predict_in_order(tmp_path, monkeypatch, model_of):
     monkeypatch.chdir(tmp_path)
     names = ["z.png", "deep/a/1.png", "deep/b/2.png", "deep/c/broken.png", "deep/c/large.png"]
     pixels = {name: save_image(tmp_path / name) for name in names[2::-1]}
@@ -161,7 +162,7 @@ def test_files_and_folders_come_in_their_order_and_broken_images_are_told(tmp_pa
 
 
 @pytest.mark.parametrize("shape", [(1, 6, 6), (6, 6)])
-def test_a_model_of_one_channel_gets_grey_as_pillow_makes_it(tmp_path, shape, model_of):
+def test_images_to_predict_in_grey(tmp_path, shape, model_of):
     save_image(tmp_path / "a.png")
     grey = save_image(tmp_path / "b.png", mode="L")
     rows = read(open_inputs([str(tmp_path)], model_of(images_of(*shape)))).reshape(2, 6, 6)
@@ -205,7 +206,7 @@ def trained(model_of):
     return lambda model: model_of(FIELDS, model, predict, class_names=["a", "b"], preprocessing="{}")
 
 
-def check(program, text: str) -> None:
+def check_program(program, text: str) -> None:
     """The program gives the numbers of `Mean`; text: the model.json beside it."""
     card = json.loads(text)
     assert card["inputs"] == ["image", "items"]
@@ -216,14 +217,14 @@ def check(program, text: str) -> None:
         torch.testing.assert_close(program(image, items), Mean()(image, items))
 
 
-def test_the_program_gives_the_numbers_of_the_model_for_any_number_of_rows(tmp_path, trained):
+def test_export_gives_the_numbers_of_the_model(tmp_path, trained):
     export(trained(Mean()), tmp_path / "a.pt2")
     texts = {"model.json": ""}
-    check(torch.export.load(tmp_path / "a.pt2", extra_files=texts).module(), texts["model.json"])
+    check_program(torch.export.load(tmp_path / "a.pt2", extra_files=texts).module(), texts["model.json"])
 
 
 @pytest.mark.slow
-def test_onnx(tmp_path, trained):
+def test_export_onnx(tmp_path, trained):
     onnxruntime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     export(trained(Mean()), tmp_path / "a.onnx")
@@ -233,11 +234,11 @@ def test_onnx(tmp_path, trained):
     def program(image: Tensor, items: Tensor) -> Tensor:
         return torch.from_numpy(session.run(None, {"image": image.numpy(), "items": items.numpy()})[0])
 
-    check(program, session.get_modelmeta().custom_metadata_map["model.json"])
+    check_program(program, session.get_modelmeta().custom_metadata_map["model.json"])
     assert [path.name for path in tmp_path.iterdir()] == ["a.onnx"]
 
 
-def test_onnx_without_its_packages_says_how_to_get_them(tmp_path, trained, monkeypatch):
+def test_export_onnx_without_its_packages(tmp_path, trained, monkeypatch):
     def refuse(*_: object, **options: object) -> None:
         raise ImportError("No module named 'onnxscript'")
 
@@ -247,7 +248,7 @@ def test_onnx_without_its_packages_says_how_to_get_them(tmp_path, trained, monke
     assert not any(tmp_path.iterdir())
 
 
-def test_what_cannot_be_exported_is_one_line_and_no_file(tmp_path, trained):
+def test_export_that_fails_is_one_line(tmp_path, trained):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     for model, n_bytes, reason in (
         (DependsOnValues(), limits[0], ".+"),

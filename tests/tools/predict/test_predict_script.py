@@ -15,12 +15,14 @@ import h5py
 import numpy as np
 import pytest
 import torch
-from harness import ROOT, convert, metrics_of, run_to_end, train, val_points
 from PIL import Image
 from predict import to_columns, write_rows
 
 from fastgpu.predict.model import load_model, open_inputs
 from fastgpu.process.launch import UserError
+from support import PROJECT
+from support.ranks import printed_by, run_to_end
+from support.runs import metrics_of, train, val_points
 from workloads import minimal
 
 PROBABILITY = {"probability": torch.tensor([[0.25, 0.75], [0.9, 0.1]])}
@@ -51,7 +53,7 @@ RUN TMP/five.npy TMP/five.npy
 """
 
 
-def test_messages(compare_messages, run, minimal_run, model_of, write_ragged, tmp_path):
+def test_messages_of_predict(compare_messages, run, minimal_run, model_of, ragged_file, tmp_path):
     np.save(tmp_path / "five.npy", np.zeros((3, 5), np.float32))
     (tmp_path / "pickle.npy").write_bytes(np.array([None, {}]).dumps())
     np.savez(tmp_path / "few.npz", x=np.zeros((3, 6), np.float32), id=np.zeros(2))
@@ -63,8 +65,8 @@ def test_messages(compare_messages, run, minimal_run, model_of, write_ragged, tm
         full = words.replace("RUN", "TMP/run/runs/a").replace("ROWS", "TMP/run/rows.h5").replace("TMP", str(tmp_path))
         calls[words] = partial(run, *full.split())
     items = {"items": {"dtype": "int32", "is_ragged": True, "n_items": 60}}
-    calls["other items"] = partial(open_inputs, [write_ragged(50)], model_of(items))
-    calls["ragged id"] = partial(open_inputs, [write_ragged(50)], model_of({"number": {}}), ids=["items"])
+    calls["other items"] = partial(open_inputs, [ragged_file(50)], model_of(items))
+    calls["ragged id"] = partial(open_inputs, [ragged_file(50)], model_of({"number": {}}), ids=["items"])
     image = {"shape": [3, 6, 6]}
     floats = model_of({"images": image | {"dtype": "float32"}})
     calls["float images"] = partial(open_inputs, ["a.png"], floats)
@@ -80,7 +82,7 @@ def test_messages(compare_messages, run, minimal_run, model_of, write_ragged, tm
     assert (tmp_path / "old.csv").read_text() == (tmp_path / "old.pt2").read_text() == "old"
 
 
-def test_a_workload_declares_its_inputs(run, minimal_run, monkeypatch):
+def test_predict_needs_declared_inputs(run, minimal_run, monkeypatch):
     monkeypatch.setattr(minimal.Workload, "inputs", ())
     with pytest.raises(UserError, match=r"workloads/minimal.py declares no `inputs`"):
         run(minimal_run, "x.npy")
@@ -89,7 +91,7 @@ def test_a_workload_declares_its_inputs(run, minimal_run, monkeypatch):
 # ---------------------------------------------------------------------------------------------- lines
 
 
-def write(values, *, is_csv=True, top=None, every=False, **attributes):
+def lines_of_values(values, *, is_csv=True, top=None, every=False, **attributes):
     """The lines for two batches of the same two rows. Of the second one only its first row is written."""
     file = io.StringIO()
     columns = {"row": [0, 1]} | to_columns(values, attributes, top, every=every)
@@ -118,19 +120,22 @@ def write(values, *, is_csv=True, top=None, every=False, **attributes):
         ({"probability": torch.full((2, 2), torch.nan)}, CAT_DOG, "row,class,class_name,probability 0,-1,, 1,-1,,"),
     ],
 )
-def test_lines_of_a_csv(values, options, expected):
-    assert write(values, **options) == expected.split(" ")
+def test_predict_csv_lines(values, options, expected):
+    assert lines_of_values(values, **options) == expected.split(" ")
 
 
-def test_json_has_lists_and_null_and_every_float32_exactly():
-    assert write(SCORES, is_csv=False, item_ids=[7, 8, 9], top=5) == [
+def test_predict_json_lines():
+    assert lines_of_values(SCORES, is_csv=False, item_ids=[7, 8, 9], top=5) == [
         {"row": 0, "items": [2, 0, -1], "item_ids": [9, 7, None], "scores": [2.0, 0.5, None]},
         {"row": 1, "items": [1, 2, 0], "item_ids": [8, 9, 7], "scores": [3.0, 2.0, 1.0]},
     ]
-    assert write({"mask": torch.zeros(2, 2, 2, dtype=torch.uint8)}, is_csv=False)[0]["mask"] == [[0, 0], [0, 0]]
-    assert write(PROBABILITY, is_csv=False, class_names=["=1", "cat"])[1]["class_name"] == "=1"
+    assert lines_of_values({"mask": torch.zeros(2, 2, 2, dtype=torch.uint8)}, is_csv=False)[0]["mask"] == [
+        [0, 0],
+        [0, 0],
+    ]
+    assert lines_of_values(PROBABILITY, is_csv=False, class_names=["=1", "cat"])[1]["class_name"] == "=1"
     y = torch.from_numpy(np.random.default_rng(0).standard_normal(2).astype(np.float32))
-    assert torch.equal(torch.tensor([line["y"] for line in write({"y": y}, is_csv=False)]), y)
+    assert torch.equal(torch.tensor([line["y"] for line in lines_of_values({"y": y}, is_csv=False)]), y)
 
 
 # ---------------------------------------------------------------------------------------------- predictions
@@ -142,7 +147,7 @@ def rows(minimal_run: Path) -> str:
     return f"{minimal_run.parents[1]}/rows.h5::/val"
 
 
-def check(lines: list[dict], run: Path) -> np.ndarray:
+def check_lines(lines: list[dict], run: Path) -> np.ndarray:
     """The lines have the predictions of the model for all validation rows at once, in plain torch. Returns the rows."""
     with h5py.File(run.parents[1] / "rows.h5") as file:
         x = file["val/x"][:]
@@ -156,8 +161,8 @@ def lines_of(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(errors="surrogateescape").splitlines()]
 
 
-def test_every_kind_of_input_gives_the_predictions_of_the_model(tmp_path, run, minimal_run, copy_model, rows, capsys):
-    x = check([*csv.DictReader(run(minimal_run, rows).splitlines())], minimal_run)
+def test_predict_every_kind_of_input(tmp_path, run, minimal_run, copy_model, rows, capsys):
+    x = check_lines([*csv.DictReader(run(minimal_run, rows).splitlines())], minimal_run)
     model, n_rows = capsys.readouterr().out.splitlines()
     assert model.startswith(f"model: {load_model(minimal_run).folder}, of epoch 2, mse ")
     assert n_rows == "100 rows"
@@ -170,14 +175,12 @@ def test_every_kind_of_input_gives_the_predictions_of_the_model(tmp_path, run, m
     for source in ("x.npy", "x.npz", "own.hdf5", "matlab.mat", "*.mat"):
         target = tmp_path / f"{source}.jsonl"
         assert run(copy, "-o", target, tmp_path / source, "--batch-size", 7) == ""
-        check(lines_of(target), minimal_run)
+        check_lines(lines_of(target), minimal_run)
     assert run(minimal_run, rows, "--id", "y").startswith("row,y,prediction\n0,")
 
 
 @pytest.mark.parametrize("task", [["{rows}", "-o", "{tmp}/a.csv"], ["--export", "{tmp}/a.pt2"]])
-def test_force_replaces_a_file_but_never_by_half_and_never_a_folder(
-    tmp_path, run, minimal_run, rows, task, monkeypatch
-):
+def test_predict_force_replaces_a_file_whole(tmp_path, run, minimal_run, rows, task, monkeypatch):
     words = [word.format(rows=rows, tmp=tmp_path) for word in task]
     target = Path(words[-1])
     target.write_text("old")
@@ -199,15 +202,15 @@ ENDED = f"""
 import os, runpy, signal
 from workloads import minimal
 minimal.Workload.predict = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
-runpy.run_path("{ROOT}/predict.py", run_name="__main__")
+runpy.run_path("{PROJECT}/predict.py", run_name="__main__")
 """
 
 
 @pytest.mark.slow
-def test_the_script_prints_rows_alone_and_leaves_nothing_when_it_is_asked_to_end(tmp_path, minimal_run, rows):
-    command = [sys.executable, str(ROOT / "predict.py"), str(minimal_run), rows]
-    check([*csv.DictReader(run_to_end(command, tmp_path).stdout.splitlines())], minimal_run)
-    ended = run_to_end([sys.executable, "-c", ENDED, *command[2:], "-o", "x.csv"], tmp_path, PYTHONPATH=str(ROOT))
+def test_predict_script_ends_cleanly(tmp_path, minimal_run, rows):
+    command = [sys.executable, str(PROJECT / "predict.py"), str(minimal_run), rows]
+    check_lines([*csv.DictReader(run_to_end(command, tmp_path).stdout.splitlines())], minimal_run)
+    ended = run_to_end([sys.executable, "-c", ENDED, *command[2:], "-o", "x.csv"], tmp_path, PYTHONPATH=str(PROJECT))
     assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
     assert not list(tmp_path.iterdir())
     failed = run_to_end([*command, "-o", "none/x.csv"], tmp_path)
@@ -220,7 +223,7 @@ def test_the_script_prints_rows_alone_and_leaves_nothing_when_it_is_asked_to_end
     assert (closed.returncode, len(closed.stderr.splitlines())) == (-signal.SIGPIPE, 1)
 
 
-def test_evaluate_gives_the_metrics_of_the_run_for_any_batch_size(run, minimal_run, rows):
+def test_predict_evaluate_for_any_batch_size(run, minimal_run, rows):
     logged = [point["val/mse"] for point in val_points(minimal_run)]
     last = max(minimal_run.glob("checkpoints/last-*"))
     assert run(last, "--evaluate", rows) == f"mse {logged[-1]:.6g}\n"
@@ -228,16 +231,16 @@ def test_evaluate_gives_the_metrics_of_the_run_for_any_batch_size(run, minimal_r
         assert run(minimal_run, "--evaluate", rows, "--batch-size", n) == f"mse {min(logged):.6g}\n"
 
 
-def test_items_for_users(tmp_path, run, monkeypatch):
+def test_predict_items_for_users(tmp_path, run, monkeypatch):
     """After an epoch on the rows that the project comes with; named.h5 has validation rows."""
     monkeypatch.chdir(tmp_path)
     for name, new in (("train", "train.h5"), ("val", "named.h5")):
-        shutil.copy(ROOT / f"data/interactions-{name}.h5", new)
+        shutil.copy(PROJECT / f"data/interactions-{name}.h5", new)
         with h5py.File(new, "r+") as file:
             file.attrs["item_ids"] = np.arange(1000)
             file["user"] = np.arange(len(file["items/indptr"]) - 1)[::-1]
-    words = f"--config {ROOT}/config.recsys.yaml data.train=train.h5 data.val=named.h5 model.hidden_dim=8"
-    train(*words.split(" "), "run.name=a", "train.epochs=1", "dist.device=cpu")
+    words = "data.train=train.h5 data.val=named.h5 model.hidden_dim=8 run.name=a train.epochs=1 dist.device=cpu"
+    train("--config", f"{PROJECT}/config.recsys.yaml", *words.split())
     logged = metrics_of(Path("runs/a"))[-1]
     metrics = dict(line.split() for line in run("runs/a", "--evaluate", "named.h5").splitlines())
     assert metrics == {name: f"{logged[f'val/{name}']:.6g}" for name in ("ndcg_at_100", "recall_at_20", "recall_at_50")}
@@ -252,17 +255,17 @@ def test_items_for_users(tmp_path, run, monkeypatch):
 
 
 @pytest.mark.slow
-def test_photos_are_predicted_as_the_rows_that_the_converter_made_of_them(tmp_path, monkeypatch, run):
+def test_predict_photos_as_converted(tmp_path, monkeypatch, run):
     monkeypatch.chdir(tmp_path)
     rng = np.random.default_rng(0)
     for number in range(40):
         photo = Path(f"photos/{'ab'[number % 2]}/{number:02d}.png")
         photo.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(rng.integers(0, 256, (20 + number, 40 - number // 2, 3)).astype(np.uint8)).save(photo)
-    done = convert("images", "photos", "x.h5", "--size", "8", "--split", "0.5", "--keep-order", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    words = f"--config {ROOT}/config.yaml data.train=x-train.h5 data.val=x-val.h5 data.batch_size=8 model.width=4"
-    train(*words.split(" "), "run.name=a", "train.epochs=1", "dist.device=cpu")
+    words = ("images", "photos", "x.h5", "--size", "8", "--split", "0.5", "--keep-order")
+    printed_by([sys.executable, PROJECT / "convert.py", *words], tmp_path)
+    words = "data.train=x-train.h5 data.val=x-val.h5 data.batch_size=8 model.width=4 run.name=a train.epochs=1"
+    train("--config", f"{PROJECT}/config.yaml", *words.split(), "dist.device=cpu")
     # Rows know the photos that they were made of, and those that the model takes for another class are listed.
     told = run("runs/a", "x-train.h5", "x-val.h5", "--evaluate", "--errors", "wrong.csv")
     wrong = [*csv.DictReader(Path("wrong.csv").read_text().splitlines())]

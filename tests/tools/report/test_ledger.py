@@ -9,10 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import ROOT, kill_tree, printed_by, run_train, train_command, wait_for_step
 
 from fastgpu.report.ledger import KINDS, account, as_rows, goodput, read_process
 from fastgpu.report.results import compare, number, read_run
+from support import PROJECT
+from support.ranks import kill_tree, printed_by, run_train, train_command
+from support.runs import wait_for_step
 
 T0 = 1_700_000_000
 
@@ -34,7 +36,7 @@ def process(second: float, **values: float) -> dict:
     return {"started": started} | {name: T0 + value for name, value in values.items()}
 
 
-def write(folder: Path, points: list[dict], processes: list[dict]) -> Path:
+def write_record(folder: Path, points: list[dict], processes: list[dict]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(point)}\n" for point in points))
     for number_, description in enumerate(processes, 1):
@@ -50,7 +52,7 @@ WHOLE = [interval(15, 10), interval(25, 20, save_s=2), at(33, step=20, save_s=3,
 """It started at second -2, and saved in the middle of an epoch and, for three seconds, after a validation of five."""
 
 
-def test_the_time_of_a_run_is_accounted_for_to_the_second():
+def test_ledger_accounts_for_every_second():
     spent = spent_in(WHOLE, [process(0, started_s=-2, ended_s=45)])
     assert spent == {
         "computing": 25,
@@ -66,7 +68,7 @@ def test_the_time_of_a_run_is_accounted_for_to_the_second():
     assert as_rows({"computing": 3 * 86_400.0})[0] == ("computing", "3 days, 0:00:00", "100.0 %")
 
 
-def test_a_run_of_before_shows_what_can_be_known():
+def test_ledger_of_an_older_run():
     points = [{name: value for name, value in point.items() if name != "run/save_s"} for point in WHOLE]
     expected = {"computing": 27, "waiting for data": 3, "starting": 5, "validating and saving": 8, "other": 1}
     assert spent_in(points, [process(0)]) == expected
@@ -84,7 +86,7 @@ RESUMED = [
 ]
 
 
-def test_steps_that_were_made_again_are_lost_also_in_the_middle_of_an_interval_and_so_is_the_time_until_the_start():
+def test_ledger_of_repeated_steps():
     descriptions = [process(n, started_s=n) for n in (0, 100, 150, 200)]  # that of second 150 did not come far
     spent = spent_in(RESUMED, descriptions)
     # Of the first part, half of an interval is kept; of the second one, one and a half.
@@ -97,18 +99,18 @@ def test_steps_that_were_made_again_are_lost_also_in_the_middle_of_an_interval_a
     assert sum(spent_in(RESUMED, saved).values()) == 225 - (100 - 41)
 
 
-def test_runs_are_compared_by_goodput(tmp_path):
+def test_ledger_compares_by_goodput(tmp_path):
     runs = [
-        write(tmp_path / "a", WHOLE, [process(0, started_s=-2, ended_s=45)]),
-        write(tmp_path / "b", [{"step": 1, "part": 1, "train/loss": 1}], []),
+        write_record(tmp_path / "a", WHOLE, [process(0, started_s=-2, ended_s=45)]),
+        write_record(tmp_path / "b", [{"step": 1, "part": 1, "train/loss": 1}], []),
     ]
     head, *lines = compare([read_run(run) for run in runs], number)
     assert [line[head.index("goodput")] for line in lines] == ["0.5319", "-"]
 
 
-def test_the_page_has_a_bar_and_the_command_a_table(tmp_path):
-    run = write(tmp_path / "a", WHOLE, [process(0, started_s=-2, ended_s=45)])
-    printed = printed_by([sys.executable, "report.py", run], ROOT)
+def test_ledger_on_the_page_and_the_command(tmp_path):
+    run = write_record(tmp_path / "a", WHOLE, [process(0, started_s=-2, ended_s=45)])
+    printed = printed_by([sys.executable, "report.py", run], PROJECT)
     assert "    waiting for data  3.0 s   6.4 %\n" in printed
     page = (run / "report.html").read_text()
     assert '<div style="flex-grow: 53.2; --of: var(--c0)" title="computing: 25.0 s"></div>' in page
@@ -117,12 +119,12 @@ def test_the_page_has_a_bar_and_the_command_a_table(tmp_path):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1.0, 0.0, 1e300, -1e300, 1e9])
 @pytest.mark.parametrize("name", ["time_s", "seconds", "wait_s", "steps", "step", "part", "run/save_s"])
-def test_times_that_cannot_be_are_no_error(tmp_path, name, value):
+def test_ledger_of_impossible_times(tmp_path, name, value):
     """Also a clock that was set back: the parts overlap."""
     for place in range(len(RESUMED)):
         points = [*map(dict, RESUMED)]
         points[place][name] = value
-        run = read_run(write(tmp_path, points, [process(n, started_s=n, ended_s=value) for n in (0, 100, 50)]))
+        run = read_run(write_record(tmp_path, points, [process(n, started_s=n, ended_s=value) for n in (0, 100, 50)]))
         assert all(kind in KINDS and 0 < seconds < math.inf for kind, seconds in run.ledger.items())
         assert as_rows(run.ledger)
 
@@ -130,14 +132,14 @@ def test_times_that_cannot_be_are_no_error(tmp_path, name, value):
 @pytest.mark.parametrize(
     "text", ['{"started": 5}', '{"started": "9999-99-99"}', '{"started": "2024-01-01", "started_s": "x"}', "5", "{}"]
 )
-def test_a_damaged_description_is_as_good_as_none(tmp_path, text):
-    folder = write(tmp_path, WHOLE, [])
+def test_ledger_of_a_damaged_description(tmp_path, text):
+    folder = write_record(tmp_path, WHOLE, [])
     (folder / "run.json").write_text(text)
     assert read_run(folder).ledger["starting"] == 5
 
 
 @pytest.mark.slow
-def test_a_run_that_is_killed_and_resumed_and_stopped_is_accounted_for(folder):
+def test_ledger_of_a_real_run(folder):
     """Of the time from the first start to the last end, only that after the stop does not count."""
     words = ("train.epochs=40", "run.checkpoint_every_steps=50", "data.tier=disk")
     run = folder / "runs/a"

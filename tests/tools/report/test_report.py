@@ -12,12 +12,12 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from harness import ROOT
 
 from fastgpu.process import files
 from fastgpu.report.page import MAX_POINTS, write_report
 from fastgpu.report.results import changed_settings, compare, number, over_run, read_run, summary
 from fastgpu.telemetry.clock import Throughput
+from support import PROJECT
 
 VALUES = {
     "train/loss": 0.5,
@@ -53,7 +53,7 @@ def write_run(folder: Path) -> Path:
 # ---------------------------------------------------------------------------------------------- values
 
 
-def test_means_of_a_run_are_sums_over_sums_without_the_start():
+def test_report_means_are_sums_over_sums():
     """Rows per second times the time of a step is the batch size, however uneven the points are."""
     intervals = [
         Throughput(seconds=9.0, wait_s=8.0, fresh_rows=32 * 5, trained_rows=64 * 5, steps=5),
@@ -69,25 +69,15 @@ def test_means_of_a_run_are_sums_over_sums_without_the_start():
     assert {name: over_run(points, name) for name in expected} == pytest.approx(expected)
 
 
-def test_the_start_of_every_part_is_left_out_of_means():
+def test_report_means_leave_out_the_start():
     parts = [(1, 9.0), (1, 1.0), (1, 2.0), (2, 9.0), (2, 3.0)]
     points = [{"part": part, "data/wait_pct": wait} for part, wait in parts]
     assert over_run(points, "data/wait_pct") == pytest.approx((1 + 2 + 3) / 3)
     assert over_run(points[:1], "data/wait_pct") == 9
 
 
-def test_points_that_were_trained_again_count_once_and_a_line_that_was_cut_not_at_all(tmp_path):
-    """The run was resumed from a checkpoint at step 5."""
-    points = [{"step": step, "steps": 1, "train/loss": 1.0} for step in range(1, 9)]
-    points += [{"step": step, "steps": 1, "train/loss": 2.0, "part": 2} for step in range(6, 12)]
-    with (write_points(tmp_path, points) / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 12, "tra')
-    read = [(point["step"], point["train/loss"]) for point in read_run(tmp_path).points]
-    assert read == [(n, 1.0 if n <= 5 else 2.0) for n in range(1, 12)]
-
-
 @pytest.mark.parametrize(("metric", "direction", "step"), [("a", "higher", 6), ("a", "lower", 4), ("b", "lower", 6)])
-def test_the_best_value_is_that_of_the_metric_that_chooses_checkpoints(tmp_path, metric, direction, step):
+def test_report_best_value(tmp_path, metric, direction, step):
     values = (nan, 2.0, 3.0, 5.0, 1.0, 5.0, 5.0, 5.0)
     losses = (9.0, 9.0, 9.0, 2.0, 1.0, 1.0, 1.0, 3.0)  # of equal values the last one without a higher loss
     points = [
@@ -101,7 +91,7 @@ def test_the_best_value_is_that_of_the_metric_that_chooses_checkpoints(tmp_path,
     assert list(summary(read_run(tmp_path)).items())[:2] == [(f"best {metric}", best), ("at step", step)]
 
 
-def test_what_differs_from_the_defaults_also_if_later_descriptions_are_damaged(tmp_path):
+def test_report_changed_settings(tmp_path):
     run = read_run(write_run(tmp_path))
     assert changed_settings(run) == {"run.seed": 3, "data.tier": "disk", "model.width": 8}
     (tmp_path / "config-3.yaml").write_text("")  # what a full disk may leave
@@ -110,7 +100,7 @@ def test_what_differs_from_the_defaults_also_if_later_descriptions_are_damaged(t
 
 
 @pytest.mark.parametrize(("direction", "order"), [("lower", "bac"), ("higher", "abc")])
-def test_runs_are_compared_in_one_line_each_the_best_first_with_the_settings_that_differ(tmp_path, direction, order):
+def test_report_compares_runs(tmp_path, direction, order):
     lines = {"a": ["0.5", "2.5", "1", "8", "0.1"], "b": ["0.25", "2.5", "1", "8", "0.01"]}
     lines["c"] = ["-", "2.5", "1", "8", "0.1"]
     runs = []
@@ -135,7 +125,7 @@ def page_of(folder: Path) -> tuple[str, dict[str, dict]]:
     return page, {chart["title"]: chart for chart in json.loads(data)}
 
 
-def test_the_page_is_one_file_without_network_with_quality_first_then_speed(tmp_path):
+def test_report_page_is_one_file(tmp_path):
     page, charts = page_of(write_run(tmp_path / "a"))
     assert not re.search(r"<link|\bsrc(set)?=|@import|url\(|fetch\(|XMLHttpRequest|\bimport\(", page)
     titles = "loss; val, pct; train, rows_per_s; data, pct; gpu, pct; train/lr; data, rows_per_s; host, pct; gpu, w"
@@ -147,7 +137,7 @@ def test_the_page_is_one_file_without_network_with_quality_first_then_speed(tmp_
     assert "model.width" in shown
 
 
-def test_nothing_that_a_user_named_is_code(tmp_path):
+def test_report_page_runs_no_code_of_users(tmp_path):
     evil = '</script><img src=x onerror="alert(1)">'
     folder = write_points(tmp_path / evil.replace("/", "%2F"), [{"step": 1, f"val/{evil}": 1.0}])
     folder.joinpath("config.yaml").write_text(f"workload: {evil!r}\nmodel: {{x: {evil!r}}}\n")
@@ -158,7 +148,7 @@ def test_nothing_that_a_user_named_is_code(tmp_path):
     assert page.count("alert(1)") > 5
 
 
-def test_long_runs_are_thinned_out_but_for_their_metrics_and_values_that_are_no_numbers_left_out(tmp_path):
+def test_report_page_thins_out_long_runs(tmp_path):
     points = [{"step": step, "data/wait_pct": 1.0} for step in range(1, 5001)]
     for place, value in ((3, 3.0), (4, nan), (5, inf), (-1, 4.0)):
         points[place] |= {"val/a": value}
@@ -175,10 +165,10 @@ def test_long_runs_are_thinned_out_but_for_their_metrics_and_values_that_are_no_
 def run(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "report.py", *map(str, arguments)]
     options = {"stdout": subprocess.PIPE} | options
-    return subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False, **options)
+    return subprocess.run(command, cwd=PROJECT, stderr=subprocess.PIPE, text=True, check=False, **options)
 
 
-def test_a_summary_and_a_page_then_runs_in_one_line_each_without_folders_that_have_no_points(tmp_path):
+def test_report_summary_page_and_comparison(tmp_path):
     runs = [write_run(tmp_path / "x" / "a"), write_run(tmp_path / "y" / "a")]
     (tmp_path / "empty").mkdir()
     compared = run("--compare", *runs, tmp_path / "empty")
@@ -192,7 +182,7 @@ def test_a_summary_and_a_page_then_runs_in_one_line_each_without_folders_that_ha
     assert dict(zip(head, first, strict=True))["train/trained_rows_per_s"] == "24752.928"  # a number for a program
 
 
-def test_a_reader_that_has_seen_enough_such_as_head_ends_it_without_a_message(tmp_path):
+def test_report_ends_quietly_in_a_closed_pipe(tmp_path):
     read_end, write_end = os.pipe()
     os.close(read_end)
     done = run("--compare", write_run(tmp_path / "a"), stdout=write_end)
@@ -200,22 +190,22 @@ def test_a_reader_that_has_seen_enough_such_as_head_ends_it_without_a_message(tm
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
 
 
-def test_escapes_of_a_terminal_in_names_are_shown(tmp_path):
+def test_report_shows_terminal_escapes(tmp_path):
     folder = write_points(tmp_path / "a", [{"step": 1, "val/\x1b[31mred": 1.0}])
     assert r"val/\x1b[31mred" in run(folder, stdout=subprocess.PIPE).stdout
 
 
-def test_a_full_disk_under_the_output_is_one_line(tmp_path):
+def test_report_on_a_full_disk_is_one_line(tmp_path):
     with Path("/dev/full").open("w") as full:
         done = run("--compare", write_run(tmp_path / "a"), stdout=full)
     assert done.returncode == 2
     assert done.stderr.startswith("error: the output cannot be written ([Errno 28] ")
 
 
-def test_what_cannot_be_read_or_written_is_one_line(tmp_path):
+def test_report_mistakes_are_one_line(tmp_path):
     (write_run(tmp_path / "a") / "report.html").mkdir()
     for folder, message in (
-        ("nowhere", f"nowhere is no folder (looked in {ROOT}); name the folder of a run"),
+        ("nowhere", f"nowhere is no folder (looked in {PROJECT}); name the folder of a run"),
         (tmp_path, f"{tmp_path} has no points in metrics.jsonl; it is no run, or has just begun"),
         (tmp_path / "a", f"{tmp_path}/a/report.html is a folder; name a file in it, or another one"),
     ):
@@ -224,46 +214,19 @@ def test_what_cannot_be_read_or_written_is_one_line(tmp_path):
 
 
 ODD_LINES = (
-    *(
-        b"5",
-        b"null",
-        b"{}",
-        b"[1]",
-        b'"text"',
-        b"\xff\xfe",
-        b"[" * 99_999,
-        b'{"step": 1, "part"',
-        b'{"step": "x", "part": 1}',
-    ),
-    *(
-        b'{"step": NaN, "part": 1}',
-        b'{"step": 1, "part": null}',
-        b'{"step": 1' + b"0" * 400 + b', "part": 1}',
-        b"\0",
-        b"",
-    ),
+    *(b"5", b"{}", b"\xff\xfe", b"[" * 99_999, b'{"step": 1, "part"', b'{"step": "x", "part": 1}', b""),
+    *(b'{"step": NaN, "part": 1}', b'{"step": 1, "part": null}', b'{"step": 1' + b"0" * 400 + b', "part": 1}'),
 )
+MANY_ALIASES = [f"a{n}: &a{n} %s{', '.join([f'*a{n - 1}' if n else '*a'] * 9)}%s\n" for n in range(12)]
 ODD_CONFIGS = (
-    *(
-        "5",
-        "a: &a [*a]",
-        "a: " + "[" * 50_000,
-        "- " * 50_000,
-        "? [1, 2]\n: 3",
-        "1: 2",
-        "a: 2024-11-27",
-        "a: !!float ''",
-        "a: !!binary aGk=",
-    ),
-    'a: "\\ud800"',
-    "a: &a {x: 1}\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}' if n else '*a'] * 9)}]\n" for n in range(12)),
-    "a: &a {x: 1}\n"
-    + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}' if n else '*a'] * 9)}]}}\n" for n in range(12)),
+    *("5", "a: &a [*a]", "a: " + "[" * 50_000, "? [1, 2]\n: 3", "1: 2", "a: 2024-11-27", "a: !!float ''"),
+    *("a: !!binary aGk=", 'a: "\\ud800"', "a: &a {x: 1}\n" + "".join(line % ("[", "]") for line in MANY_ALIASES)),
+    "a: &a {x: 1}\n" + "".join(line % ("{<<: [", "]}") for line in MANY_ALIASES),
 )
 
 
 @pytest.mark.parametrize("kind", ["lines", "configs", "descriptions", "fifos"])
-def test_whatever_a_folder_holds_is_reported_as_far_as_it_is_a_run(tmp_path, kind):
+def test_report_of_whatever_a_folder_holds(tmp_path, kind):
     good = write_run(tmp_path / "good")
     if kind == "lines":
         folders = [write_run(tmp_path / "a")]
@@ -286,7 +249,7 @@ def test_whatever_a_folder_holds_is_reported_as_far_as_it_is_a_run(tmp_path, kin
         assert done.stderr.count("\n") == (kind == "lines")
 
 
-def test_the_page_takes_the_place_of_a_link_and_a_full_disk_keeps_the_old_one(tmp_path, monkeypatch):
+def test_report_page_replaces_a_link(tmp_path, monkeypatch):
     folder = write_run(tmp_path / "a")
     victim = tmp_path / "victim"
     victim.write_text("mine")
@@ -301,7 +264,7 @@ def test_the_page_takes_the_place_of_a_link_and_a_full_disk_keeps_the_old_one(tm
     assert not list(folder.glob(".*"))
 
 
-def test_no_cell_of_a_csv_is_a_formula_and_numbers_stay_numbers(tmp_path):
+def test_report_csv_has_no_formulas(tmp_path):
     for name, note in (("a", "=1+1"), ("b", "-2"), ("c", "-2+1"), ("d", "x")):
         folder = write_points(tmp_path / name, [{"step": 1, "train/loss": -0.5}])
         folder.joinpath("config.yaml").write_text(f"model: {{note: '{note}', '@n': {name}}}\n")
@@ -310,6 +273,6 @@ def test_no_cell_of_a_csv_is_a_formula_and_numbers_stay_numbers(tmp_path):
     assert [line[1:4] for line in lines] == [["-0.5", "1", note] for note in ("'=1+1", "-2", "'-2+1", "x")]
 
 
-def test_it_starts_without_torch():
+def test_report_needs_no_torch():
     code = "import sys, report; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=PROJECT, check=False).returncode == 0

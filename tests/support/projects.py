@@ -1,0 +1,127 @@
+"""Projects that are baked from the template, and the code that pages and examples put into them."""
+
+import ast
+import functools
+import re
+import shutil
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from cookiecutter.generate import generate_context
+from cookiecutter.main import cookiecutter
+from cookiecutter.prompt import prompt_for_config
+from template import QUESTIONS, project_files, removed_files
+
+from support import PROJECT, ROOT
+from support.ranks import printed_by
+
+EXAMPLES = ROOT / "docs/examples"
+
+
+# ---------------------------------------------------------------------------------------------- baking
+
+
+def bake_project(folder: Path, template: Path, **answers: str) -> Path:
+    """Make a project in folder/out. Returns its folder. Raises FailedHookException if the answers are refused."""
+    # Cookiecutter runs in this process, away from the settings of this user.
+    settings = folder / "cookiecutter.yaml"
+    settings.write_text(f"cookiecutters_dir: {folder}/c\nreplay_dir: {folder}/r\n")
+    output = folder / "out"
+    output.mkdir(exist_ok=True)
+    where = {"output_dir": str(output), "config_file": str(settings)}
+    return Path(cookiecutter(str(template), no_input=True, extra_context=as_typed(answers), **where))
+
+
+def as_typed(answers: dict[str, str]) -> dict[str, str]:
+    """Answers that cookiecutter does not render, as it renders none that a person types."""
+    is_choice = {name: isinstance(QUESTIONS[name], list) for name in answers}
+    return {name: text if is_choice[name] else f"{{% raw %}}{text}{{% endraw %}}" for name, text in answers.items()}
+
+
+def resolve(answers: dict[str, str]) -> dict[str, object]:
+    """All variables as cookiecutter holds them once a person has given these answers."""
+    context = generate_context(str(ROOT / "cookiecutter.json"), extra_context=as_typed(answers))
+    return prompt_for_config(context, no_input=True)
+
+
+# ---------------------------------------------------------------------------------------------- what was baked
+
+
+def files_below(folder: Path) -> set[str]:
+    """The files in a folder, by their paths in it."""
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def expected_files(workload: str = "images", launch: str = "none", **answers: str) -> set[str]:
+    """The files that a project with these answers should have."""
+    return set(project_files()) - removed_files(workload, launch=launch, **answers)
+
+
+def parse_files(project: Path) -> dict[str, Any]:
+    """Check that every file is well formed, without the template's language. Returns pyproject.toml."""
+    for name in files_below(project):
+        path = project / name
+        if path.suffix == ".py":
+            ast.parse(path.read_text())
+            assert path.read_bytes() == (PROJECT / name).read_bytes(), f"{name} is not its source"
+        elif path.suffix in (".yaml", ".yml"):
+            assert list(yaml.safe_load_all(path.read_text()))
+        if name in ("LICENSE", "pyproject.toml"):
+            assert not re.search(r"cookiecutter\.|{[{%#]|[}%#]}", path.read_text())
+        if path.suffix == ".md":
+            found = re.search(r"<!-- (only|end|numbers)|\n\n\n#|\n\n\Z", path.read_text())
+            assert not found, f"{name} has sections or gaps"
+    return tomllib.loads((project / "pyproject.toml").read_text())
+
+
+def run_in(project: Path, *command: str) -> str:
+    """What `python -m ...` or a script of the project prints; it must succeed."""
+    caches = {"MYPY_CACHE_DIR": str(ROOT / ".cache/mypy-baked"), "RUFF_NO_CACHE": "true"}
+    return printed_by([sys.executable, *command], project, **caches, PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1")
+
+
+@functools.cache
+def convert_commands(project: Path) -> set[str]:
+    """The sub-commands of convert.py."""
+    shown = printed_by([sys.executable, "convert.py", "--help"], project)
+    return set(re.findall(r"(?m)^    (\w+)(?: |$)", shown.split("COMMAND\n")[-1]))
+
+
+# ---------------------------------------------------------------------------------------------- pages and examples
+
+
+class Block(NamedTuple):
+    """A fenced block of a page. reason: why it is not run; target: the file that it is; both may be empty."""
+
+    reason: str
+    language: str
+    text: str
+    target: str
+
+
+def read_blocks(page: Path) -> list[Block]:
+    """The fenced blocks of a page, in order."""
+    pattern = r"(?ms)^(?:<!-- not run: ([^>]+?) -->\n)?```(\w*)\n((?:# ([\w./-]+\.(?:py|yaml))\n)?.*?)^```$"
+    return [Block(*found) for found in re.findall(pattern, page.read_text())]
+
+
+def take_example(project: Path, name: str) -> None:
+    """Copy the workload and the config of an example into a project."""
+    for path in EXAMPLES.glob(f"{name}.*"):
+        shutil.copyfile(path, project / {".py": "workloads", ".yaml": "configs"}.get(path.suffix, "") / path.name)
+
+
+def use_torch_loader(project: Path) -> None:
+    """Put the DataLoader of docs/code.md into a project: a file, and a function of train.py."""
+    page = (project / "docs/code.md").read_text().split("## Another loader in this loop")[1]
+    loader, build = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[:2]
+    (project / "torch_loader.py").write_text(loader.removeprefix("# torch_loader.py\n"))
+    program = (project / "train.py").read_text()
+    changed = re.sub(r"def build_loaders\(.*?(?=\n\n\n)", lambda _: build.rstrip(), program, flags=re.DOTALL)
+    assert changed != program
+    line = "from fastgpu.telemetry import Clock, Monitor, TensorBoard\n"
+    assert line in program
+    (project / "train.py").write_text(changed.replace(line, f"{line}from torch_loader import TorchLoader\n"))
