@@ -9,7 +9,7 @@
 # make messages write the golden messages of the tests again, and show what changed: read it before you commit
 # make docs     the pages as a site in build/site; a broken link is an error
 # make pictures draw the pictures of the pages from bench/results and docs/pictures/timeline.json (bench/timeline.py)
-# make goldens  the same rows, bytes and weights as before (tests/goldens): about ten minutes, of which seconds without g3
+# make goldens  the same rows and bytes as before (tests/goldens), in seconds
 # make lines    the lines of each room beside the size that it should have; nothing fails
 # make gpu      the tests that need a CUDA device; a skipped one is a failure
 # make slurm    launch/slurm.sh on a cluster of two nodes on this machine; it needs root and Debian's packages slurmctld,
