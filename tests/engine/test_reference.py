@@ -171,7 +171,7 @@ CASES = {
     "digits": (DIGITS, 1, 0, ()),
     "digits, echoed, resumed": (DIGITS, 1, 37, ("data.echo=2.5",)),
     "digits, accumulated, averaged": (DIGITS, 1, 30, ("optim.accumulation_steps=2", "train.ema=0.9")),
-    "digits, sgd": (DIGITS, 1, 0, ("optim.name=sgd", "data.tier=disk")),
+    "digits, sgd, clipped": (DIGITS, 1, 0, ("optim.name=sgd", "optim.clip_grad_norm=0.1", "data.tier=disk")),
     "digits, two ranks": (DIGITS, 2, 0, ("data.echo=1.5", "optim.accumulation_steps=2")),
     "interactions": (INTERACTIONS, 1, 20, ("data.echo=2",)),
     "interactions, two ranks": (INTERACTIONS, 2, 0, ("data.tier=disk", "loader.num_readers=2")),
