@@ -3,7 +3,7 @@
 # make test     the tests: of the engine and the tools in place, of the template, of baked projects
 # make slow     those of them that are marked as slow
 # make nightly  what takes too long for that, within 40 minutes: kills under torchrun, two agents, planted causes,
-#               benchmarks, Slurm, the site, and short forms of `make fuzz images soak`
+#               benchmarks, Slurm, the site, `make compat`, and short forms of `make fuzz images soak`
 # make check    the gate: format, lint, types, fast tests; changes no file
 # make fix      format, mend what the linter can, make the page config.md again
 # make messages write the golden messages of the tests again, and show what changed: read it before you commit
@@ -11,9 +11,10 @@
 # make pictures draw the pictures of the pages from bench/results and docs/pictures/timeline.json (bench/timeline.py)
 # make screenshots  take those of TensorBoard and of report.html again (tools/screenshots.py); it needs chromium, two idle
 #               CPUs and four minutes
-# make goldens  the same rows, bytes and weights as before (tests/goldens): about ten minutes, of which seconds without g3
+# make compat   a project on Python 3.12 and 3.13, with the lowest and with the newest packages; downloads gigabytes
+# make goldens  the same rows and bytes as before (tests/goldens), in seconds
 # make lines    the lines of each room beside the size that it should have; nothing fails
-# make gpu      the tests that need a CUDA device; a skipped one is a failure
+# make gpu      the tests that need a CUDA device, and with two of them those of NCCL between ranks
 # make slurm    launch/slurm.sh on a cluster of two nodes on this machine; it needs root and Debian's packages slurmctld,
 #               slurmd, slurm-client and shellcheck
 # make soak     200 training runs that meet faults at random moments, about an hour
@@ -34,7 +35,7 @@ export MYPY_CACHE_DIR := $(CURDIR)/.cache/mypy
 WORKLOAD ?= images
 IN_PLACE := cd "$(PROJECT)" && "$(BIN)/python" -m
 
-.PHONY: help demo test slow nightly check fix messages docs pictures screenshots goldens lines gpu slurm soak fuzz images bench bench-peers clean
+.PHONY: help demo test slow nightly check fix messages docs pictures screenshots goldens compat lines gpu slurm soak fuzz images bench bench-peers clean
 .DELETE_ON_ERROR:
 
 .venv/installed: requirements.txt $(PROJECT)/constraints.txt
@@ -50,7 +51,7 @@ demo: .venv/installed
 	"$(BIN)/python" tools/demo.py $(WORKLOAD)
 
 # Two test processes share two CPUs: one thread each, or they wait for each other's threads.
-test slow nightly check goldens gpu: export OMP_NUM_THREADS := 1
+test slow nightly check goldens compat gpu: export OMP_NUM_THREADS := 1
 PYTEST := "$(BIN)/python" -m pytest -n 2 --dist worksteal
 
 test: .venv/installed
@@ -61,7 +62,7 @@ slow: .venv/installed
 
 nightly: .venv/installed
 	$(PYTEST) -m nightly
-	$(MAKE) slurm docs
+	$(MAKE) slurm docs compat
 	"$(BIN)/python" tests/faults/fuzz.py --files 500
 	"$(BIN)/python" tests/faults/images.py --images 100000
 	"$(BIN)/python" tests/faults/soak.py --runs 20
@@ -91,6 +92,9 @@ screenshots: .venv/installed
 
 goldens: .venv/installed
 	"$(BIN)/python" tests/goldens/goldens.py
+
+compat: .venv/installed
+	"$(BIN)/python" tools/compat.py
 
 # Pages have sections that only some projects have, so one with all of them is baked beside the files of the template.
 docs: .cache/docs/installed

@@ -1,0 +1,162 @@
+"""What the pages promise, as a user tries it: a clean environment, scores, examples, updates that conflict."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+import yaml
+from template import FOLDER, PROJECT, ROOT
+
+from support.ranks import printed_by, run_train
+from support.runs import metrics_of
+
+EXAMPLES = ROOT / "docs/examples"
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_clean_environment(own_copy):
+    """The lines of README.md and those of the project's CI need nothing but Python and the lists of the project."""
+    project = own_copy("images")
+    text = (project / "README.md").read_text()
+    (first,) = re.findall(r"(?ms)^## First run\n\n```bash\n(.*?)^```", text)
+    (use,) = re.findall(r"(?ms)^## Use the model\n\n```bash\n(.*?)^```", text)
+    (onnx,) = re.findall(r"(?m)^ONNX needs `(.*)`\.$", text)
+    gates = yaml.safe_load((project / ".github/workflows/ci.yml").read_text())["jobs"]["test"]["strategy"]["matrix"]
+    lines = [line for line in first.splitlines() if "torchrun" not in line]
+    lines += [*dict.fromkeys(gate["run"] for gate in gates["include"]), onnx]
+    lines += [line for line in use.splitlines() if "new-photos" not in line]
+    lines.append("python predict.py runs/NAME --export model.onnx")
+    script = "\n".join(lines).replace("runs/NAME", "runs/*").replace("data/photos-test.h5", "data/digits.h5::/val")
+    assert [script.count(name) for name in ("train.py", "predict.py", "pytest", "mypy")] == [1, 3, 1, 1]
+    # Neither the packages of this environment nor the caches of a user.
+    own = {"HOME": str(project), "PYTHONNOUSERSITE": "1", "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(
+        part for part in os.environ["PATH"].split(os.pathsep) if part != str(Path(sys.executable).parent)
+    )
+    environment = os.environ | {"PATH": path} | own
+    command = ["bash", "-euc", script]
+    done = subprocess.run(
+        command, cwd=project, env=environment, capture_output=True, text=True, timeout=3000, check=False
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    printed = done.stdout
+    assert "epoch 20/20" in printed
+    assert float(re.search(r"(?m)^top1_pct +([\d.]+)", printed)[1]) > 98
+    assert all((project / name).stat().st_size > 10_000 for name in ("model.pt2", "model.onnx"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "score", "promised"),
+    [("config.yaml", "val/top1_pct", 98.5), ("configs/recsys.yaml", "val/ndcg_at_100", 0.35)],
+)
+def test_shipped_scores(tmp_path, config, score, promised):
+    """The pages round: 99 % and 0.36."""
+    done = run_train("--config", config, f"run.folder={tmp_path}", "run.name=a", "dist.device=cpu", cwd=PROJECT)
+    assert done.returncode == 0, done.stderr
+    assert max(point.get(score, 0) for point in metrics_of(tmp_path / "a")) >= promised
+
+
+# ---------------------------------------------------------------------------------------------- examples
+
+
+def offers() -> list[tuple[str, dict[str, str]]]:
+    """Each example with each kind of project that the table of docs/examples offers it for."""
+    kinds = {"any project": ("images", "recsys", "both", "own"), "a project that has images": ("images", "both")}
+    found = []
+    for line in (EXAMPLES / "README.md").read_text().splitlines():
+        for name in re.findall(r"\((\w+)\.yaml\)", line):
+            *_, needs, _ = (cell.strip() for cell in line.split("|"))
+            found += [(name, {"workload": kind, "tools": tools}) for kind in kinds[needs] for tools in ("all", "none")]
+    return found
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "answers"), offers(), ids=lambda each: "-".join(dict(each).values()) if isinstance(each, dict) else each
+)
+def test_examples_in_every_kind(own_copy, name, answers):
+    project = own_copy(**answers)
+    (project / "configs").mkdir(exist_ok=True)
+    for path in EXAMPLES.glob(f"{name}.*"):
+        shutil.copyfile(path, project / {".py": "workloads", ".yaml": "configs"}.get(path.suffix, "") / path.name)
+    if (project / f"{name}.diff").exists():
+        subprocess.run(["git", "apply", f"{name}.diff"], cwd=project, check=True)
+    rng = np.random.default_rng(0)
+    with h5py.File(project / "rows.h5", "w") as file:
+        file["images"] = rng.integers(0, 256, (64, 3, 32, 32), np.uint8)
+        file["masks"] = rng.integers(0, 3, (64, 32, 32), np.uint8)
+        file["labels"] = rng.random(64, np.float32)
+        file["text"] = rng.integers(0, 256, (64, 33), np.uint8)
+        file.attrs["n_classes"] = 3
+    words = [f"configs/{name}.yaml", "data.train=rows.h5", "data.val=25%", "data.batch_size=8", "train.epochs=1"]
+    words += [] if name == "letters" else ["model.width=4"]
+    done = run_train("--config", *words, "dist.device=cpu", cwd=project, root=project)
+    assert done.returncode == 0, done.stderr
+    assert "epoch 1/1" in done.stdout
+
+
+# ---------------------------------------------------------------------------------------------- updates
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_known", [True, False], ids=["committed", "edited-first"])
+def test_conflicting_update(template, tmp_path, is_known):
+    """Lines that both have changed are marked in the file. If git does not know the file as it was baked, the user's
+    stay, and those of the template are in a file beside it. All else is updated."""
+    (tmp_path / "cookiecutter.yaml").write_text(f"cookiecutters_dir: {tmp_path}/c\nreplay_dir: {tmp_path}/r\n")
+    settings = {f"GIT_{who}_{what}": "a@b.c" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
+    settings |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "HOME": str(tmp_path)}
+    settings["COOKIECUTTER_CONFIG"] = str(tmp_path / "cookiecutter.yaml")
+    cruft = (sys.executable, "-m", "cruft")
+
+    def run(folder: Path, *command: str) -> str:
+        return printed_by(command, folder, **settings)
+
+    def commit(folder: Path) -> None:
+        run(folder, "git", "init", "-q")
+        run(folder, "git", "add", "-A")
+        run(folder, "git", "commit", "-qm", "more")
+
+    def edit(folder: Path, words: str) -> None:
+        """Change a line of config.yaml, add one to train.py, and add a file."""
+        config = folder / "config.yaml"
+        text, n_changes = re.subn(r"(?m)^  batch_size: 64 .*$", f"  batch_size: 48  # {words}", config.read_text())
+        assert n_changes == 1
+        config.write_text(text)
+        (folder / "train.py").write_text(f"# {words}\n{(folder / 'train.py').read_text()}# {words}\n")
+        (folder / f"{words}.txt").touch()
+
+    source = shutil.copytree(template, tmp_path / "template")
+    commit(source)
+    run(tmp_path, *cruft, "create", str(source), "--no-input")
+    project = tmp_path / "my_training_project"
+    if is_known:
+        commit(project)
+    edit(project, "mine")
+    commit(project)
+    edit(source / FOLDER, "theirs")
+    (source / FOLDER / "predict.py").write_text("# theirs\n")
+    commit(source)
+    run(project, *cruft, "update", "-y")
+
+    for name in ("config.yaml", "train.py"):
+        text = (project / name).read_text()
+        marked = re.findall(r"(?s)<<<<<<< ours\n(.*?)=======\n(.*?)>>>>>>> theirs\n", text)
+        assert [("mine" in ours, "theirs" in theirs) for ours, theirs in marked] == is_known * [(True, True)] * len(
+            marked
+        )
+        assert ("<<<" in text, "mine" in text) == (is_known, True)
+        assert (project / f"{name}.rej").exists() != is_known
+        assert is_known or "theirs" in (project / f"{name}.rej").read_text()
+    assert (project / "mine.txt").exists()
+    assert (project / "theirs.txt").exists()
+    assert (project / "predict.py").read_text() == "# theirs\n"
