@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 README = ROOT / "bench" / "README.md"
 PAGES = ROOT / "{{cookiecutter.project_slug}}" / "docs"
-IN_README = ("loader", "order", "encoded", "recsys", "gpu")
+IN_README = ("loader", "order", "encoded", "recsys", "bucket", "gpu")
 """The benchmarks with targets in bench/README.md, in this order."""
 NUMBERS = re.compile(r"(?m)(^<!-- numbers: ([\w-]+) -->\n\|.*\n\|.*\n)((?:\|.*\n)+)")
 """A table of a page whose last columns are filled: its head and its rows."""
@@ -283,6 +283,19 @@ FILLS = {
     "prefetch": Fill("idle", ["1", "2", "8", "32"], [("warm, uneven", "uneven: prefetch_factor {}", "x the first")]),
     "beyond-ram": Fill(
         "beyond-ram", ["1.25", "1.6", "2.5", "5"], [("files larger", "{}", column) for column in BEYOND_RAM]
+    ),
+    "bucket": Fill(
+        "bucket",
+        [
+            "local file, 2 readers",
+            *(f"URL, {way} readers" for way in ("0 ms, 64", "30 ms, 8", "30 ms, 64", "100 ms, 64")),
+            "mounted, 30 ms, 32 readers",
+        ],
+        [
+            ("samples per second", "{}", "epoch 1, samples/s"),
+            ("samples per second", "{}", "epochs 2 to 9, samples/s"),
+            ("samples per second", "{}", "CPU us per sample"),
+        ],
     ),
     "recsys": Fill(
         "recsys",

@@ -15,6 +15,7 @@ DEPENDENCIES = {
     "mypy",
     "numpy",
     "nvidia_ml_py",
+    "obstore",
     "onnx",
     "onnxruntime",
     "onnxscript",

@@ -44,6 +44,7 @@ def bucket(tmp_path: Path, monkeypatch) -> Iterator[Store]:
     forget()
     yield store
     server.shutdown()
+    forget()
     remote.RemoteFile.is_full = False
 
 
@@ -151,7 +152,7 @@ def test_remote_fault_is_survived(bucket, dense_file, fault):
 
 EXPIRED = "<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
 LINES = {
-    "503 for ever": ({"refused": 99}, "cannot be read: .*503.*check the URL, the credentials .*run.resume=auto"),
+    "503 for ever": ({"refused": 99}, "cannot be read: .*503.*check the URL, and the credentials .*run.resume=auto"),
     "429 for ever": ({"refused": 99, "status": 429}, "cannot be read: .*429"),
     "a token that expires": ({"refused": 99, "status": 403, "message": EXPIRED}, "cannot be read: .*token has expired"),
     "another region": ({"refused": 99, "status": 301}, "cannot be read: .*incorrectly configured region"),

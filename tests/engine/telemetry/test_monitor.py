@@ -213,6 +213,7 @@ def test_monitor_scalars_are_those_of_the_page(folder, nvml):
     points = read_run(folder / "runs/a").points
     logged = {name for point in points for name in point} - {"step", "time_s", "part", *Throughput._fields}
     logged |= {"val/loss"}  # of other workloads
+    logged |= {"storage/requests", "storage/fetched_mib", "storage/local_pct"}  # of a bucket
     logged |= {"gpu0/util_min_pct", *gpu_counters(GPU)}
     page = (PROJECT / "docs/measuring.md").read_text(encoding="utf-8")
     explained = re.findall(r"(?m)^\| `([^`|]+/[^`|]+)` \| [^|]* \| [^|]+ \| [^|]*\|$", page)

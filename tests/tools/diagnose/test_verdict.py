@@ -75,6 +75,11 @@ def test_verdict_has_one_cause_and_one_change(m, options, cause, change, gain):
     assert named.count(cause) > 0.9 * N_TRIES, "a little noise hides the cause"
 
 
+def test_verdict_names_the_network():
+    assert judge(SLOW_DISK).why.endswith("is spent in storage")
+    assert judge(SLOW_DISK._replace(is_fetched=True)).why.endswith("is spent in the network")
+
+
 def test_verdict_names_the_free_echo():
     more_readers = {"readers": ("loader.num_readers=4", 1.0)}
     assert judge(SLOW_DISK, **more_readers)[2:] == ("loader.num_readers=4", 4.0, 4.0)

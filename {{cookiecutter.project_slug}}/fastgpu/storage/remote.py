@@ -40,7 +40,7 @@ MAX_REQUESTS = 16
 OPENING_RETRIES, READING_RETRIES = 3, 10
 """How often a request is sent again: a wrong name is told soon, and a server that is overloaded is waited for."""
 TIMES = {"connect_timeout": timedelta(seconds=10), "read_timeout": timedelta(seconds=30), "timeout": "10m"}
-CURE = "check the URL, the credentials and the region (docs/data.md, In a bucket)"
+CURE = "check the URL, and the credentials and the region in the environment"
 
 _opened: dict[str, "RemoteFile"] = {}
 
