@@ -21,6 +21,7 @@ dist: {device: cpu}
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # torch warns of its own parts while it traces
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
 def test_compiled_training(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
