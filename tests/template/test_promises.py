@@ -11,12 +11,11 @@ import h5py
 import numpy as np
 import pytest
 import yaml
-from template import FOLDER, PROJECT, ROOT
+from template import FOLDER, PROJECT
 
+from support.projects import EXAMPLES, take_example
 from support.ranks import printed_by, run_train
 from support.runs import metrics_of
-
-EXAMPLES = ROOT / "docs/examples"
 
 
 @pytest.mark.nightly
@@ -86,8 +85,7 @@ def offers() -> list[tuple[str, dict[str, str]]]:
 def test_examples_in_every_kind(own_copy, name, answers):
     project = own_copy(**answers)
     (project / "configs").mkdir(exist_ok=True)
-    for path in EXAMPLES.glob(f"{name}.*"):
-        shutil.copyfile(path, project / {".py": "workloads", ".yaml": "configs"}.get(path.suffix, "") / path.name)
+    take_example(project, name)
     if (project / f"{name}.diff").exists():
         subprocess.run(["git", "apply", f"{name}.diff"], cwd=project, check=True)
     rng = np.random.default_rng(0)

@@ -60,11 +60,6 @@ def put(store: Store, path: str) -> str:
     return f"s3://b/{Path(path).name}"
 
 
-def copy_of(name: str = "*.h5") -> bytes:
-    (path,) = Path("data/cache").glob(name)
-    return path.read_bytes()
-
-
 def same(rows: dict, others: dict) -> bool:
     def parts(column):
         return (column.values, column.offsets) if isinstance(column, RaggedArray) else (column,)
@@ -284,7 +279,8 @@ def test_remote_copy_is_shared_by_processes(bucket, dense_file):
     rows = open_store("data.train", "s3://b/rows.h5", DENSE_FIELDS)
     assert same(read_scattered(rows), read_scattered(open_store("data.train", path, DENSE_FIELDS)))
     assert len(bucket.gets) == n_gets
-    assert copy_of() == Path(path).read_bytes()
+    (copy,) = Path("data/cache").glob("*.h5")
+    assert copy.read_bytes() == Path(path).read_bytes()
 
 
 def test_remote_file_refuses_a_fork(bucket, dense_file):

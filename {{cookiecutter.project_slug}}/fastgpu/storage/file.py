@@ -5,7 +5,6 @@ import os
 import random
 import resource
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property
 from io import FileIO
@@ -46,9 +45,6 @@ class OpenFile:
     that is mounted as a folder serves the reads of one descriptor one after the other, so each thread has its own.
     """
 
-    is_remote = False
-    """Whether parts of it may still have to be fetched: see `RemoteFile`, which overrides these methods."""
-
     def __init__(self, path: str, *, around_page_cache: bool = False):
         """around_page_cache: read directly from the disk (O_DIRECT), if the file system can."""
         self.path = path
@@ -83,14 +79,6 @@ class OpenFile:
         if is_rewritten or (new.st_mtime_ns, new.st_size) != (old.st_mtime_ns, old.st_size):
             raise UserError(f"{self.path} was changed while in use; {RESTORE}")
         self._status = new
-
-    def local_until(self, offset: int) -> int:
-        """The first byte from `offset` on that is not on this machine."""
-        return self.size
-
-    def fetch(self, offset: int, count: int, check: Callable[[np.ndarray], None] | None = None) -> np.ndarray:
-        """Fetch bytes that are not on this machine."""
-        raise NotImplementedError
 
     def _has_its_name(self, status: os.stat_result) -> bool:
         """Whether the path still leads to this file."""

@@ -20,7 +20,7 @@ from fastgpu.rows.rows import Field
 from fastgpu.storage.file import RESTORE, OpenFile
 from fastgpu.storage.filters import DECODERS, DECODING, Bytes, decode, filters_of
 from fastgpu.storage.hdf5 import dtype_of
-from fastgpu.storage.remote import MAX_REQUESTS
+from fastgpu.storage.remote import MAX_REQUESTS, RemoteFile
 
 BLOCK_BYTES = 2 << 20
 """Size of a block: random pieces of 2 MiB are read as fast as a cold disk can."""
@@ -67,7 +67,7 @@ class Layout:
         self._filters = filters_of(data)
         self._chunks = self._find_chunks(data)
         """(chunks, 3) int64: first byte, number of bytes in the file, and skipped filters (see `decode`)."""
-        self._is_local = np.full(len(self._chunks), not file.is_remote)
+        self._is_local = np.full(len(self._chunks), not isinstance(file, RemoteFile))
         """(chunks,) bool: whether a chunk is known to be on this machine."""
         self._fetching: dict[int, threading.Lock] = {}
 
@@ -138,17 +138,19 @@ class Layout:
 
     def _fetch_chunk(self, chunk: int) -> np.ndarray | None:
         """The bytes of a chunk; None if the copy has them, because somebody else has fetched them meanwhile."""
+        file = self._file
+        assert isinstance(file, RemoteFile)
         begins, n_bytes, _ = self._chunks.T
         begin = int(begins[chunk])
         with self._fetching.setdefault(chunk, threading.Lock()):
-            end = self._file.local_until(begin)
+            end = file.local_until(begin)
             self._is_local |= (begins >= begin) & (begins + n_bytes <= end)
             if self._is_local[chunk]:
                 return None
             check = None
             if self.digests is not None and type(self) is not Layout:
                 check = partial(self._check, chunk, self.digests[chunk].tobytes())
-            return self._file.fetch(begin, int(n_bytes[chunk]), check)
+            return file.fetch(begin, int(n_bytes[chunk]), check)
 
     def _check(self, chunk: int, digest: bytes, content: np.ndarray) -> None:
         """Raise UserError if the rows of a chunk, of which `content` has the bytes, have another SHA-256."""

@@ -48,7 +48,6 @@ _opened: dict[str, "RemoteFile"] = {}
 class RemoteFile(OpenFile):
     """An object that is open for reading. A fork cannot use it: the threads of the client are those of this process."""
 
-    is_remote = True
     is_full = False
     """Whether nothing more is written to any copy, because a disk is full."""
 
