@@ -4,6 +4,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from collections import deque
 from collections.abc import Iterator
 from datetime import timedelta
 from hashlib import sha256
@@ -16,6 +18,7 @@ import obstore.store
 import pytest
 import torch
 
+from fastgpu.feed import sizes
 from fastgpu.process.launch import UserError
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import RaggedArray
@@ -114,6 +117,19 @@ def test_remote_batches_equal_local_ones(bucket, dense_file, tier):
         feed.close()
     assert all(map(torch.equal, *epochs))
     assert len(set(bucket.gets)) == len(bucket.gets)
+
+
+def test_remote_readers_that_waited_for_the_network_end(bucket, dense_file, monkeypatch):
+    monkeypatch.setattr(sizes, "available_cpus", lambda: 2)
+    rows = open_store("data.train", put(bucket, dense_file(1000, (3, 16, 16), 32)), DENSE_FIELDS)
+    feed = open_feed(rows, BlockSampler(rows, 50, pool_batches=4, seed=1), "disk", n_readers=24)
+    n_readers = []
+    for epoch in range(20):
+        deque(feed.batches(epoch), maxlen=0)
+        n_readers.append(sum(thread.name.startswith("reader_") for thread in threading.enumerate()))
+    feed.close()
+    assert n_readers[0] > 2
+    assert n_readers[-1] == 2
 
 
 @pytest.mark.slow

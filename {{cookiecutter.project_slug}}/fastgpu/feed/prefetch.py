@@ -37,14 +37,15 @@ import torch
 from fastgpu.dataset.source import ItemDataset, ItemSource, rows_per_ask
 from fastgpu.dataset.workers import CLOSE_S, READERS_NICE
 from fastgpu.feed.loader import Loader, Passes, PoolLoader
+from fastgpu.feed.sizes import count_readers
 from fastgpu.process import config
-from fastgpu.process.launch import HangError
+from fastgpu.process.launch import HangError, read_launch
 from fastgpu.rows.contract import Dataset, Out, Pool, PoolPlan, Reads
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import RaggedArray, Rows
 from fastgpu.storage import remote
 from fastgpu.storage.filters import DECODING
-from fastgpu.storage.store import HDF5Dataset
+from fastgpu.storage.store import HDF5Dataset, is_remote
 
 JOB_BYTES = 1 << 20
 """A job of a reader thread is at least so large, and a pool has at most 8 jobs for each thread."""
@@ -64,6 +65,8 @@ class _Slot:
     """The pool that it holds, or that is read into it."""
     n_jobs: int = 0
     """Jobs that have still to read a part of it. 0: it is free, or has been read."""
+    n_requests: int = 0
+    """Requests that the process had sent to buckets when this pool was planned."""
     items: list[tuple[np.ndarray, dict[str, RaggedArray]]] = field(default_factory=list)
     """Items that were read: their places in the pool and their ragged fields, which wait for the lengths of all."""
 
@@ -193,8 +196,8 @@ class PrefetchLoader(PoolLoader):
         for slot in self._slots:
             slot.n_jobs = 0
             self._release(slot)
-        work: dict[str, Callable[[], None]] = {f"reader_{n}": self._read_rows for n in range(self._n_threads)}
-        work["feeder"] = partial(self._feed, plans)
+        readers = {f"reader_{number}": partial(self._read_rows, number) for number in range(self._n_threads)}
+        work = {**readers, "feeder": partial(self._feed, plans)}
         self._threads = [threading.Thread(target=each, name=name, daemon=True) for name, each in work.items()]
         for thread in self._threads:
             thread.start()
@@ -211,7 +214,7 @@ class PrefetchLoader(PoolLoader):
             return
         self._closing.set()
         self._inbox.put(None)
-        for _ in range(self._n_threads):
+        for _ in self._threads:
             self._jobs.put(None)
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
@@ -272,6 +275,7 @@ class PrefetchLoader(PoolLoader):
         for name, lengths in source.stored_lengths.items():
             self._set_lengths(slot, name, lengths[row_ids])
         slot.plan = plan
+        slot.n_requests = remote.n_requests()
         slot.items.clear()
         out = slot.host.numpy()
         # Rows in the page cache are gathered in the order of the pool, others read in that of the file.
@@ -282,10 +286,12 @@ class PrefetchLoader(PoolLoader):
         for job in jobs:
             self._jobs.put((job, slot))
 
-    def _read_rows(self) -> None:
+    def _read_rows(self, number: int) -> None:
         os.nice(READERS_NICE)  # of this thread: the loop wakes up to queue a step that the device is waiting for
         while (item := self._jobs.get()) and not self._closing.is_set():
             self._do(*item)
+            if number >= self._n_threads:  # see `_hand_over`
+                return
 
     def _do(self, job: Callable[[], None], slot: _Slot) -> None:
         t0, decoding_s = time.perf_counter(), DECODING.seconds
@@ -300,6 +306,9 @@ class PrefetchLoader(PoolLoader):
             self._inbox.put(error)
 
     def _hand_over(self, slot: _Slot) -> None:
+        if is_remote(self._source) and remote.n_requests() == slot.n_requests:
+            # All of this pool was on this machine: threads that have waited for a network would now wait for a CPU.
+            self._n_threads = min(self._n_threads, count_readers("auto", read_launch().local_world_size))
         if slot.items:
             self._write_ragged(slot)
         if self._stream and slot.copied and slot.used:
