@@ -2,6 +2,7 @@
 
 python tests/goldens/goldens.py                      all of them
 python tests/goldens/goldens.py --only g1:ragged g2  some: the beginnings of their names
+python tests/goldens/goldens.py --over-http          the same, with the files on a web server
 python tests/goldens/goldens.py --write              write goldens.json
 
     g1  which row comes when: SHA-256 of the row numbers of epochs 0 and 1, for nine kinds of rows, on 1, 2, 4 and 8
@@ -44,6 +45,7 @@ from fastgpu.process.config import Config
 from fastgpu.process.world import World
 from fastgpu.rows.order import BlockSampler, Shard
 from support.images import image_file, write_encoded
+from support.object_store import Store, serve
 from support.ranks import CPU
 from support.rows import numbered, numbers_of, write_ragged, write_rows
 
@@ -145,6 +147,22 @@ CASES: dict[str, dict[str, Any]] = {
 }
 """{kind of rows: keys of the section `data`}"""
 PIXELS = ("jpeg-centre", "jpeg-random-part")
+
+
+def put_on_server(folder: Path) -> None:
+    """Read the files over HTTP from now on."""
+    _, address = serve(Store({f"/files/{path.name}": path.read_bytes() for path in folder.glob("*.h5")}))
+    for section in (DATA, *CASES.values()):
+        for key in section.keys() & {"train", "val"}:
+            section[key] = _url_of(section[key], f"{address}/files")
+
+
+def _url_of(named: Any, address: str) -> Any:
+    if isinstance(named, list):
+        return [_url_of(each, address) for each in named]
+    if isinstance(named, dict):
+        return {_url_of(each, address): weight for each, weight in named.items()}
+    return f"{address}/{named}" if named.endswith(".h5") else named
 
 
 def sha256(*parts: Any) -> str:
@@ -251,6 +269,7 @@ def main() -> int:
     """Returns the exit code: 1 if a golden is not what it was."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME")
+    parser.add_argument("--over-http", action="store_true", help="read the files from a web server")
     parser.add_argument("--write", action="store_true", help="write goldens.json")
     args = parser.parse_args()
     beginnings = tuple(GROUPS if args.write else args.only or GROUPS)
@@ -262,6 +281,8 @@ def main() -> int:
     n_wrong = 0
     with tempfile.TemporaryDirectory() as folder, chdir(folder):
         write_all(Path(folder))
+        if args.over_http:
+            put_on_server(Path(folder))
         for name in names:
             if problem := compare(name, stored, write=args.write):
                 n_wrong += 1

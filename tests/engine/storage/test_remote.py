@@ -342,6 +342,13 @@ def test_remote_run_is_killed_and_resumed_bit_for_bit(bucket, folder):
 
 @pytest.mark.nightly
 @pytest.mark.slow
+def test_remote_rows_are_those_of_the_goldens():
+    goldens = Path(__file__).parents[2] / "goldens"
+    printed_by([sys.executable, "goldens.py", "--over-http", "--only", "g1", "g2"], goldens)
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
 def test_remote_rows_of_a_server_that_speaks_s3(bucket, dense_file, monkeypatch):
     """With signatures, listings and errors as S3 has them: moto checks all but the secret."""
     port = free_port()
