@@ -27,7 +27,7 @@ KEEP = [
     ({"workload": ["images", "both", "own"]}, "data/digits.h5"),
     ({"workload": ["images", "recsys", "both"]}, "configs"),
     ({"workload": ["images", "both"]}, "configs/celeba.yaml configs/cifar10.yaml"),
-    ({"workload": ["images", "both"]}, "configs/csv-images.yaml configs/imagenet.yaml"),
+    ({"workload": ["images", "both"]}, "configs/photos.yaml configs/imagenet.yaml"),
     ({"workload": ["images", "both"]}, "workloads/images.py fastgpu/images"),
     ({"workload": ["images", "both"]}, "fastgpu/convert/images"),
     ({"tools": ["all"], "workload": ["images", "both"]}, "fastgpu/imagefiles"),

@@ -45,7 +45,7 @@ def diagnose(cfg: Config, world: World, args: argparse.Namespace) -> dict[str, o
     bench = Bench(cfg, world, args.seconds)
     measured = bench.measure()
     verdict = world.broadcast(judge(measured, cfg.data.echo))
-    if verdict.cause in ("READ", "DECODE"):
+    if verdict.free_echo and verdict.cause != "COPY":  # the loop waits for rows to be read or decoded
         verdict = world.broadcast(judge(measured, cfg.data.echo, readers=bench.try_readers()))
     title = f"{world}, {bench.describe()}"
     world.print_once(f"\n{result.table(title, measured, verdict)}")

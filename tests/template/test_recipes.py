@@ -144,7 +144,7 @@ DISKS = "images: uint8 (N, 3, 128, 128), masks: uint8 (N, 128, 128)"
 RECIPES = {
     "cifar10": Recipe(write_published, NETWORK),
     "celeba": Recipe(write_published, NETWORK),
-    "csv-images": Recipe(draw_shots, NETWORK),
+    "photos": Recipe(draw_shots, NETWORK),
     "imagenet": Recipe(draw_imagenet, NETWORK),
     "recsys": Recipe(lambda folder: None, "model.hidden_dim=4 model.latent_dim=4"),
     "segmentation": Recipe(draw_masks, "model.width=4", DISKS, "--evaluate data/segmentation-val.h5", "miou_pct "),

@@ -75,7 +75,8 @@ def test_bottleneck_slow_images_and_compression(dense_file, tmp_path, monkeypatc
 @pytest.mark.parametrize(("n_workers", "cure"), [(0, "auto"), (1, "2")])
 def test_bottleneck_slow_dataset(n_workers, cure):
     source = ItemDataset("Slow", Slow(), {"x": "x"})
-    assert bottleneck_of(source, n_workers) == f"the Dataset's items; try loader.num_workers={cure}"
+    expected = f"the Dataset's items; try loader.num_workers={cure}, or write them to an HDF5 file once"
+    assert bottleneck_of(source, n_workers) == expected
 
 
 def test_bottleneck_none(dense_file):

@@ -178,7 +178,7 @@ def test_run_best_of_few_rows_is_a_warning(tmp_path, capsys, n_rows, is_told):
     rows = ArrayDataset("few", {"x": np.zeros((n_rows, 100), np.uint8)})
     with started_run(tmp_path, splits=(rows, rows)):
         pass
-    line = f"warning: {n_rows} validation rows choose the best checkpoint, one of them is 0.5 %; use more\n"
+    line = f"warning: {n_rows} validation rows choose the best checkpoint, each 0.5 % of its score; use more\n"
     assert (line in capsys.readouterr().out) == is_told
 
 
@@ -210,7 +210,7 @@ def test_run_newest_of_other_rows_is_refused(tmp_path):
     with started_run(tmp_path) as run:
         train_epoch(run)
     others = ArrayDataset("others", {"x": np.ones((9, 100), np.uint8)})
-    with pytest.raises(UserError, match="run.name: the newest run, .*/a, has other rows; name the one to resume"):
+    with pytest.raises(UserError, match="run.name: the newest run, .*/a, has other rows; use run.resume=FOLDER"):
         started_run(tmp_path, name="auto", resume="auto", splits=(others, others))
 
 

@@ -130,7 +130,8 @@ def test_log_epoch_line_means_and_waiting(board, capsys, waits_s, is_bound):
     log.end_epoch(2, 4, {"val/score": 1.0})  # as if resumed at the end of an epoch: no step is left
     printed = capsys.readouterr().out
     assert "epoch 1/2 train/loss 2.5, val/score 1, 10 fresh rows/s, " in printed
-    assert printed.count("(input-bound: reading; try x, or run `python diagnose.py`)") == is_bound
+    advice = "(input-bound: reading; try x, or run `python diagnose.py` with the same arguments)"
+    assert printed.count(advice) == is_bound
     assert "epoch 2/2 val/score 1\n" in printed
 
 

@@ -99,6 +99,7 @@ PLANTED = {
     "a slow rank": Planted(
         STEP | {"model.slow_rank": 1}, "RANKS", "look at the machine of rank 1", {"model.slow_rank": -1}, ranks=2
     ),
+    "many gradients": Planted(STEP | {"model.hidden_dim": 100_000}, "RANKS", "data.batch_size=32", ranks=2),
 }
 
 

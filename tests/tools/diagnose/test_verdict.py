@@ -152,13 +152,19 @@ UNEVEN = Measured(64, Rounds((1.0,) * 4), SLOW, supply=SLOW, cached=Rounds((1.0,
         ),
         (LOADED, "COMPUTE", ""),  # the device tier has no feed to wait for
         (measured(1.0, 2.0), "INCONCLUSIVE", "the loop takes longer"),
-        (UNEVEN, "INCONCLUSIVE", "the likeliest first: READ, DECODE"),
     ],
 )
 def test_verdict_none_from_wide_intervals(m, cause, why):
     verdict = judge(m)
     assert (verdict.cause, verdict.change, verdict.gain) == (cause, "", 1.0)
     assert re.search(why, verdict.why), verdict.why
+
+
+def test_verdict_of_reading_or_decoding_names_what_helps_against_both():
+    verdict = judge(UNEVEN, readers=("loader.num_readers=4", SLOW.median / 2))
+    assert verdict.cause == "INCONCLUSIVE"
+    assert "the likeliest first: READ, DECODE" in verdict.why
+    assert (verdict.change, verdict.gain) == ("loader.num_readers=4", pytest.approx(2))
 
 
 @pytest.mark.parametrize(

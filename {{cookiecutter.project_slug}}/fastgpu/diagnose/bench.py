@@ -76,7 +76,7 @@ class Bench:
         rows = f"{self.parts.config.data.batch_size} rows per step"
         if self._other:
             return f"{rows}, {type(self._other).__name__} as the loader"
-        return f"{rows}, {self.sizes.tier} tier, {self.sizes.n_readers} readers"
+        return f"{rows}, {self.sizes.tier} tier, loader.{self.sizes.readers_key}={self.sizes.n_readers}"
 
     def trace(self, n_steps: int, path: Path) -> None:
         """Write a profile of some steps of the loop, on rank 0."""

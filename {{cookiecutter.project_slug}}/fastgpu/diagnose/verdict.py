@@ -178,11 +178,14 @@ def judge(m: Measured, echo: float = 1.0, readers: tuple[str, float] | None = No
     """
     suspects = find_suspects(m)
     causes = list(dict.fromkeys(suspect.cause for suspect in suspects))
+    first = suspects[0]
+    cause, why = first.cause, first.why
     if len(causes) > 1:
         possible = ", ".join(causes).replace("INCONCLUSIVE", "parts that slow each other down")
+        cause = "INCONCLUSIVE"
         why = f"the loop loses {m.lost} of its time to the feed; possible, the likeliest first: {possible}"
-        return Verdict("INCONCLUSIVE", why)
-    first = suspects[0]
+        if not {*causes} <= {"READ", "DECODE"}:  # the same changes help against both
+            return Verdict(cause, why)
     change, loop_s = first.change, m.loop.median - first.saved_s
     free_echo = None
     if first.cause in ("READ", "DECODE", "COPY"):
@@ -190,7 +193,7 @@ def judge(m: Measured, echo: float = 1.0, readers: tuple[str, float] | None = No
         change, loop_s = _find_feed_change(m, readers, echo, free_echo)
     if loop_s >= (1 - DEAD_BAND) * m.loop.median:
         change, loop_s = "", m.loop.median
-    return Verdict(first.cause, first.why, change, m.loop.median / loop_s, free_echo)
+    return Verdict(cause, why, change, m.loop.median / loop_s, free_echo)
 
 
 # ---------------------------------------------------------------------------------------------- the cause

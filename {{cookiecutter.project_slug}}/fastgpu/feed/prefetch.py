@@ -136,7 +136,8 @@ class PrefetchLoader(PoolLoader):
         if reading_s + decoding_s < n_readers * elapsed_s / 2:
             return ""
         if isinstance(self._source, ItemDataset):
-            return f"the Dataset's items; try loader.num_workers={2 * self._source.n_workers or 'auto'}"
+            cure = f"try loader.num_workers={2 * self._source.n_workers or 'auto'}"
+            return f"the Dataset's items; {cure}, or write them to an HDF5 file once"
         if decoding_s > reading_s:
             return "decoding; try to decode once, into pixels without compression, or more CPUs"
         cure = f"try loader.num_readers={2 * n_readers}"

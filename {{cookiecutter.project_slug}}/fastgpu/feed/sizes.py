@@ -74,8 +74,8 @@ class Data(NamedTuple):
         lines = [
             f"rows: {train.name} ({fields}) {train.decoding}".rstrip(),
             f"memory: {sizes.memory}",
-            f"batches: {sampler.global_batch_size} rows over all ranks, {sizes.batch_size} on each; shuffled "
-            f"{sizes.pool_batches} at a time{readers}",
+            f"batches: {sampler.global_batch_size} rows over all ranks, {sizes.batch_size} on each; "
+            f"{sizes.pool_batches} are shuffled together{readers}",
         ]
         if isinstance(train.selection, Mixture):
             lines.append(f"each epoch: {train.selection.describe()}")

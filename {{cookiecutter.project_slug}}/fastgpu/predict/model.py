@@ -69,6 +69,8 @@ def load_model(path: str | Path) -> Trained:
     Raises UserError if there is none, if it is damaged, or if it does not fit the code of the workload.
     """
     run = Path(path)
+    if not run.exists():
+        raise UserError(f"{run} does not exist; name the folder of a run, such as runs/mine, or of a checkpoint")
     saved = [*newest_first(run, "best"), *newest_first(run, "last")]
     folder = run if not saved or (run / DESCRIPTION).exists() else saved[0]
     try:
@@ -151,7 +153,8 @@ def open_inputs(paths: Sequence[str], trained: Trained, *, ids: Sequence[str] = 
     elif len(names) == 1 and fields[names[0]].dtype == np.uint8 and len(fields[names[0]].shape) > 1 and not labels:
         source = ImageRows(names[0], fields[names[0]], paths, preprocessing)
     else:
-        raise UserError(f"{paths[0]} is not an HDF5 file, nor a single NumPy file, with {' and '.join(names)}")
+        cure = "python convert.py arrays or dataset writes one"
+        raise UserError(f"{paths[0]} is not an HDF5 file, nor a single NumPy file, with {' and '.join(names)}; {cure}")
     for name, field in fields.items():
         if (field.shape or field.is_ragged) and not source.fields[name].fits(field):
             raise UserError(f"{source.name}: {name} is {source.fields[name]}; the model was trained on {field}")

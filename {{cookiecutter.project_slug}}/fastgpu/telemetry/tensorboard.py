@@ -118,7 +118,7 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
             loss = sum(loss * interval.steps for loss, interval in self._epoch) / total.steps
             text = f"train/loss {loss:.4g}, {text}, {total}"
             if total.wait_s > 0.1 * total.seconds:
-                tool = "run `python diagnose.py`" if DIAGNOSE.is_file() else ""
+                tool = "run `python diagnose.py` with the same arguments" if DIAGNOSE.is_file() else ""
                 cures = ", or ".join(filter(None, (bottleneck, tool)))
                 text += f" (input-bound: {cures})" if cures else " (input-bound)"
         self._bar.clear()
