@@ -160,7 +160,7 @@ def test_verdict_none_from_wide_intervals(m, cause, why):
     assert re.search(why, verdict.why), verdict.why
 
 
-def test_verdict_of_reading_or_decoding_names_what_helps_against_both():
+def test_verdict_read_or_decode_names_what_helps_both():
     verdict = judge(UNEVEN, readers=("loader.num_readers=4", SLOW.median / 2))
     assert verdict.cause == "INCONCLUSIVE"
     assert "the likeliest first: READ, DECODE" in verdict.why
