@@ -4,13 +4,15 @@ python tests/goldens/goldens.py                      all of them
 python tests/goldens/goldens.py --only g1:ragged g2  some: the beginnings of their names
 python tests/goldens/goldens.py --write              write goldens.json
 
-    g1  which row comes when: SHA-256 of the row numbers of epochs 0 and 1, for nine kinds of rows, on 1, 2, 4 and 8
-        ranks, fresh and resumed inside epoch 0; and of the validation rows
-    g2  SHA-256 of the bytes of the batches, which are the same on the device, the host and the disk tier
+    g1  which row comes when: SHA-256 of the row numbers of epochs 0 and 1, and of the validation rows, for nine kinds
+        of rows
+    g2  SHA-256 of the bytes of the batches
 
-Rows carry their numbers, so g1 reads them from the batches: it holds for whatever plans and reads them. Pixels of JPEG
-files are compared only where the versions of the decoders are those of goldens.json. Weights are not stored, because
-kernels of floats differ among CPUs: tests/engine/test_reference.py compares them with those of a plain loop.
+They are of one rank and the disk tier: tests/engine/test_sameness.py shows that the rows are the same for any number
+of ranks, on any tier, and after a resume. Rows carry their numbers, so g1 reads them from the batches: it holds for
+whatever plans and reads them. Pixels of JPEG files are compared only where the versions of the decoders are those of
+goldens.json. Weights are not stored, because kernels of floats differ among CPUs: tests/engine/test_reference.py
+compares them with those of a plain loop.
 """
 
 import argparse
@@ -22,7 +24,6 @@ from collections.abc import Callable, Iterator
 from contextlib import chdir, closing, contextmanager
 from importlib.metadata import version
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -41,40 +42,35 @@ from torch.utils.data import Dataset
 
 from fastgpu.feed import sizes, sources, tiers
 from fastgpu.process.config import Config
-from fastgpu.process.world import World
 from fastgpu.rows.order import BlockSampler, Shard
 from support.images import image_file, write_encoded
-from support.ranks import CPU
+from support.ranks import ALONE, CPU
 from support.rows import numbered, numbers_of, write_ragged, write_rows
 
-WORLDS = (1, 2, 4, 8)
 N_ROWS = 700
 BATCH_SIZE = 32
 POOL_BATCHES = 3
-RESUMED_AT = 2  # the pool of epoch 0 with which the resumed run begins
 
 
 @contextmanager
-def opened(case: str, rank: int = 0, world_size: int = 1, *, tier: str = "disk") -> Iterator[tuple[Any, Any, int]]:
-    """The feeds of the training and of the validation rows of one rank, and its batch size, as train.py opens them."""
-    sections = {"data": DATA | CASES[case] | {"tier": tier}, "loader": {"num_readers": 1, "num_workers": 0}}
+def opened(case: str) -> Iterator[tuple[Any, Any]]:
+    """The feeds of the training and of the validation rows, as train.py opens them."""
+    sections = {"data": DATA | CASES[case] | {"tier": "disk"}, "loader": {"num_readers": 1, "num_workers": 0}}
     cfg = Config.model_validate({"workload": "minimal", "run": {"seed": 3}, "dist": {"device": "cpu"}} | sections)
-    world = World(rank, world_size, world_size, CPU)
     rows, val_rows = sources.open_splits(cfg.data, cfg.loader, cfg.run.seed)
-    chosen = sizes.choose_sizes(cfg, rows, val_rows, world)
-    size, pools = chosen.batch_size, chosen.pool_batches
-    shard, val_shard = Shard(rank, world_size, chosen.canonical_ranks), Shard(rank, world_size)
-    order = BlockSampler(rows, size, shard=shard, pool_batches=pools, seed=cfg.run.seed)
-    val_order = BlockSampler(val_rows, size, shard=val_shard, pool_batches=pools, seed=None, drop_last=False)
-    feeds = tiers.open_loaders((rows, val_rows), (order, val_order), chosen, CPU, loader=cfg.loader)
-    with closing(feeds[0]), closing(feeds[1]):
-        yield *feeds, size
+    chosen = sizes.choose_sizes(cfg, rows, val_rows, ALONE)
+    shard = Shard(0, 1, chosen.canonical_ranks)
+    order = BlockSampler(rows, BATCH_SIZE, shard=shard, pool_batches=POOL_BATCHES, seed=cfg.run.seed)
+    val_order = BlockSampler(val_rows, BATCH_SIZE, pool_batches=POOL_BATCHES, seed=None, drop_last=False)
+    feed, val_feed = tiers.open_loaders((rows, val_rows), (order, val_order), chosen, CPU, loader=cfg.loader)
+    with closing(feed), closing(val_feed):
+        yield feed, val_feed
 
 
-def batches(feed: Any, batch_size: int, epoch: int, first: int = 0) -> Iterator[dict[str, list[np.ndarray]]]:
-    """{field: [array], or [values, offsets] of ragged rows} of each batch, beginning with pool number `first`."""
-    for pool in feed.pools(epoch, first):
-        for batch in pool.rows.batches(batch_size):
+def batches(feed: Any, epoch: int) -> Iterator[dict[str, list[np.ndarray]]]:
+    """{field: [array], or [values, offsets] of ragged rows} of each batch."""
+    for pool in feed.pools(epoch):
+        for batch in pool.rows.batches(BATCH_SIZE):
             yield {name: arrays_of(batch[name]) for name in sorted(batch.columns)}
 
 
@@ -160,63 +156,31 @@ def sha256(*parts: Any) -> str:
 # ------------------------------------------------------------------------------------------ g1, g2: rows and bytes
 
 
-def read_ids(case: str, world_size: int) -> dict[str, list[list[int]]]:
-    """The row numbers of each global batch, which has the batches of all ranks one after the other: of epochs 0 and 1,
-    of the same beginning inside epoch 0, and of the validation."""
-    ranks: dict[str, list[list[list[int]]]] = {"fresh": [], "resumed": [], "val": []}
-    for rank in range(world_size):
-        with opened(case, rank, world_size) as (feed, val_feed, size):
-            ranks["fresh"].append(ids(feed, size, 0) + ids(feed, size, 1))
-            ranks["resumed"].append(ids(feed, size, 0, RESUMED_AT) + ids(feed, size, 1))
-            ranks["val"].append(ids(val_feed, size, 0))
-    return {kind: [list(chain(*parts)) for parts in zip(*of_ranks, strict=True)] for kind, of_ranks in ranks.items()}
-
-
-def ids(feed: Any, batch_size: int, epoch: int, first: int = 0) -> list[list[int]]:
-    """The row numbers of each batch of a rank. Fails if images are not those of their numbers."""
+def ids(feed: Any, epoch: int) -> list[list[int]]:
+    """The row numbers of each batch. Fails if images are not those of their numbers."""
     return [
         batch["number"][0].tolist() if "number" in batch else numbers_of(batch["images"][0])
-        for batch in batches(feed, batch_size, epoch, first)
+        for batch in batches(feed, epoch)
     ]
 
 
 def g1(name: str) -> dict[str, str]:
-    """{what: SHA-256} of one case, such as `ragged`."""
-    found: dict[str, str] = {}
-    worlds = {world_size: read_ids(name, world_size) for world_size in WORLDS}
-    for world_size, all_ids in worlds.items():
-        if all_ids["fresh"] != worlds[1]["fresh"]:
-            raise DiffersError(f"{world_size} ranks see other global batches than one")
-        if all_ids["resumed"] != all_ids["fresh"][RESUMED_AT * POOL_BATCHES :]:
-            raise DiffersError(f"a run of {world_size} ranks that is resumed sees other rows than one that goes on")
-        found |= {f"{world_size} ranks, {kind}": sha256(numbers) for kind, numbers in all_ids.items()}
-    return found
+    """{what: SHA-256 of the row numbers} of one case, such as `ragged`."""
+    with opened(name) as (feed, val_feed):
+        return {"train": sha256(ids(feed, 0) + ids(feed, 1)), "val": sha256(ids(val_feed, 0))}
 
 
-def sha256_of_batches(feed: Any, batch_size: int, epoch: int, first: int = 0) -> str:
+def sha256_of_batches(feed: Any) -> str:
     digests = []
-    for batch in batches(feed, batch_size, epoch, first):  # a batch is valid until the next one is asked for
+    for batch in batches(feed, 0):  # a batch is valid until the next one is asked for
         digests += [sha256(field, *columns) for field, columns in batch.items()]
     return sha256(digests)
 
 
 def g2(name: str) -> dict[str, str]:
-    """{what: SHA-256} of the batches of one case, in bytes: of epoch 0, and of a rank that is resumed in epoch 1."""
-    found: dict[str, list[str]] = {}
-    for tier in ("disk",) if name == "jpeg-random-part" else ("disk", "host", "device"):
-        with opened(name, tier=tier) as (feed, val_feed, size):
-            found.setdefault("train", []).append(sha256_of_batches(feed, size, 0))
-            found.setdefault("val", []).append(sha256_of_batches(val_feed, size, 0))
-        with opened(name, 1, 2, tier=tier) as (feed, _, size):
-            found.setdefault("train, rank 1 of 2, resumed", []).append(sha256_of_batches(feed, size, 1, RESUMED_AT))
-    for split, of_tiers in found.items():
-        if len(set(of_tiers)) > 1:
-            raise DiffersError(f"the tiers give other {split} rows")
-    return {split: of_tiers[0] for split, of_tiers in found.items()}
-
-
-class DiffersError(Exception):
-    """What was found is not what should be."""
+    """{what: SHA-256 of the batches} of one case, in bytes."""
+    with opened(name) as (feed, val_feed):
+        return {"train": sha256_of_batches(feed), "val": sha256_of_batches(val_feed)}
 
 
 def decoders() -> dict[str, str]:
