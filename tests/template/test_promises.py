@@ -1,8 +1,7 @@
-"""What the pages promise, as a user tries it: a clean environment, scores, examples, updates that conflict."""
+"""What the pages promise, as a user tries it: a clean environment, scores, examples."""
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +10,10 @@ import h5py
 import numpy as np
 import pytest
 import yaml
-from template import FOLDER, PROJECT
+from template import PROJECT
 
 from support.projects import EXAMPLES, take_example
-from support.ranks import printed_by, run_train
+from support.ranks import run_train
 from support.runs import metrics_of
 
 
@@ -100,61 +99,3 @@ def test_examples_in_every_kind(own_copy, name, answers):
     done = run_train("--config", *words, "dist.device=cpu", cwd=project, root=project)
     assert done.returncode == 0, done.stderr
     assert "epoch 1/1" in done.stdout
-
-
-# ---------------------------------------------------------------------------------------------- updates
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_known", [True, False], ids=["committed", "edited-first"])
-def test_conflicting_update(template, tmp_path, is_known):
-    """Lines that both have changed are marked in the file. If git does not know the file as it was baked, the user's
-    stay, and those of the template are in a file beside it. All else is updated."""
-    (tmp_path / "cookiecutter.yaml").write_text(f"cookiecutters_dir: {tmp_path}/c\nreplay_dir: {tmp_path}/r\n")
-    settings = {f"GIT_{who}_{what}": "a@b.c" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
-    settings |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "HOME": str(tmp_path)}
-    settings["COOKIECUTTER_CONFIG"] = str(tmp_path / "cookiecutter.yaml")
-    cruft = (sys.executable, "-m", "cruft")
-
-    def run(folder: Path, *command: str) -> str:
-        return printed_by(command, folder, **settings)
-
-    def commit(folder: Path) -> None:
-        run(folder, "git", "init", "-q")
-        run(folder, "git", "add", "-A")
-        run(folder, "git", "commit", "-qm", "more")
-
-    def edit(folder: Path, words: str) -> None:
-        """Change a line of config.yaml, add one to train.py, and add a file."""
-        config = folder / "config.yaml"
-        text, n_changes = re.subn(r"(?m)^  batch_size: 64 .*$", f"  batch_size: 48  # {words}", config.read_text())
-        assert n_changes == 1
-        config.write_text(text)
-        (folder / "train.py").write_text(f"# {words}\n{(folder / 'train.py').read_text()}# {words}\n")
-        (folder / f"{words}.txt").touch()
-
-    source = shutil.copytree(template, tmp_path / "template")
-    commit(source)
-    run(tmp_path, *cruft, "create", str(source), "--no-input")
-    project = tmp_path / "my_training_project"
-    if is_known:
-        commit(project)
-    edit(project, "mine")
-    commit(project)
-    edit(source / FOLDER, "theirs")
-    (source / FOLDER / "predict.py").write_text("# theirs\n")
-    commit(source)
-    run(project, *cruft, "update", "-y")
-
-    for name in ("config.yaml", "train.py"):
-        text = (project / name).read_text()
-        marked = re.findall(r"(?s)<<<<<<< ours\n(.*?)=======\n(.*?)>>>>>>> theirs\n", text)
-        assert [("mine" in ours, "theirs" in theirs) for ours, theirs in marked] == is_known * [(True, True)] * len(
-            marked
-        )
-        assert ("<<<" in text, "mine" in text) == (is_known, True)
-        assert (project / f"{name}.rej").exists() != is_known
-        assert is_known or "theirs" in (project / f"{name}.rej").read_text()
-    assert (project / "mine.txt").exists()
-    assert (project / "theirs.txt").exists()
-    assert (project / "predict.py").read_text() == "# theirs\n"
