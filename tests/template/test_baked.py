@@ -1,4 +1,4 @@
-"""Projects as users have them: pruned to one workload, changed by their owners, and without a room that nobody needs."""
+"""Projects as users have them: of one workload, changed by their owners, and without a room that nobody needs."""
 
 import re
 import shutil
@@ -143,7 +143,7 @@ SHARED_COMMANDS = {"arrays", "repack", "dataset", "info", "check"}
 @pytest.mark.parametrize(
     "answers",
     [
-        pytest.param(answers, marks=pytest.mark.nightly if n > len(WORKLOAD_ANSWERS) else ())
+        pytest.param(answers, marks=pytest.mark.nightly if n >= len(WORKLOAD_ANSWERS) else ())
         for n, answers in enumerate(BAKES)
     ],
     ids=lambda answers: "-".join(answers.values()),

@@ -1,8 +1,8 @@
 """The examples in docs/examples: their losses, metrics and messages; those with a state of their own are resumed."""
 
+import re
 import runpy
 import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from contract import check_workload
+from template import LEAF_ROOMS
 
 from fastgpu.convert.images.readers import IGNORED_CLASS
 from fastgpu.rows.rows import Field, Rows
 from support.projects import EXAMPLES, take_example
-from support.ranks import printed_by
 from support.rows import write_rows
 from support.runs import same_after_a_kill
 
@@ -64,13 +64,10 @@ def test_example_fits_the_protocol(name, batch, options):
     check_workload(open_workload(name, batch, **options), batch, batch)
 
 
-@pytest.mark.slow
-def test_example_imports_without_tools(own_copy):
-    project = own_copy("both", tools="none")
+def test_example_imports_no_tool():
     for path in EXAMPLES.glob("*.py"):
-        take_example(project, path.stem)
-    names = [f"workloads.{path.stem}" for path in EXAMPLES.glob("*.py") if path.stem != "published"]  # a Dataset
-    printed_by([sys.executable, "-c", f"import {', '.join(names)}"], project)
+        is_dataset = path.stem == "published"  # which convert.py reads
+        assert is_dataset or not re.search(rf"fastgpu\.({'|'.join(LEAF_ROOMS)})\b", path.read_text()), path
 
 
 def test_messages_of_examples(compare_messages):
