@@ -12,7 +12,18 @@ from workloads import minimal
 
 
 @pytest.fixture
-def config(folder):
+def config(folder, monkeypatch):
+    """Of a workload whose transform gives other names to the fields."""
+    loss = minimal.Workload.loss
+
+    def renamed(_: object, batch: Rows, rng: torch.Generator) -> Rows:
+        return Rows({"first": batch["x"], "second": batch["y"]})
+
+    def loss_of_renamed(workload: minimal.Workload, model: nn.Module, batch: Rows) -> Tensor:
+        return loss(workload, model, Rows({"x": batch["first"], "y": batch["second"]}))
+
+    monkeypatch.setattr(minimal.Workload, "transform", renamed)
+    monkeypatch.setattr(minimal.Workload, "loss", loss_of_renamed)
     return load_config(["data.tier=disk", "train.precision=fp32"])
 
 
@@ -33,20 +44,6 @@ def test_bench_keeps_the_weights(config, tmp_path):
     assert setting == f"loader.num_readers={2 * bench.sizes.n_readers}"
     assert step_s > 0
     assert (tmp_path / "new" / "trace.json").read_text().count('"Optimizer.step') == 3
-
-
-def test_bench_of_a_renaming_transform(config, monkeypatch):
-    loss = minimal.Workload.loss
-
-    def renamed(_: object, batch: Rows, rng: torch.Generator) -> Rows:
-        return Rows({"first": batch["x"], "second": batch["y"]})
-
-    def loss_of_renamed(workload: minimal.Workload, model: nn.Module, batch: Rows) -> Tensor:
-        return loss(workload, model, Rows({"x": batch["first"], "y": batch["second"]}))
-
-    monkeypatch.setattr(minimal.Workload, "transform", renamed)
-    monkeypatch.setattr(minimal.Workload, "loss", loss_of_renamed)
-    assert open_bench(config).measure().supply
 
 
 def gradients(world: World, config: Config) -> tuple[list[float], list[float]]:

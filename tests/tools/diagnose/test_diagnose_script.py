@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,21 +18,9 @@ def diagnose(folder: Path, *arguments: str, ranks: int = 1) -> subprocess.Comple
 
 
 @pytest.mark.slow
-def test_diagnose_table_and_profile(folder):
+def test_diagnose_two_ranks_as_json(folder):
     refused = diagnose(folder, "data.train=none.h5")
     assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1)
-    assert "none.h5 does not exist" in refused.stderr
-    assert not (folder / "runs").exists()
-    done = diagnose(folder, "data.tier=disk", "--trace", "3")
-    assert done.returncode == 0, done.stderr
-    assert "measuring: round 2 of at most 16" in done.stdout
-    for part in ("compute", "supply from the page cache", "supply", "the training loop", "feed ratio"):
-        assert f"{part} " in done.stdout
-    assert (folder / "runs" / "trace.json").exists()
-
-
-@pytest.mark.slow
-def test_diagnose_two_ranks_as_json(folder):
     done = diagnose(folder, "--json", ranks=2)
     assert done.returncode == 0, done.stderr
     numbers = json.loads(done.stdout)
@@ -61,24 +48,14 @@ class Slow(Dataset):
 """
 
 
-def verdict_on_slow_dataset(folder: Path) -> dict[str, Any]:
-    """What diagnose.py says of a Dataset that waits, read by two workers."""
+@pytest.mark.slow
+def test_diagnose_table_of_a_slow_dataset(folder):
+    """Its workers wait, so more of them are the advice."""
     (folder / "slow.py").write_text(SLOW_DATASET)
     slow = ["data.dataset=slow:Slow", "data.train=x", "data.val=x", "data.batch_size=16"]
-    done = diagnose(folder, *slow, "data.pool_batches=auto", "loader.num_workers=2", "--json")
+    done = diagnose(folder, *slow, "data.pool_batches=auto", "loader.num_workers=2", "--trace", "3")
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)["verdict"]
-
-
-@pytest.mark.slow
-def test_diagnose_names_a_slow_dataset(folder):
-    found = verdict_on_slow_dataset(folder)
-    assert (found["cause"], found["change"]) == ("READ", "loader.num_workers=4")
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-def test_diagnose_gain_of_workers_is_right(folder):
-    """The best of some tries: a busy machine wakes the workers late."""
-    gains = [verdict_on_slow_dataset(folder)["gain"] for _ in range(5)]
-    assert any(gain == pytest.approx(2, rel=0.15) for gain in gains), gains
+    assert "measuring: round 2 of at most 16" in done.stdout
+    for part in ("compute ", "supply ", "the training loop ", "feed ratio ", "READ: ", "loader.num_workers=4\n"):
+        assert part in done.stdout
+    assert (folder / "runs" / "trace.json").exists()
