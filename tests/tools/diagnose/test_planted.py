@@ -86,7 +86,6 @@ class Times(NamedTuple):
     """Seconds that each part of the loop takes. A batch of twice the rows takes the device twice as long."""
 
     step_s: float = 0.004
-    transform_s: float = 0.0
     launch_s: float = 0.0  # for the host to queue the kernels of a step
     reads_value: bool = False  # in each step, from the device
     disk_s: float = 0.0  # to read a block that is not in the page cache
@@ -105,11 +104,6 @@ def measure_simulated(path: str, times: Times) -> Measured:
     slow_down(source, times.disk_s, times.decode_s + times.copy_s)  # a block has the rows of a batch
     order = BlockSampler(source.block_rows, times.batch_size, pool_batches=max(1, int(POOL_BATCHES / factor)))
 
-    def transform(batch: Rows) -> Rows:
-        if times.transform_s:
-            device.queue(times.transform_s * factor)
-        return batch
-
     def step(_: Rows) -> None:
         time.sleep(times.launch_s)
         device.queue(times.step_s * factor)
@@ -118,7 +112,7 @@ def measure_simulated(path: str, times: Times) -> Measured:
 
     batch = read_pool(source, order, 1).slice(0, times.batch_size)
     sizes, loader = sizes_of("disk", times.n_readers), Loader(prefetch_pools=2)
-    loop = Loop(transform, step, step, batch, source, sizes, CPU, loader, times.echo)
+    loop = Loop(lambda rows: rows, step, step, batch, source, sizes, CPU, loader, times.echo)
     copy = partial(repeat, lambda: time.sleep(times.copy_s)) if times.copy_s else None
     return measure(device, loop, order, copy, stop=lambda m: len(m.loop) == 3)
 
@@ -129,7 +123,6 @@ PLANTED: dict[str, tuple[Times, Cause, str, dict[str, Any]]] = {
     # what is planted: (its times, the cause, how the advice begins, the times that the change has an effect on)
     "a slow disk": (Times(disk_s=0.012), "READ", MORE_READERS, {"n_readers": 2}),
     "slow decoding": (Times(decode_s=0.012), "DECODE", MORE_READERS, {"n_readers": 2}),
-    "a slow transform": (Times(transform_s=0.006), "AUGMENT", "make `transform`", {"transform_s": 0.0}),
     "a slow bus": (Times(copy_s=0.024), "COPY", "data.echo=4", {"echo": 4.0}),
     "a value read": (Times(launch_s=0.004, reads_value=True), "HOST", "leave the value", {"reads_value": False}),
     "a small model": (Times(step_s=0.002, launch_s=0.009), "HOST", f"data.batch_size={LARGE}", {"batch_size": LARGE}),
