@@ -32,7 +32,11 @@ def test_workflows(tmp_path):
 
 
 def test_dockerfile():
+    """It runs without root, and copies what there is."""
     lint("hadolint", PROJECT / "launch/Dockerfile")
+    text = (PROJECT / "launch/Dockerfile").read_text()
+    assert re.findall(r"(?m)^USER (.*)$", text) == ["1000"]
+    assert all((PROJECT / name).is_file() for name in re.search(r"(?m)^COPY (.*) \S+$", text)[1].split())
 
 
 @pytest.mark.slow
