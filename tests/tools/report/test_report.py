@@ -229,9 +229,10 @@ ODD_LINES = (
     *(b'{"step": NaN, "part": 1}', b'{"step": 1, "part": null}', b'{"step": 1' + b"0" * 400 + b', "part": 1}'),
 )
 ODD_POINT = b'{"step": 6, "part": 1, "val/a": "text", "val/b": true, "val/\\ud800": 2.5, "val/c": []}'
+MANY_ALIASES = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}' if n else '*a'] * 9)}]\n" for n in range(12)]
 ODD_CONFIGS = (
     *("5", "a: &a [*a]", "a: " + "[" * 50_000, "? [1, 2]\n: 3", "1: 2", "a: 2024-11-27", "a: !!float ''"),
-    *("a: !!binary aGk=", 'a: "\\ud800"'),
+    *("a: !!binary aGk=", 'a: "\\ud800"', "a: &a {x: 1}\n" + "".join(MANY_ALIASES)),
 )
 ODD_DESCRIPTIONS = (
     *("5", '{"best": 5}', '{"best": [1, {}]}', '{"gpu": [], "started": {}}', '{"started": "9999-99-99"}'),
