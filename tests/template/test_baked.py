@@ -77,7 +77,6 @@ def test_bake_has_what_was_asked_for(baked, answers):
         assert {name: found for name in texts if (found := pattern.findall((project / name).read_text()))} == {}
 
 
-# ---------------------------------------------------------------------------------------------- at work
 OWNERS_CONFIG = """
 workload: mine
 run: {seed: 7}

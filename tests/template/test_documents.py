@@ -66,8 +66,6 @@ def test_pages_links_and_commands_exist(name):
             assert word != "convert.py" or after in convert_commands(PROJECT), command
 
 
-# ---------------------------------------------------------------------------------------------- numbers of speed
-
 TIMES = r"x(?= as| the|,|;|\.|\)|$| slower| faster)|times (?:as|slower|faster|the (?:speed|time|CPU|rows|samples))"
 RATE = r"(?:[a-z]+ )?(?:rows|samples|images|users|steps|MB|GB|MiB|GiB)/s"
 UNIT = rf"(?:ms|us|\xb5s|{TIMES})(?!\w)|{RATE}"
@@ -105,9 +103,6 @@ CODE = [name for name in tracked() if re.search(r"\.(py|yaml|toml)$", name) and 
 @pytest.mark.parametrize("name", [*DOCUMENTS, *CODE])
 def test_every_number_of_speed_has_a_source(name):
     assert speeds_without_source(name) == []
-
-
-# ---------------------------------------------------------------------------------------------- blocks that are run
 
 
 def normalised(line: str) -> str:

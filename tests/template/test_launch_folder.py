@@ -104,8 +104,6 @@ def test_node_script_gives_an_address(tmp_path, resolves, given, address, is_war
     assert ("set PET_LOCAL_ADDR to one that the other nodes can reach" in done.stderr) == is_warned
 
 
-# ---------------------------------------------------------------------------------------------- kubernetes.yaml
-
 KUBERNETES = "1.31"
 """The oldest version in which podFailurePolicy is stable."""
 DOCUMENTS: list[dict[str, Any]] = list(yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text()))

@@ -62,9 +62,6 @@ def test_shipped_scores(tmp_path, config, score, promised):
     assert max(point.get(score, 0) for point in metrics_of(tmp_path / "a")) >= promised
 
 
-# ---------------------------------------------------------------------------------------------- examples
-
-
 def offers() -> list[tuple[str, str]]:
     """Each example, and the workload of the smallest project that the table of docs/examples offers it for."""
     smallest = {"any project": "own", "a project that has images": "images"}

@@ -1,5 +1,5 @@
 """Every recipe in configs/ and example in docs/examples trains on data in the published format, by the commands that
-its head names; that with a network of timm says how to get it.
+its head names.
 
 timm needs torchvision, which does not import beside the CPU build of torch that is pinned here, so a test installs
 them, gigabytes, in an environment of their own.
@@ -24,7 +24,7 @@ from PIL import Image
 
 from support import PROJECT, ROOT
 from support.projects import take_example
-from support.ranks import printed_by, run_train
+from support.ranks import printed_by
 from support.rows import write_rows
 
 SMALL = ["data.batch_size=8", "train.epochs=1", "log.every_steps=2", "dist.device=cpu", "run.name=a"]
@@ -118,17 +118,18 @@ RECIPES = {
     "cifar10": Recipe(write_published, NETWORK),
     "celeba": Recipe(write_published, NETWORK),
     "csv-images": Recipe(draw_shots, NETWORK),
-    "imagenet": Recipe(draw_imagenet, NETWORK),
+    "imagenet": Recipe(draw_imagenet, f"model.timm= {NETWORK}"),
     "recsys": Recipe(lambda folder: None, "model.hidden_dim=4 model.latent_dim=4"),
     "segmentation": Recipe(draw_masks, "model.width=4"),
     "letters": Recipe(write_book, "model.dim=8", predict="data/text.h5", printed="row,next\n"),
     "image_numbers": Recipe(draw_shots, "model.width=4", predict="0.jpg", printed="file,prediction\n"),
-}
-OTHERS = {
     "contrastive": Recipe(write_images, "model.width=4 model.queue=16"),
     "gan": Recipe(write_images, "model.width=4"),
 }
-"""Examples without data that their heads name."""
+WITHOUT_COMMANDS = ("recsys", "contrastive", "gan")
+"""Recipes whose data are included, or those of the user."""
+SLOW = ("cifar10", "csv-images", "recsys")
+"""Recipes that are not only tried at night."""
 
 
 def commands_in(text: str, program: str) -> list[list[str]]:
@@ -138,56 +139,34 @@ def commands_in(text: str, program: str) -> list[list[str]]:
     return [shlex.split(command) for command in commands if not command.endswith("...")]
 
 
-def prepare(project: Path, name: str, recipe: Recipe) -> str:
-    """Make the data of a recipe by the commands that its head names. Returns the text of its config."""
-    take_example(project, name)
-    recipe.make(project)
-    text = (project / f"configs/{name}.yaml").read_text()
-    for program in re.findall(r'python -c "(.*)"\n', text):
-        printed_by([sys.executable, "-c", program], project)
-    if name in RECIPES and name != "recsys":  # whose data are included
-        for command in commands_in(text, r"python convert\.py"):
-            printed_by([sys.executable, "convert.py", *command], project)
-    return text
-
-
 def test_recipes_are_all_known():
     assert {path.stem for path in (PROJECT / "configs").glob("*.yaml")} <= RECIPES.keys()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RECIPES)
-def test_recipe_trains_on_published_data(name, own_copy):
-    project = own_copy("both")
-    recipe = RECIPES[name]
-    text = prepare(project, name, recipe)
-    command = commands_in(text, r"train\.py")[0]
-    assert command[command.index("--config") + 1] == f"configs/{name}.yaml"
-    (project / "timm.py").write_text('raise ImportError("No module named timm")')  # it may be installed here
-    done = run_train(*command, *SMALL, *recipe.settings.split(), cwd=project, root=project)
-    if name == "imagenet":
-        assert done.returncode == 2
-        assert done.stderr.startswith("error: model.timm is resnet50: No module named timm; pip install -c constraints")
-        return
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"epoch 1/1 train/loss \S+, val/\w+ \d", done.stdout)
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", [name for name in {**RECIPES, **OTHERS} if name != "imagenet"])  # it needs timm
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SLOW else pytest.mark.nightly) for name in RECIPES]
+)
 def test_recipe_works_with_every_command(name, own_copy):
     project = own_copy("both")
-    recipe = {**RECIPES, **OTHERS}[name]
-    text = prepare(project, name, recipe)
+    recipe = RECIPES[name]
+    take_example(project, name)
+    recipe.make(project)
+
+    def run(*words: str) -> str:
+        return printed_by([sys.executable, *words], project)
+
+    text = (project / f"configs/{name}.yaml").read_text()
+    for program in re.findall(r'python -c "(.*)"\n', text):
+        run("-c", program)
+    for command in commands_in(text, r"python convert\.py") if name not in WITHOUT_COMMANDS else []:
+        run("convert.py", *command)
     data = yaml.safe_load(text)["data"]
     val = data["train"] if str(data["val"]).endswith("%") else data["val"]
-    words = ["--config", f"configs/{name}.yaml", *SMALL, *recipe.settings.split()]
-
-    def run(script: str, *arguments: str) -> str:
-        return printed_by([sys.executable, script, *arguments], project)
-
-    assert "epoch 1/1" in run("train.py", *words)
+    command = commands_in(text, r"train\.py")[0]
+    assert command[command.index("--config") + 1] == f"configs/{name}.yaml"
+    words = [*command, *SMALL, *recipe.settings.split()]
+    assert re.search(r"epoch 1/1 train/loss \S+, val/\w+ \d", run("train.py", *words))
     assert "epoch 2/2" in run("train.py", "run.resume=runs/a", "train.epochs=2")
     best = json.loads((project / "runs/a/run.json").read_text())["best"][0]
     assert best in run("predict.py", "runs/a", "--evaluate", val)

@@ -188,9 +188,6 @@ def test_messages_of_convert(tmp_path, monkeypatch, compare_messages):
     }  # a mistake writes no rows
 
 
-# ---------------------------------------------------------------------------------------------- the command line
-
-
 @pytest.mark.parametrize(
     ("command", "message"),
     [

@@ -57,8 +57,6 @@ def test_events_without_a_header(tmp_path):
     assert (users.tolist(), items.tolist()) == ([7], [70])
 
 
-# ---------------------------------------------------------------------------------------------- held-out users
-
 HELD = 15
 
 

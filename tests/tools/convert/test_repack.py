@@ -127,16 +127,6 @@ def test_check_compares_with_hdf5(dense_file, monkeypatch, convert):
     assert "/images: block 128 has other values than h5py reads" in convert("check", path, code=1).out
 
 
-def test_repack_rows_in_the_header_of_a_file(tmp_path, convert):
-    plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    plan.set_layout(h5py.h5d.COMPACT)
-    with h5py.File(tmp_path / "x.h5", "w") as file:
-        file.create_dataset("x", (40, 2), "i4", dcpl=plan)[:] = np.arange(80).reshape(40, 2)
-    convert("repack x.h5 y.h5 --keep-order")
-    with h5py.File(tmp_path / "y.h5") as file:
-        assert file["x"][:].ravel().tolist() == list(range(80))
-
-
 def test_info_shows_layout_and_rows(tmp_path, convert):
     with h5py.File(tmp_path / "x.h5", "w") as file:
         file.create_dataset("a/images", data=np.zeros((90, 3, 64, 64), "f4"), chunks=(8, 1, 64, 64), compression=4)

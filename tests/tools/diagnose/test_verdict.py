@@ -86,9 +86,6 @@ def test_verdict_names_the_free_echo():
     assert judge(measured(1.0, 1.0, untransformed=0.6)).free_echo is None
 
 
-# ---------------------------------------------------------------------------------------------- noise
-
-
 def disturbed(m: Measured, rng: np.random.Generator, noise: float) -> Measured:
     """The same measurements in eight rounds of a machine that is disturbed by this share, never for the better."""
 
@@ -176,9 +173,6 @@ def test_verdict_ends_measuring_when_intervals_part(compute_s, loop_s, n_rounds)
         return Measured(64, Rounds(tuple(compute_s[:n])), loop, supply=loop)
 
     assert next(n for n in range(1, 17) if is_enough(after(n))) == n_rounds
-
-
-# ---------------------------------------------------------------------------------------------- what is shown
 
 
 def test_verdict_table_and_json():

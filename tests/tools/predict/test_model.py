@@ -99,9 +99,6 @@ def test_model_with_a_flipped_bit_is_refused(copy_model, name):
         load_model(path.parent)
 
 
-# ---------------------------------------------------------------------------------------------- rows
-
-
 def read(source, name="images"):
     with open_batches(source, 4, ALONE.device) as batches:
         return np.concatenate([batch[name].numpy().copy() for batch in batches])
@@ -168,9 +165,6 @@ def test_images_to_predict_in_grey(tmp_path, shape, model_of):
     grey = save_image(tmp_path / "b.png", mode="L")
     rows = read(open_inputs([str(tmp_path)], model_of(images_of(*shape)))).reshape(2, 6, 6)
     np.testing.assert_array_equal(rows, [np.asarray(Image.open(tmp_path / "a.png").convert("L")), grey])
-
-
-# ---------------------------------------------------------------------------------------------- export
 
 
 class Mean(nn.Module):

@@ -69,9 +69,6 @@ def test_predict_needs_declared_inputs(run, minimal_run, monkeypatch):
         run(minimal_run, "x.npy")
 
 
-# ---------------------------------------------------------------------------------------------- lines
-
-
 def lines_of_values(values, *, is_csv=True, top=None, every=False, **attributes):
     """The lines for two batches of the same two rows. Of the second one only its first row is written."""
     file = io.StringIO()
@@ -117,9 +114,6 @@ def test_predict_json_lines():
     assert lines_of_values(PROBABILITY, is_csv=False, class_names=["=1", "cat"])[1]["class_name"] == "=1"
     y = torch.from_numpy(np.random.default_rng(0).standard_normal(2).astype(np.float32))
     assert torch.equal(torch.tensor([line["y"] for line in lines_of_values({"y": y}, is_csv=False)]), y)
-
-
-# ---------------------------------------------------------------------------------------------- predictions
 
 
 @pytest.fixture
@@ -172,11 +166,6 @@ def test_predict_force_replaces_a_file_whole(tmp_path, run, minimal_run, rows, t
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {target.name: "old"}
     run(minimal_run, *words, "--force")
     assert target.stat().st_size > 3
-    target.unlink()
-    (target / "inside").mkdir(parents=True)
-    with pytest.raises(UserError, match=f"{target.name} is a folder; name a file in it"):
-        run(minimal_run, *words, "--force")
-    assert [path.name for path in tmp_path.rglob("*")] == [target.name, "inside"]
 
 
 ENDED = f"""

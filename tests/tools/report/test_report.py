@@ -51,9 +51,6 @@ def write_run(folder: Path) -> Path:
     return folder
 
 
-# ---------------------------------------------------------------------------------------------- values
-
-
 def test_report_means_are_sums_over_sums():
     """Rows per second times the time of a step is the batch size, however uneven the points are.
 
@@ -114,9 +111,6 @@ def test_report_compares_runs(tmp_path, direction, order):
     assert compared == [[str(tmp_path / name), *lines[name]] for name in order]
 
 
-# ---------------------------------------------------------------------------------------------- the page
-
-
 def page_of(folder: Path) -> tuple[str, dict[str, dict]]:
     """The page of a run, and {title: chart} of its data."""
     page = write_report(read_run(folder)).read_text(encoding="utf-8")
@@ -156,9 +150,6 @@ def test_report_page_thins_out_long_runs(tmp_path):
     assert MAX_POINTS / 2 < len(chart["x"]) <= MAX_POINTS + 4
     values = dict(zip(chart["x"], chart["series"][0]["values"], strict=True))
     assert {step: value for step, value in values.items() if value is not None} == {4: 3.0, 5000: 4.0}
-
-
-# ---------------------------------------------------------------------------------------------- the command
 
 
 def run(*words: object) -> None:
@@ -255,15 +246,6 @@ def test_report_of_whatever_a_folder_holds(tmp_path, capsys):
         run(*words, *folders)
         (warning,) = capsys.readouterr().err.splitlines()
         assert warning.startswith(f"warning: {len(ODD_LINES)} lines of {tmp_path}/lines/metrics.jsonl are no points")
-
-
-def test_report_page_replaces_a_link(tmp_path):
-    folder = write_run(tmp_path / "a")
-    (tmp_path / "victim").write_text("mine")
-    (folder / "report.html").symlink_to(tmp_path / "victim")
-    write_report(read_run(folder))
-    assert (tmp_path / "victim").read_text() == "mine"
-    assert not (folder / "report.html").is_symlink()
 
 
 def test_report_needs_no_torch():
