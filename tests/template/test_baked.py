@@ -1,5 +1,6 @@
-"""Projects as users have them: of one workload, changed by their owners, and without a room that nobody needs."""
+"""Projects as users have them: of one workload, changed by their owners, without tools, in a clean environment."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -11,10 +12,11 @@ from pathlib import Path
 import h5py
 import pytest
 import yaml
-from template import LEAF_ROOMS, WORKLOAD_ANSWERS
+from template import LEAF_ROOMS, PROJECT, WORKLOAD_ANSWERS
 
 from support.projects import convert_commands, expected_files, files_below, parse_files, run_in
-from support.ranks import printed_by, run_to_end
+from support.ranks import printed_by, run_to_end, run_train
+from support.runs import metrics_of
 
 WORDS_OF_THE_OTHER = {
     "recsys": r"cifar|celeba|\bdigits\b|\bPIL\b|pillow|image_files|mixup|cutout",
@@ -196,3 +198,45 @@ def test_bake_without_tools(own_copy):
     assert "epoch 1/1" in run_in(project, "train.py", "train.epochs=1", "model.width=4", "run.name=first")
     assert (project / "runs/first/metrics.jsonl").exists()
     run_pytest(project)
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_clean_environment(own_copy):
+    """The lines of README.md and those of the project's CI need nothing but Python and the lists of the project."""
+    project = own_copy("images")
+    text = (project / "README.md").read_text()
+    (first,) = re.findall(r"(?ms)^## First run\n\n```bash\n(.*?)^```", text)
+    (use,) = re.findall(r"(?ms)^## Use the model\n\n```bash\n(.*?)^```", text)
+    (onnx,) = re.findall(r"(?m)^ONNX needs `(.*)`\.$", text)
+    gates = yaml.safe_load((project / ".github/workflows/ci.yml").read_text())["jobs"]["test"]["strategy"]["matrix"]
+    lines = [line for line in first.splitlines() if "torchrun" not in line]
+    lines += [*dict.fromkeys(gate["run"] for gate in gates["include"]), onnx]
+    lines += [line for line in use.splitlines() if "new-photos" not in line]
+    lines.append("python predict.py runs/NAME --export model.onnx")
+    script = "\n".join(lines).replace("runs/NAME", "runs/*").replace("data/photos-test.h5", "data/digits.h5::/val")
+    assert [script.count(name) for name in ("train.py", "predict.py", "pytest", "mypy")] == [1, 3, 1, 1]
+    # Neither the packages of this environment nor the caches of a user.
+    own = {"HOME": str(project), "PYTHONNOUSERSITE": "1", "OMP_NUM_THREADS": "1"}
+    here = str(Path(sys.executable).parent)
+    path = os.pathsep.join(part for part in os.environ["PATH"].split(os.pathsep) if part != here)
+    environment = os.environ | {"PATH": path} | own
+    pipes = {"capture_output": True, "text": True, "timeout": 3000}
+    done = subprocess.run(["bash", "-euc", script], cwd=project, env=environment, check=False, **pipes)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    printed = done.stdout
+    assert "epoch 20/20" in printed
+    assert float(re.search(r"(?m)^top1_pct +([\d.]+)", printed)[1]) > 98
+    assert all((project / name).stat().st_size > 10_000 for name in ("model.pt2", "model.onnx"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "score", "promised"),
+    [("config.yaml", "val/top1_pct", 98.5), ("configs/recsys.yaml", "val/ndcg_at_100", 0.35)],
+)
+def test_shipped_scores(tmp_path, config, score, promised):
+    """The pages round: 99 % and 0.36."""
+    done = run_train("--config", config, f"run.folder={tmp_path}", "run.name=a", "dist.device=cpu", cwd=PROJECT)
+    assert done.returncode == 0, done.stderr
+    assert max(point.get(score, 0) for point in metrics_of(tmp_path / "a")) >= promised
