@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastgpu.convert import writer as writer_module
-from fastgpu.convert import writing
 from fastgpu.convert.reader import draw_splits, split_rows
 from fastgpu.convert.summary import damaged
 from fastgpu.convert.writer import choose_block_rows, write_rows
@@ -111,15 +110,6 @@ def test_writing_of_many_broken_rows_changes_nothing(tmp_path, n_rows, broken, m
     assert [path.name for path in tmp_path.iterdir()] == ["x.h5"]
 
 
-def test_writing_notices_missing_rows(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        writing, "_read", lambda *_, **__: (rows for rows in [{"x": np.zeros((9, 1000)), "y": np.zeros(9)}])
-    )
-    with pytest.raises(AssertionError, match="9 of 10 rows came"):
-        write_files({"": Numbers(10)}, tmp_path / "x.h5")
-    assert not list(tmp_path.iterdir())
-
-
 def test_writing_does_not_follow_a_link(tmp_path):
     (tmp_path / "x.h5").symlink_to("nowhere")
     with pytest.raises(UserError, match="x.h5 exists; --force replaces a file"):
@@ -173,7 +163,7 @@ def parts_of(rows: int, part_rows: int) -> Iterator[dict[str, Any]]:
         images[:], labels[:], items.values[:], items.offsets[:], words.values[:] = 0, -1, -1, -1, 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     came=st.integers(1, 300),
     more=st.integers(0, 40),
