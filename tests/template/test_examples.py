@@ -7,7 +7,6 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-import h5py
 import numpy as np
 import pytest
 import torch
@@ -18,7 +17,7 @@ from template import LEAF_ROOMS
 from fastgpu.convert.images.readers import IGNORED_CLASS
 from fastgpu.rows.rows import Field, Rows
 from support.projects import EXAMPLES, take_example, use_torch_loader
-from support.ranks import printed_by, run_train
+from support.ranks import printed_by
 from support.rows import write_rows
 from support.runs import metrics_of, same_after_a_kill
 
@@ -146,40 +145,6 @@ def test_example_with_a_state_is_resumed(own_copy, name, setting):
         *("run.checkpoint_every_steps=3", "data.pool_batches=2", "dist.device=cpu", "model.width=4", setting),
     ]
     assert same_after_a_kill(project, "last-00000[5-9]", *words)
-
-
-def offers() -> list[tuple[str, str]]:
-    """Each example, and the workload of the smallest project that the table of docs/examples offers it for."""
-    smallest = {"any project": "own", "a project that has images": "images"}
-    found = []
-    for line in (EXAMPLES / "README.md").read_text().splitlines():
-        for name in re.findall(r"\((\w+)\.yaml\)", line):
-            *_, needs, _ = (cell.strip() for cell in line.split("|"))
-            found.append((name, smallest[needs]))
-    return found
-
-
-@pytest.mark.nightly
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "workload"), offers())
-def test_example_in_the_smallest_project(own_copy, name, workload):
-    project = own_copy(workload, tools="none")
-    (project / "configs").mkdir(exist_ok=True)
-    take_example(project, name)
-    if (project / f"{name}.diff").exists():
-        subprocess.run(["git", "apply", f"{name}.diff"], cwd=project, check=True)
-    rng = np.random.default_rng(0)
-    with h5py.File(project / "rows.h5", "w") as file:
-        file["images"] = rng.integers(0, 256, (64, 3, 32, 32), np.uint8)
-        file["masks"] = rng.integers(0, 3, (64, 32, 32), np.uint8)
-        file["labels"] = rng.random(64, np.float32)
-        file["text"] = rng.integers(0, 256, (64, 33), np.uint8)
-        file.attrs["n_classes"] = 3
-    words = [f"configs/{name}.yaml", "data.train=rows.h5", "data.val=25%", "data.batch_size=8", "train.epochs=1"]
-    words += [] if name == "letters" else ["model.width=4"]
-    done = run_train("--config", *words, "dist.device=cpu", cwd=project, root=project)
-    assert done.returncode == 0, done.stderr
-    assert "epoch 1/1" in done.stdout
 
 
 DIGITS = """

@@ -105,12 +105,14 @@ def write_images(folder: Path) -> None:
 
 
 class Recipe(NamedTuple):
-    """What makes its data, settings of a small model, words for predict.py and what it prints."""
+    """What makes its data, settings of a small model, and words for predict.py and what it prints."""
 
     make: Callable[[Path], None]
     settings: str
     predict: str = ""
     printed: str = ""
+    workload: str = "images"
+    """Of the smallest project that the recipe fits."""
 
 
 NETWORK = "model.width=4 model.blocks=1"
@@ -119,9 +121,9 @@ RECIPES = {
     "celeba": Recipe(write_published, NETWORK),
     "csv-images": Recipe(draw_shots, NETWORK),
     "imagenet": Recipe(draw_imagenet, f"model.timm= {NETWORK}"),
-    "recsys": Recipe(lambda folder: None, "model.hidden_dim=4 model.latent_dim=4"),
+    "recsys": Recipe(lambda folder: None, "model.hidden_dim=4 model.latent_dim=4", workload="recsys"),
     "segmentation": Recipe(draw_masks, "model.width=4"),
-    "letters": Recipe(write_book, "model.dim=8", predict="data/text.h5", printed="row,next\n"),
+    "letters": Recipe(write_book, "model.dim=8", predict="data/text.h5", printed="row,next\n", workload="own"),
     "image_numbers": Recipe(draw_shots, "model.width=4", predict="0.jpg", printed="file,prediction\n"),
     "contrastive": Recipe(write_images, "model.width=4 model.queue=16"),
     "gan": Recipe(write_images, "model.width=4"),
@@ -148,8 +150,9 @@ def test_recipes_are_all_known():
     "name", [pytest.param(name, marks=() if name in SLOW else pytest.mark.nightly) for name in RECIPES]
 )
 def test_recipe_works_with_every_command(name, own_copy):
-    project = own_copy("both")
     recipe = RECIPES[name]
+    project = own_copy(recipe.workload)
+    (project / "configs").mkdir(exist_ok=True)
     take_example(project, name)
     recipe.make(project)
 
