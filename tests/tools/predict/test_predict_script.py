@@ -107,10 +107,8 @@ def test_predict_json_lines():
         {"row": 0, "items": [2, 0, -1], "item_ids": [9, 7, None], "scores": [2.0, 0.5, None]},
         {"row": 1, "items": [1, 2, 0], "item_ids": [8, 9, 7], "scores": [3.0, 2.0, 1.0]},
     ]
-    assert lines_of_values({"mask": torch.zeros(2, 2, 2, dtype=torch.uint8)}, is_csv=False)[0]["mask"] == [
-        [0, 0],
-        [0, 0],
-    ]
+    mask = torch.zeros(2, 2, 2, dtype=torch.uint8)
+    assert lines_of_values({"mask": mask}, is_csv=False)[0]["mask"] == [[0, 0], [0, 0]]
     assert lines_of_values(PROBABILITY, is_csv=False, class_names=["=1", "cat"])[1]["class_name"] == "=1"
     y = torch.from_numpy(np.random.default_rng(0).standard_normal(2).astype(np.float32))
     assert torch.equal(torch.tensor([line["y"] for line in lines_of_values({"y": y}, is_csv=False)]), y)
