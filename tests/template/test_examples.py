@@ -170,12 +170,12 @@ WORDS = ["data.dataset=digits:Digits", "dist.device=cpu", "loader.num_workers=1"
 
 @pytest.mark.slow
 def test_torch_loader_trains_resumes_and_is_diagnosed(own_copy):
-    """The words and the code of the page: two ranks learn, and do the same after SIGKILL."""
+    """The words and the code of the page: two ranks learn (10 % is chance), and do the same after SIGKILL."""
     project = own_copy("both")
     (project / "digits.py").write_text(DIGITS)
     use_torch_loader(project)
-    assert same_after_a_kill(project, "last-00000[3-9]", *WORDS, "run.checkpoint_every_steps=5", "train.epochs=4")
-    assert [point["val/top1_pct"] for point in metrics_of(project / "runs/whole") if "val/top1_pct" in point][-1] > 80
+    assert same_after_a_kill(project, "last-00000[3-9]", *WORDS, "run.checkpoint_every_steps=5", "train.epochs=2")
+    assert [point["val/top1_pct"] for point in metrics_of(project / "runs/whole") if "val/top1_pct" in point][-1] > 35
     printed = printed_by([sys.executable, "diagnose.py", *WORDS, "--seconds=0.05"], project)
     assert "TorchLoader as the loader" in printed
     assert "supply" in printed
