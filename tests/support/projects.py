@@ -123,5 +123,8 @@ def use_torch_loader(project: Path) -> None:
     changed = re.sub(r"def build_loaders\(.*?(?=\n\n\n)", lambda _: build.rstrip(), program, flags=re.DOTALL)
     assert changed != program
     line = "from fastgpu.telemetry import Clock, Monitor, TensorBoard\n"
-    assert line in program
+    unused = "from fastgpu.rows import BlockSampler, Rows, Shard\n"
+    assert line in changed
+    assert unused in changed
+    changed = changed.replace(unused, "from fastgpu.rows import Rows\n")
     (project / "train.py").write_text(changed.replace(line, f"{line}from torch_loader import TorchLoader\n"))

@@ -1,5 +1,4 @@
-"""Projects as users have them: pruned to one workload, changed by their owners, without a room that nobody needs, and
-updated by cruft."""
+"""Projects as users have them: of one workload, changed by their owners, without tools, clean, and updated by cruft."""
 
 import os
 import re
@@ -8,15 +7,17 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from collections.abc import Callable
 from pathlib import Path
 
 import h5py
 import pytest
 import yaml
-from template import FOLDER, WORKLOAD_ANSWERS
+from template import FOLDER, LEAF_ROOMS, PROJECT, WORKLOAD_ANSWERS
 
 from support.projects import convert_commands, expected_files, files_below, parse_files, run_in
-from support.ranks import printed_by, run_to_end
+from support.ranks import printed_by, run_to_end, run_train
+from support.runs import metrics_of
 
 WORDS_OF_THE_OTHER = {
     "recsys": r"cifar|celeba|\bdigits\b|\bPIL\b|pillow|image_files|mixup|cutout",
@@ -40,6 +41,8 @@ BAKES = [
     {"workload": "own", "tools": "all", "launch": "kubernetes"},
     {"workload": "own", "tools": "none", "launch": "none"},
 ]
+GATED = [each for each in BAKES[: len(WORKLOAD_ANSWERS)] if each["workload"] != "both"]
+"""Those that pass their own gate not only at night."""
 LICENSES = {"MIT": "MIT License", "BSD-3-Clause": "BSD 3-Clause License", "Apache-2.0": "Apache License"}
 LICENSES |= {"proprietary": "All rights reserved"}
 
@@ -79,7 +82,6 @@ def test_bake_has_what_was_asked_for(baked, answers):
         assert {name: found for name in texts if (found := pattern.findall((project / name).read_text()))} == {}
 
 
-# ---------------------------------------------------------------------------------------------- at work
 OWNERS_CONFIG = """
 workload: mine
 run: {seed: 7}
@@ -144,10 +146,7 @@ SHARED_COMMANDS = {"arrays", "repack", "dataset", "info", "check"}
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "answers",
-    [
-        pytest.param(answers, marks=pytest.mark.nightly if n > len(WORKLOAD_ANSWERS) else ())
-        for n, answers in enumerate(BAKES)
-    ],
+    [pytest.param(each, marks=() if each in GATED else pytest.mark.nightly) for each in BAKES],
     ids=lambda answers: "-".join(answers.values()),
 )
 def test_bake_passes_its_own_gate(own_copy, answers):
@@ -190,80 +189,132 @@ def test_bake_tests_find_a_leak(own_copy):
 
 
 @pytest.mark.slow
-def test_bake_without_each_tool(own_copy):
-    """One by one and together, as docs/code.md says: the tests are collected, and at last the project trains."""
-    whole = own_copy("both")
-    tools = ["convert", "diagnose", "predict", "report"]
-    for deleted in (*([tool] for tool in tools), tools):
-        project = shutil.copytree(whole, whole.with_name("-".join(deleted)))
-        for tool in deleted:
-            shutil.rmtree(project / "fastgpu" / tool)
-            (project / f"{tool}.py").unlink()
-        run_pytest(project, "--collect-only", "-q")
+def test_bake_without_tools(own_copy):
+    """As docs/code.md says. That no room and no tool imports another tool, test_style.py shows."""
+    project = own_copy("both")
+    for tool in LEAF_ROOMS:
+        shutil.rmtree(project / "fastgpu" / tool)
+        (project / f"{tool}.py").unlink()
     run_in(project, "-m", "mypy")  # finds what is imported late, too
     assert "epoch 1/1" in run_in(project, "train.py", "train.epochs=1", "model.width=4", "run.name=first")
     assert (project / "runs/first/metrics.jsonl").exists()
     run_pytest(project)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
-def test_bake_is_updated_by_cruft(template, tmp_path):
-    """Away from the settings of this user."""
-    (tmp_path / "cookiecutter.yaml").write_text(f"cookiecutters_dir: {tmp_path}/c\nreplay_dir: {tmp_path}/r\n")
+def test_clean_environment(own_copy):
+    """The lines of README.md and those of the project's CI need nothing but Python and the lists of the project."""
+    project = own_copy("images")
+    text = (project / "README.md").read_text()
+    (first,) = re.findall(r"(?ms)^## First run\n\n```bash\n(.*?)^```", text)
+    (use,) = re.findall(r"(?ms)^## Use the model\n\n```bash\n(.*?)^```", text)
+    (onnx,) = re.findall(r"(?m)^ONNX needs `(.*)`\.$", text)
+    gates = yaml.safe_load((project / ".github/workflows/ci.yml").read_text())["jobs"]["test"]["strategy"]["matrix"]
+    lines = [line for line in first.splitlines() if "torchrun" not in line]
+    lines += [*dict.fromkeys(gate["run"] for gate in gates["include"]), onnx]
+    lines += [line for line in use.splitlines() if "new-photos" not in line]
+    lines.append("python predict.py runs/NAME --export model.onnx")
+    script = "\n".join(lines).replace("runs/NAME", "runs/*").replace("data/photos-test.h5", "data/digits.h5::/val")
+    assert [script.count(name) for name in ("train.py", "predict.py", "pytest", "mypy")] == [1, 3, 1, 1]
+    # Neither the packages of this environment nor the caches of a user.
+    own = {"HOME": str(project), "PYTHONNOUSERSITE": "1", "OMP_NUM_THREADS": "1"}
+    here = str(Path(sys.executable).parent)
+    path = os.pathsep.join(part for part in os.environ["PATH"].split(os.pathsep) if part != here)
+    environment = os.environ | {"PATH": path} | own
+    pipes = {"capture_output": True, "text": True, "timeout": 3000}
+    done = subprocess.run(["bash", "-euc", script], cwd=project, env=environment, check=False, **pipes)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    printed = done.stdout
+    assert "epoch 20/20" in printed
+    assert float(re.search(r"(?m)^top1_pct +([\d.]+)", printed)[1]) > 98
+    assert all((project / name).stat().st_size > 10_000 for name in ("model.pt2", "model.onnx"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "score", "promised"),
+    [("config.yaml", "val/top1_pct", 98.5), ("configs/recsys.yaml", "val/ndcg_at_100", 0.35)],
+)
+def test_shipped_scores(tmp_path, config, score, promised):
+    """The pages round: 99 % and 0.36."""
+    done = run_train("--config", config, f"run.folder={tmp_path}", "run.name=a", "dist.device=cpu", cwd=PROJECT)
+    assert done.returncode == 0, done.stderr
+    assert max(point.get(score, 0) for point in metrics_of(tmp_path / "a")) >= promised
+
+
+Git = Callable[..., str]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Git:
+    """run(folder, *command) is what a program prints, away from the settings of this user."""
     settings = {f"GIT_{who}_{what}": "a@b.c" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")}
     settings |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1", "HOME": str(tmp_path)}
     settings["COOKIECUTTER_CONFIG"] = str(tmp_path / "cookiecutter.yaml")
+    (tmp_path / "cookiecutter.yaml").write_text(f"cookiecutters_dir: {tmp_path}/c\nreplay_dir: {tmp_path}/r\n")
+    return lambda folder, *command: printed_by(command, folder, **settings)
 
-    def run(folder, *command):
-        return printed_by(command, folder, **settings)
 
-    def commit(folder):
-        run(folder, "git", "init", "-q", "-b", "main")  # once more does no harm
-        run(folder, "git", "add", "-A")
-        run(folder, "git", "commit", "-qm", "as it is")
+def commit(run: Git, folder: Path) -> None:
+    run(folder, "git", "init", "-q", "-b", "main")  # once more does no harm
+    run(folder, "git", "add", "-A")
+    run(folder, "git", "commit", "-qm", "as it is")
 
-    def edit(path, line, text):
-        lines = path.read_text().splitlines()
-        lines[line] = text
-        path.write_text("\n".join([*lines, ""]))
 
+def edit(path: Path, line: int, text: str) -> None:
+    lines = path.read_text().splitlines()
+    lines[line] = text
+    path.write_text("\n".join([*lines, ""]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_known", [True, False], ids=["committed", "edited-first"])
+def test_update_keeps_what_both_have_changed(template, tmp_path, run, is_known):
+    """Lines that both have changed are marked in the file. If git does not know the file as it was baked, the user's
+    stay, and those of the template are in a file beside it. All else is updated."""
     source = shutil.copytree(template, tmp_path / "template")
-    commit(source)
+    commit(run, source)
     cruft = (sys.executable, "-m", "cruft")
     answers = '{"project_name": "Cat finder", "workload": "both"}'
     assert "Next:" in run(tmp_path, *cruft, "create", str(source), "--no-input", "--extra-context", answers)
     project = tmp_path / "cat_finder"
-    commit(project)
+    if is_known:
+        commit(run, project)
 
     # The user edits, deletes and adds.
-    edit(project / "config.yaml", 12, "# the user's line")
-    edit(project / "README.md", -1, "The user's last line.")
+    edit(project / "train.py", 0, "# mine")
+    edit(project / "config.yaml", 12, "# mine")
+    edit(project / "README.md", -1, "mine")
     (project / ".github/workflows/ci.yml").unlink()
-    (project / "workloads/mine.py").write_text("MINE = True\n")
-    commit(project)
+    (project / "workloads/mine.py").touch()
+    commit(run, project)
 
-    # The template edits two lines above the user, edits what the user deleted, removes, adds, and edits a binary file.
+    # The template edits the same line, two lines above the user, and what the user deleted; removes and adds.
     inside = source / FOLDER
-    edit(inside / "config.yaml", 10, "# the template's line")
-    edit(inside / "README.md", 2, "The template's first sentence.")
-    edit(inside / ".github/workflows/ci.yml", 0, "name: the template")
+    edit(inside / "train.py", 0, "# theirs")
+    edit(inside / "config.yaml", 10, "# theirs")
+    edit(inside / "README.md", 2, "theirs")
+    edit(inside / ".github/workflows/ci.yml", 0, "name: theirs")
     (inside / "configs/celeba.yaml").unlink()
-    (inside / "fastgpu/new.py").write_text("NEW = True\n")
+    (inside / "fastgpu/theirs.py").touch()
     (inside / "data/digits.h5").write_bytes(bytes(range(256)))
-    commit(source)
+    commit(run, source)
     assert "Next:" not in run(project, *cruft, "update", "-y")
 
-    lines = (project / "config.yaml").read_text().splitlines()
-    assert (lines[10], lines[12]) == ("# the template's line", "# the user's line")
+    text = (project / "train.py").read_text()
+    assert ("<<<<<<< ours\n# mine\n=======\n# theirs\n>>>>>>> theirs\n" in text) == is_known
+    assert text.startswith("# mine") != is_known
+    if is_known:
+        lines = (project / "config.yaml").read_text().splitlines()
+        assert (lines[10], lines[12]) == ("# theirs", "# mine")
+    rejected = set() if is_known else {"train.py.rej", "config.yaml.rej"}
+    assert {path.name for path in project.rglob("*.rej")} == rejected
     lines = (project / "README.md").read_text().splitlines()
-    assert lines[::2][:2] == ["# Cat finder", "The template's first sentence."]
-    assert lines[-1] == "The user's last line."
-    assert (project / "fastgpu/new.py").read_text() == "NEW = True\n"
+    assert [*lines[::2][:2], lines[-1]] == ["# Cat finder", "theirs", "mine"]
     assert (project / "data/digits.h5").read_bytes() == bytes(range(256))
-    assert not list(project.rglob("*.rej"))
-    changed = set(run(project, "git", "status", "--porcelain").split()[1::2])
-    assert changed == {
-        *(".cruft.json", "fastgpu/new.py", "README.md", "config.yaml", "configs/celeba.yaml", "data/digits.h5")
-    }  # and neither the user's module nor the one that the user deleted
-    commit(project)
+    updated = {"fastgpu/theirs.py", "README.md", "configs/celeba.yaml", "data/digits.h5"}
+    changed = set(re.findall(r"(?m)^.. (\S+)$", run(project, "git", "status", "--porcelain")))
+    assert {name for name in changed if not re.search(r"train\.py|config\.yaml|cruft", name)} == updated
+    commit(run, project)
     run(project, *cruft, "check")

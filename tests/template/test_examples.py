@@ -1,5 +1,7 @@
-"""The examples in docs/examples: their losses, metrics and messages; those with a state of their own are resumed."""
+"""The examples in docs/examples: their losses, metrics and messages; those with a state of their own are resumed. And
+the loader of docs/code.md: a plain DataLoader in the loop of train.py."""
 
+import re
 import runpy
 import subprocess
 import sys
@@ -10,13 +12,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from contract import check_workload
+from template import LEAF_ROOMS
 
 from fastgpu.convert.images.readers import IGNORED_CLASS
 from fastgpu.rows.rows import Field, Rows
-from support.projects import EXAMPLES, take_example
+from support.projects import EXAMPLES, take_example, use_torch_loader
 from support.ranks import printed_by
 from support.rows import write_rows
-from support.runs import same_after_a_kill
+from support.runs import metrics_of, newest, same_after_a_kill, step_of
 
 GENERATOR = torch.Generator()
 
@@ -64,13 +67,10 @@ def test_example_fits_the_protocol(name, batch, options):
     check_workload(open_workload(name, batch, **options), batch, batch)
 
 
-@pytest.mark.slow
-def test_example_imports_without_tools(own_copy):
-    project = own_copy("both", tools="none")
+def test_example_imports_no_tool():
     for path in EXAMPLES.glob("*.py"):
-        take_example(project, path.stem)
-    names = [f"workloads.{path.stem}" for path in EXAMPLES.glob("*.py") if path.stem != "published"]  # a Dataset
-    printed_by([sys.executable, "-c", f"import {', '.join(names)}"], project)
+        is_dataset = path.stem == "published"  # which convert.py reads
+        assert is_dataset or not re.search(rf"fastgpu\.({'|'.join(LEAF_ROOMS)})\b", path.read_text()), path
 
 
 def test_messages_of_examples(compare_messages):
@@ -145,3 +145,39 @@ def test_example_with_a_state_is_resumed(own_copy, name, setting):
         *("run.checkpoint_every_steps=3", "data.pool_batches=2", "dist.device=cpu", "model.width=4", setting),
     ]
     assert same_after_a_kill(project, "last-00000[5-9]", *words)
+
+
+DIGITS = """
+import h5py
+from torch.utils.data import Dataset
+
+
+class Digits(Dataset):
+    def __init__(self, path):
+        file, _, group = path.partition("::")
+        with h5py.File(file) as opened:
+            self.images, self.labels = opened[group]["images"][:], opened[group]["labels"][:]
+        self.attributes = {"n_classes": 10}
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, index):
+        return {"images": self.images[index], "labels": int(self.labels[index])}
+"""
+WORDS = ["data.dataset=digits:Digits", "data.val=10%", "dist.device=cpu", "loader.num_workers=1"]
+
+
+@pytest.mark.slow
+def test_torch_loader_trains_resumes_and_is_diagnosed(own_copy):
+    """The words and the code of the page: two ranks learn (10 % is chance) without the rows that are held out, and do
+    the same after SIGKILL."""
+    project = own_copy("both")
+    (project / "digits.py").write_text(DIGITS)
+    use_torch_loader(project)
+    assert same_after_a_kill(project, "last-00000[3-9]", *WORDS, "run.checkpoint_every_steps=5", "train.epochs=2")
+    assert [point["val/top1_pct"] for point in metrics_of(project / "runs/whole") if "val/top1_pct" in point][-1] > 35
+    assert step_of(newest(project / "runs/whole")) == 2 * (1442 * 9 // 10 // 64)
+    printed = printed_by([sys.executable, "diagnose.py", *WORDS, "--seconds=0.05"], project)
+    assert "TorchLoader as the loader" in printed
+    assert "supply" in printed

@@ -1,14 +1,16 @@
-"""The workflows and the Dockerfile are valid, of the template and of its projects."""
+"""Linters accept the workflows and the Dockerfiles, and the code of the pages and of the examples."""
 
 import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from template import PROJECT, ROOT
 
+from support.projects import read_blocks, run_in, use_torch_loader
 from support.ranks import printed_by
 
 TOOLS = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -30,7 +32,11 @@ def test_workflows(tmp_path):
 
 
 def test_dockerfile():
+    """It runs without root, and copies what there is."""
     lint("hadolint", PROJECT / "launch/Dockerfile")
+    text = (PROJECT / "launch/Dockerfile").read_text()
+    assert re.findall(r"(?m)^USER (.*)$", text) == ["1000"]
+    assert all((PROJECT / name).is_file() for name in re.search(r"(?m)^COPY (.*) \S+$", text)[1].split())
 
 
 @pytest.mark.slow
@@ -42,3 +48,30 @@ def test_image_packages(baked, tmp_path):
     for name in copied.split():
         shutil.copyfile(baked("both", launch="both") / name, tmp_path / name)
     lint("sh", "-c", f"{install} --dry-run", cwd=tmp_path)
+
+
+@pytest.mark.slow
+def test_code_of_pages_and_examples(own_copy):
+    """It passes the gate that a project ships."""
+    project = own_copy("both")
+    for page in ("tutorial.md", "code.md"):
+        for block in read_blocks(project / "docs" / page):
+            if block.language == "python" and block.target:
+                (project / block.target).write_text(block.text)
+    cells = [block.text for block in read_blocks(project / "docs/python.md") if block.language == "python"]
+    (project / "page.py").write_text("# ruff: noqa: E402\n" + "\n".join(cells))  # a notebook imports in its cells, too
+    for example in (ROOT / "docs/examples").glob("*.py"):
+        is_dataset = example.stem == "published"
+        shutil.copyfile(example, project / ("" if is_dataset else "workloads") / example.name)
+    mypy = ("mypy", "--ignore-missing-imports")  # torchvision is not installed here
+    for command in (("ruff", "check"), ("ruff", "format", "--check"), mypy):
+        run_in(project, "-m", *command)
+
+    # Two that change train.py, each in its own way.
+    program = (project / "train.py").read_text()
+    subprocess.run(["git", "apply", ROOT / "docs/examples/gan.diff"], cwd=project, check=True)
+    run_in(project, "-m", *mypy)
+    (project / "train.py").write_text(program)
+    use_torch_loader(project)
+    for command in (("ruff", "check", "--fix"), mypy):  # two imports of train.py are no longer used
+        run_in(project, "-m", *command)

@@ -1,5 +1,5 @@
 """Every recipe in configs/ and example in docs/examples trains on data in the published format, by the commands that
-its head names; that with a network of timm says how to get it.
+its head names.
 
 timm needs torchvision, which does not import beside the CPU build of torch that is pinned here, so a test installs
 them, gigabytes, in an environment of their own.
@@ -17,15 +17,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import h5py
 import numpy as np
 import pytest
 import yaml
 from PIL import Image
 
 from support import PROJECT, ROOT
-from support.projects import read_blocks, take_example
-from support.ranks import printed_by, run_train
+from support.projects import take_example
+from support.ranks import printed_by
 from support.rows import write_rows
 
 SMALL = ["data.batch_size=8", "train.epochs=1", "log.every_steps=2", "dist.device=cpu", "run.name=a"]
@@ -105,59 +104,34 @@ def write_images(folder: Path) -> None:
         subprocess.run(["git", "apply", "gan.diff"], cwd=folder, check=True)
 
 
-def write_network(folder: Path) -> None:
-    """The network and the workload of the tutorial, and rows for it."""
-    for block in read_blocks(folder / "docs/tutorial.md"):
-        if block.target in ("tinynet.py", "workloads/mynet.py"):
-            (folder / block.target).write_text(block.text)
-    write_rows(folder / "data/images.h5", 240, (3, 32, 32))
-    write_config(folder, "mynet", "data/images.h5", "images", "labels")
-    draw_image(folder / "a.png", (32, 32), 7)
-
-
-def write_config(folder: Path, workload: str, train: str, *fields: str) -> None:
-    """configs/<workload>.yaml"""
-    data = {"train": train, "val": "25%", "fields": {name: name for name in fields}}
-    (folder / f"configs/{workload}.yaml").write_text(yaml.safe_dump({"workload": workload, "data": data}))
-
-
-def write_pairs(folder: Path) -> None:
-    """Rows of the workload `minimal`."""
-    with h5py.File(folder / "data/pairs.h5", "w") as file:
-        file["x"] = np.random.default_rng(0).normal(size=(64, 3)).astype("f4")
-        file["y"] = np.ones((64, 1), "f4")
-    write_config(folder, "minimal", "data/pairs.h5", "x", "y")
-
-
 class Recipe(NamedTuple):
-    """What makes its data, settings of a small model, what training shows, words for predict.py and what it prints."""
+    """What makes its data, settings of a small model, and words for predict.py and what it prints."""
 
     make: Callable[[Path], None]
     settings: str
-    shown: str = "train/loss "
     predict: str = ""
     printed: str = ""
+    workload: str = "images"
+    """Of the smallest project that the recipe fits."""
 
 
 NETWORK = "model.width=4 model.blocks=1"
-DISKS = "images: uint8 (N, 3, 128, 128), masks: uint8 (N, 128, 128)"
 RECIPES = {
     "cifar10": Recipe(write_published, NETWORK),
     "celeba": Recipe(write_published, NETWORK),
     "photos": Recipe(draw_shots, NETWORK),
-    "imagenet": Recipe(draw_imagenet, NETWORK),
-    "recsys": Recipe(lambda folder: None, "model.hidden_dim=4 model.latent_dim=4"),
-    "segmentation": Recipe(draw_masks, "model.width=4", DISKS, "--evaluate data/segmentation-val.h5", "miou_pct "),
-    "letters": Recipe(write_book, "model.dim=8", predict="data/text.h5", printed="row,next\n"),
+    "imagenet": Recipe(draw_imagenet, f"model.timm= {NETWORK}"),
+    "recsys": Recipe(lambda folder: None, "model.hidden_dim=4 model.latent_dim=4", workload="recsys"),
+    "segmentation": Recipe(draw_masks, "model.width=4"),
+    "letters": Recipe(write_book, "model.dim=8", predict="data/text.h5", printed="row,next\n", workload="own"),
     "image_numbers": Recipe(draw_shots, "model.width=4", predict="0.jpg", printed="file,prediction\n"),
-}
-OTHERS = {
     "contrastive": Recipe(write_images, "model.width=4 model.queue=16"),
     "gan": Recipe(write_images, "model.width=4"),
-    "mynet": Recipe(write_network, "", predict="a.png", printed="file,class,probability"),
-    "minimal": Recipe(write_pairs, "", predict="data/pairs.h5", printed="row,prediction\n"),
 }
-"""Workloads without a recipe of their own: two examples, that of the tutorial, and the one to copy."""
+WITHOUT_COMMANDS = ("recsys", "contrastive", "gan")
+"""Recipes whose data are included, or those of the user."""
+SLOW = ("cifar10", "photos", "recsys")
+"""Recipes that are not only tried at night."""
 
 
 def commands_in(text: str, program: str) -> list[list[str]]:
@@ -167,64 +141,39 @@ def commands_in(text: str, program: str) -> list[list[str]]:
     return [shlex.split(command) for command in commands if not command.endswith("...")]
 
 
-def prepare(project: Path, name: str, recipe: Recipe) -> str:
-    """Make the data of a recipe by the commands that its head names. Returns the text of its config."""
-    take_example(project, name)
-    recipe.make(project)
-    text = (project / f"configs/{name}.yaml").read_text()
-    for program in re.findall(r'python -c "(.*)"\n', text):
-        printed_by([sys.executable, "-c", program], project)
-    if name in RECIPES and name != "recsys":  # whose data are included
-        for command in commands_in(text, r"python convert\.py"):
-            printed_by([sys.executable, "convert.py", *command], project)
-    return text
-
-
 def test_recipes_are_all_known():
     assert {path.stem for path in (PROJECT / "configs").glob("*.yaml")} <= RECIPES.keys()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RECIPES)
-def test_recipe_trains_on_published_data(name, own_copy):
-    project = own_copy("both")
-    recipe = RECIPES[name]
-    text = prepare(project, name, recipe)
-    command = commands_in(text, r"train\.py")[0]
-    assert command[command.index("--config") + 1] == f"configs/{name}.yaml"
-    (project / "timm.py").write_text('raise ImportError("No module named timm")')  # it may be installed here
-    done = run_train(*command, *SMALL, *recipe.settings.split(), cwd=project, root=project)
-    if name == "imagenet":
-        assert done.returncode == 2
-        assert done.stderr.startswith("error: model.timm is resnet50: No module named timm; pip install -c constraints")
-        return
-    assert done.returncode == 0, done.stderr
-    assert recipe.shown in done.stdout
-    assert re.search(r"epoch 1/1 train/loss \S+, val/\w+ \d", done.stdout)
-    if recipe.predict:
-        words = ["predict.py", "runs/a", *recipe.predict.split()]
-        assert printed_by([sys.executable, *words], project).startswith(recipe.printed)
-
-
-@pytest.mark.slow
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", [name for name in {**RECIPES, **OTHERS} if name != "imagenet"])  # it needs timm
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SLOW else pytest.mark.nightly) for name in RECIPES]
+)
 def test_recipe_works_with_every_command(name, own_copy):
-    project = own_copy("both")
-    recipe = {**RECIPES, **OTHERS}[name]
-    text = prepare(project, name, recipe)
+    recipe = RECIPES[name]
+    project = own_copy(recipe.workload)
+    (project / "configs").mkdir(exist_ok=True)
+    take_example(project, name)
+    recipe.make(project)
+
+    def run(*words: str) -> str:
+        return printed_by([sys.executable, *words], project)
+
+    text = (project / f"configs/{name}.yaml").read_text()
+    for program in re.findall(r'python -c "(.*)"\n', text):
+        run("-c", program)
+    for command in commands_in(text, r"python convert\.py") if name not in WITHOUT_COMMANDS else []:
+        run("convert.py", *command)
     data = yaml.safe_load(text)["data"]
     val = data["train"] if str(data["val"]).endswith("%") else data["val"]
-    words = ["--config", f"configs/{name}.yaml", *SMALL, *recipe.settings.split()]
-
-    def run(script: str, *arguments: str) -> str:
-        return printed_by([sys.executable, script, *arguments], project)
-
-    assert "epoch 1/1" in run("train.py", *words)
+    command = commands_in(text, r"train\.py")[0]
+    assert command[command.index("--config") + 1] == f"configs/{name}.yaml"
+    words = [*command, *SMALL, *recipe.settings.split()]
+    assert re.search(r"epoch 1/1 train/loss \S+, val/\w+ \d", run("train.py", *words))
     assert "epoch 2/2" in run("train.py", "run.resume=runs/a", "train.epochs=2")
     best = json.loads((project / "runs/a/run.json").read_text())["best"][0]
     assert best in run("predict.py", "runs/a", "--evaluate", val)
-    if recipe.predict and not recipe.predict.startswith("--"):
+    if recipe.predict:
         assert run("predict.py", "runs/a", *recipe.predict.split()).startswith(recipe.printed)
     assert "see also" in run("diagnose.py", *words, "--seconds", "0.02")
     run("report.py", "runs/a")

@@ -22,8 +22,6 @@ from template import FOLDER
 from support import PROJECT, ROOT
 from support.projects import bake_project, expected_files, files_below, parse_files, resolve
 
-# ---------------------------------------------------------------------------------------------- questions and answers
-
 
 def load_hook(**answers: str) -> dict[str, Any]:
     """The names that hooks/pre_gen_project.py defines, rendered as cookiecutter does but not run as a script."""
@@ -76,9 +74,6 @@ def test_answers_mistakes_come_all_at_once(template, tmp_path, capfd):
     assert not list(tmp_path.rglob("evil"))
 
 
-# ---------------------------------------------------------------------------------------------- baked
-
-
 def test_answers_by_default_bake_a_clean_project(template, tmp_path, capfd):
     """Also from a folder in which the project was run and built."""
     dirty = shutil.copytree(template, tmp_path / "dirty")
@@ -109,9 +104,6 @@ def test_answers_that_are_odd_still_bake(template, tmp_path):
     assert (project / "README.md").read_text().startswith(f"# {text}\n\n")
     assert text in (project / "LICENSE").read_text()
     assert not list(tmp_path.rglob("hacked"))
-
-
-# ---------------------------------------------------------------------------------------------- files
 
 
 def test_hooks_need_only_python():

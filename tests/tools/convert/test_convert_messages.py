@@ -188,19 +188,13 @@ def test_messages_of_convert(tmp_path, monkeypatch, compare_messages):
     }  # a mistake writes no rows
 
 
-# ---------------------------------------------------------------------------------------------- the command line
-
-
 @pytest.mark.parametrize(
     ("command", "message"),
     [
         ("arrays x=x.npy y=y.npy --split 0.9 out.h5", "unrecognized arguments: out.h5"),
         ("images photos x.h5 --size 0", "0 should be HxW, such as 218x178, or one number for both"),
-        ("images photos x.h5 --size 99999", "or one number for both, up to 16,384"),
         ("images photos x.h5 --seed -1", "-1 should be a whole number of at least 0"),
-        ("events x.csv x.h5 --held-out 0", "0 should be a whole number of at least 1"),
         ("images . x.h5 --no-header", "error: --no-header has no meaning for ."),
-        ("images photos x.h5 --split 1.2", "1.2 should be a share, such as 0.9"),
         ("repack absent.h5 x.h5", "error: absent.h5 does not exist"),
     ],
 )
@@ -228,10 +222,8 @@ def test_convert_shares_and_sizes():
     found = [script.max_broken(text) for text in ("stop", "skip", "skip=10%", "skip=0.5%", "skip=100%")]
     assert found == [0, 0.01, 0.1, 0.005, 1]
     wrong = [(script.shares, each) for each in ("1", "-0.5", "half", "0.5,0.6", "0.4,0.2,0.2,0.2", "nan")]
-    for parse, text in [
-        *wrong,
-        *((script.max_broken, each) for each in ("", "skip=", "skip=10", "stop=1%", "skip=0%", "skip=101%", "skip=x%")),
-        *((script.size, each) for each in ("", "-1", "1.5", "3x32x32")),
-    ]:
+    wrong += [(script.max_broken, each) for each in ("", "skip=10", "stop=1%", "skip=0%", "skip=101%", "skip=x%")]
+    wrong += [(script.size, each) for each in ("", "-1", "1.5", "3x32x32", "99999")]
+    for parse, text in wrong:
         with pytest.raises((ArgumentTypeError, ValueError)):  # argparse makes a message of each
             parse(text)

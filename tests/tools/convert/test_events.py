@@ -8,8 +8,6 @@ from fastgpu.convert.recsys.events import read_events
 from fastgpu.convert.recsys.interactions import PUBLISHED_SEED, hold_out_users
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import RaggedArray
-from fastgpu.storage.arrays import ArrayDataset
-from fastgpu.storage.columns import RaggedColumn
 from fastgpu.storage.store import open_store
 from support.rows import read_rows
 
@@ -57,8 +55,6 @@ def test_events_without_a_header(tmp_path):
     assert (users.tolist(), items.tolist()) == ([7], [70])
 
 
-# ---------------------------------------------------------------------------------------------- held-out users
-
 HELD = 15
 
 
@@ -68,14 +64,6 @@ def events(seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     found = [(1 + 3 * user, item) for user in range(80) for item in rng.permutation(400)[: rng.integers(1, 20)]]
     users, items = rng.permutation(np.array(found, np.int32)).T
     return users, items
-
-
-def arrays_of(source: ArrayDataset) -> dict[str, np.ndarray | RaggedArray]:
-    """The arrays that a source was made of."""
-    return {
-        name: RaggedArray(column.values.rows, column.indptr) if isinstance(column, RaggedColumn) else column.rows
-        for name, column in source.columns.items()
-    }
 
 
 def sets_of(rows: RaggedArray) -> list[set[int]]:
@@ -113,7 +101,7 @@ def test_events_split_is_the_published_one(seed, n_repeated):
     users, items = events(seed)
     given = [np.concatenate([column, column[:n_repeated]]) for column in (users, items)]
     found, (train, parts, names) = hold_out_users("x", *given, HELD), as_published(users, items)
-    columns = {part: arrays_of(rows) for part, rows in found.parts.items()}
+    columns = {part: read_rows(rows) for part, rows in found.parts.items()}
     assert columns["train"]["user"].tolist() == train
     assert found.parts["train"].attributes["item_ids"].tolist() == names
     of_user = [{names.index(item) for item in items[users == user]} for user in train]

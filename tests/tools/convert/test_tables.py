@@ -24,13 +24,6 @@ def test_csv_separator_from_the_header(table, separator):
     assert {name: made.texts(name).to_list() for name in ("a b", "path")} == {"a b": ["3"], "path": [f"1{separator}2"]}
 
 
-def test_csv_without_a_header(tmp_path):
-    (tmp_path / "x.csv").write_text("\ufeffa.png;cat;1\nb.png;dog;2\n")
-    made = Table(tmp_path / "x.csv", names=["path"], has_header=False)
-    assert made.names == ["path", "2", "3"]
-    assert [made.texts(name).to_list() for name in made.names] == [["a.png", "b.png"], ["cat", "dog"], ["1", "2"]]
-
-
 def test_csv_warns_of_line_breaks(table, capsys):
     made = table('path,label,note\na,1,x\n\nb,2,"24 inch\nc,3,y\nd,4,12 inch"\ne,5,"say ""hi"""\nf,6,"1\n2"\n')
     assert made.texts("path").to_list() == ["a", "b", "e", "f"]

@@ -1,3 +1,5 @@
+"""What diagnose.py measures: each part of the loop alone, and that nothing is changed by it."""
+
 import time
 from collections.abc import Callable
 from itertools import chain
@@ -5,18 +7,22 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from fastgpu.dataset.source import ItemDataset
+from fastgpu.diagnose.bench import Bench
 from fastgpu.diagnose.ceilings import Loop, Meter, Supply, copies, first_blocks, open_supplies, read_pool
-from fastgpu.process.config import Loader, Tier
+from fastgpu.process.config import Config, Loader, Tier
+from fastgpu.process.config_loader import load_config
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.store import open_store
-from support.ranks import CPU, needs_gpu
+from support.ranks import ALONE, CPU, in_world, needs_gpu
 from support.rows import DENSE_FIELDS, RAGGED_FIELDS, numbers_of, sizes_of
+from workloads import minimal
 
 BATCH_SIZE = 16
 POOL_BATCHES = 4
@@ -107,3 +113,57 @@ def test_ceilings_pools_are_copied_to_a_gpu(ragged_rows):
     before = torch.cuda.memory_allocated()
     assert work(3) == 12
     assert torch.cuda.memory_allocated() == before
+
+
+@pytest.fixture
+def config(folder, monkeypatch):
+    """Of a workload whose transform gives other names to the fields."""
+    loss = minimal.Workload.loss
+
+    def renamed(_: object, batch: Rows, rng: torch.Generator) -> Rows:
+        return Rows({"first": batch["x"], "second": batch["y"]})
+
+    def loss_of_renamed(workload: minimal.Workload, model: nn.Module, batch: Rows) -> Tensor:
+        return loss(workload, model, Rows({"x": batch["first"], "y": batch["second"]}))
+
+    monkeypatch.setattr(minimal.Workload, "transform", renamed)
+    monkeypatch.setattr(minimal.Workload, "loss", loss_of_renamed)
+    return load_config(["data.tier=disk", "train.precision=fp32"])
+
+
+def open_bench(config: Config, world: World = ALONE) -> Bench:
+    return Bench(config, world, 0.01)
+
+
+def test_bench_keeps_the_weights(config, tmp_path):
+    bench = open_bench(config)
+    before = {name: value.clone() for name, value in bench.parts.model.named_parameters()}
+    measured = bench.measure()
+    setting, step_s = bench.try_readers()
+    bench.trace(3, tmp_path / "new" / "trace.json")
+    assert all(torch.equal(value, before[name]) for name, value in bench.parts.model.named_parameters())
+    assert measured.batch_size == 32
+    assert measured.supply
+    assert measured.cached
+    assert setting == f"loader.num_readers={2 * bench.sizes.n_readers}"
+    assert step_s > 0
+    assert (tmp_path / "new" / "trace.json").read_text().count('"Optimizer.step') == 3
+
+
+def gradients(world: World, config: Config) -> tuple[list[float], list[float]]:
+    """Gradients of this rank in two steps of the training loop, and in one without averaging."""
+    bench = open_bench(config, world)
+    sums: list[float] = []
+    first = next(bench.parts.model.parameters())
+    bench.parts.optimizer.register_step_pre_hook(lambda *_: sums.append(first.grad.double().sum().item()))
+    for _ in range(2):
+        bench.loop.train_step(bench.loop.batch)
+    bench.loop.local_step(bench.loop.batch)
+    return sums[:2], sums[2:]
+
+
+@pytest.mark.slow
+def test_bench_ranks_average_gradients(config):
+    (first_shared, first_local), (second_shared, second_local) = in_world(2, gradients, config)
+    assert first_shared == second_shared
+    assert first_local != second_local

@@ -15,12 +15,11 @@ from fastgpu.diagnose.ceilings import Loop, Meter, measure, read_pool, repeat
 from fastgpu.diagnose.result import ceilings
 from fastgpu.diagnose.verdict import Cause, Measured, judge
 from fastgpu.process.config import Loader
-from fastgpu.process.world import World
 from fastgpu.rows.contract import Dataset, PoolPlan, Reads
-from fastgpu.rows.order import BlockSampler, Shard
+from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.store import open_store
-from support.ranks import ALONE, CPU, in_world
+from support.ranks import ALONE, CPU
 from support.rows import DENSE_FIELDS, sizes_of
 
 BATCH_SIZE = 16
@@ -34,8 +33,8 @@ LOADED_NOISE = 0.05
 class SimulatedDevice(Meter):
     """A device that works off its queue while the host goes on. The host is at most one kernel ahead."""
 
-    def __init__(self, world: World) -> None:
-        super().__init__(world, 0.15)
+    def __init__(self) -> None:
+        super().__init__(ALONE, 0.15)
         self._end = 0.0
         self._worked_s = 0.0
         self._waited_at: list[str] = []
@@ -87,8 +86,6 @@ class Times(NamedTuple):
     """Seconds that each part of the loop takes. A batch of twice the rows takes the device twice as long."""
 
     step_s: float = 0.004
-    slow_step_s: float = 0.0  # of the second rank, if that is another time
-    transform_s: float = 0.0
     launch_s: float = 0.0  # for the host to queue the kernels of a step
     reads_value: bool = False  # in each step, from the device
     disk_s: float = 0.0  # to read a block that is not in the page cache
@@ -99,37 +96,23 @@ class Times(NamedTuple):
     echo: float = 1.0
 
 
-def measure_simulated(world: World, path: str, times: Times) -> Measured:
+def measure_simulated(path: str, times: Times) -> Measured:
     """Every part of a loop that takes these times, in three rounds."""
-    device = SimulatedDevice(world)
+    device = SimulatedDevice()
     factor = times.batch_size / BATCH_SIZE
-    step_s = times.slow_step_s if world.rank and times.slow_step_s else times.step_s
     source = open_store("data.train", path, DENSE_FIELDS)
     slow_down(source, times.disk_s, times.decode_s + times.copy_s)  # a block has the rows of a batch
-    shard = Shard(world.rank, world.world_size)
-    pool_batches = max(1, int(POOL_BATCHES / factor))
-    order = BlockSampler(source.block_rows, times.batch_size, shard=shard, pool_batches=pool_batches)
+    order = BlockSampler(source.block_rows, times.batch_size, pool_batches=max(1, int(POOL_BATCHES / factor)))
 
-    def transform(batch: Rows) -> Rows:
-        if times.transform_s:
-            device.queue(times.transform_s * factor)
-        return batch
-
-    def local_step(_: Rows) -> None:
+    def step(_: Rows) -> None:
         time.sleep(times.launch_s)
-        device.queue(step_s * factor)
+        device.queue(times.step_s * factor)
         if times.reads_value:
             device.item("mine.py:12")
 
-    def train_step(batch: Rows) -> None:
-        local_step(batch)
-        if world.world_size > 1:  # the gradients arrive when those of the slowest rank do
-            device.synchronize()
-            world.all_reduce_max(0.0)
-
     batch = read_pool(source, order, 1).slice(0, times.batch_size)
     sizes, loader = sizes_of("disk", times.n_readers), Loader(prefetch_pools=2)
-    loop = Loop(transform, train_step, local_step, batch, source, sizes, CPU, loader, times.echo)
+    loop = Loop(lambda rows: rows, step, step, batch, source, sizes, CPU, loader, times.echo)
     copy = partial(repeat, lambda: time.sleep(times.copy_s)) if times.copy_s else None
     return measure(device, loop, order, copy, stop=lambda m: len(m.loop) == 3)
 
@@ -140,12 +123,10 @@ PLANTED: dict[str, tuple[Times, Cause, str, dict[str, Any]]] = {
     # what is planted: (its times, the cause, how the advice begins, the times that the change has an effect on)
     "a slow disk": (Times(disk_s=0.012), "READ", MORE_READERS, {"n_readers": 2}),
     "slow decoding": (Times(decode_s=0.012), "DECODE", MORE_READERS, {"n_readers": 2}),
-    "a slow transform": (Times(transform_s=0.006), "AUGMENT", "make `transform`", {"transform_s": 0.0}),
     "a slow bus": (Times(copy_s=0.024), "COPY", "data.echo=4", {"echo": 4.0}),
     "a value read": (Times(launch_s=0.004, reads_value=True), "HOST", "leave the value", {"reads_value": False}),
     "a small model": (Times(step_s=0.002, launch_s=0.009), "HOST", f"data.batch_size={LARGE}", {"batch_size": LARGE}),
     "nothing": (Times(step_s=0.008, disk_s=0.002), "COMPUTE", "", {}),
-    "one slow rank of two": (Times(0.012, 0.03), "RANKS", "look at the machine of rank 1", {"slow_step_s": 0.0}),
 }
 
 
@@ -164,23 +145,18 @@ def test_planted_cause_and_gain_are_right(path, planted):
     times, cause, change, cure = PLANTED[planted]
     readers = (MORE_READERS, 0.006) if change == MORE_READERS else None
 
-    def measure_all(times: Times) -> list[Measured]:
-        if cause == "RANKS":
-            return in_world(2, measure_simulated, path, times)
-        return [measure_simulated(ALONE, path, times)]
-
     notes: list[str] = []
     n_quiet = 0
     while n_quiet < MAX_TRIES and len(notes) < MAX_TRIES_UNDER_LOAD:
-        slow, cured = measure_all(times), measure_all(times._replace(**cure))
-        verdicts = [judge(m, readers=readers) for m in slow]
-        gain = cured[0].batch_size / cured[0].loop.median / (slow[0].batch_size / slow[0].loop.median)
-        feed_ratios = [(1 - m.lost.median, min(1.0, m.compute.median / m.supply.median)) for m in (*slow, *cured)]
-        is_named = all(each.cause == cause and each.change.startswith(change) for each in verdicts)
-        is_predicted = gain == pytest.approx(verdicts[0].gain, rel=0.15)
+        slow, cured = measure_simulated(path, times), measure_simulated(path, times._replace(**cure))
+        verdict = judge(slow, readers=readers)
+        gain = cured.batch_size / cured.loop.median / (slow.batch_size / slow.loop.median)
+        feed_ratios = [(1 - m.lost.median, min(1.0, m.compute.median / m.supply.median)) for m in (slow, cured)]
+        is_named = verdict.cause == cause and verdict.change.startswith(change)
+        is_predicted = gain == pytest.approx(verdict.gain, rel=0.15)
         if is_named and is_predicted and all(found == pytest.approx(theory, rel=0.05) for found, theory in feed_ratios):
             return
-        notes.append(f"{verdicts}; gain after the cure {gain:.3f}; feed ratios, found and in theory: {feed_ratios}")
-        timings = [timing for m in (*slow, *cured) for timing in ceilings(m).values()]
+        notes.append(f"{verdict}; gain after the cure {gain:.3f}; feed ratios, found and in theory: {feed_ratios}")
+        timings = [timing for m in (slow, cured) for timing in ceilings(m).values()]
         n_quiet += max((each.high - each.low) / 2 / each.median for each in timings) < LOADED_NOISE
     raise AssertionError(notes)

@@ -1,76 +1,47 @@
-"""Tables of classes and attributes against their definitions, written as loops."""
+"""Tables of right and wrong answers, of classes and of attributes."""
 
 from types import SimpleNamespace
 
 import numpy as np
-import pytest
 import torch
 
 from fastgpu.predict.answers import Answers, ask, describe, find_wrong
 from fastgpu.rows.rows import Rows
 
 
-def answers_of(n_rows: int, n_classes: int, seed: int = 0) -> Answers:
-    rng = np.random.default_rng(seed)
-    labels, chosen = rng.integers(0, n_classes, (2, n_rows))
-    chosen = np.where(rng.random(n_rows) < 0.5, labels, chosen)
-    names = [f"class {number}" for number in range(n_classes)]
-    return Answers(names, labels, chosen, rng.random(n_rows))
-
-
-def percent(hits: int, count: int) -> str:
-    return f"{100 * hits / count:.1f}" if count else "-"
-
-
-def quality(labels: list[int], chosen: list[int], number: int) -> list[str]:
-    hits = sum(pair == (number, number) for pair in zip(labels, chosen, strict=True))
-    n_rows = labels.count(number)
-    return [str(n_rows), percent(hits, chosen.count(number)), percent(hits, n_rows)]
-
-
 def test_answers_of_few_classes_have_a_matrix():
-    answers = answers_of(100, 4)._replace(names=["a", "b", "c", "d", "unseen"])
-    labels, chosen = answers.labels.tolist(), answers.chosen.tolist()
-    pairs = [*zip(labels, chosen, strict=True)]
-    head, *lines = [line.split("  ") for line in describe(answers)]
-    assert [cell.strip() for cell in head if cell] == [
-        *("label", "as a", "as b", "as c", "as d", "as unseen"),
-        *("rows", "precision %", "recall %"),
+    labels, chosen = np.array([[0, 0, 0, 1, 1, 2, 2, 2, 2], [0, 0, 1, 1, 1, 2, 2, 0, 1]])
+    assert [*describe(Answers(["cat", "dog", "owl", "yak"], labels, chosen, np.ones(9)))] == [
+        "label  as cat  as dog  as owl  as yak  rows  precision %  recall %",
+        "cat         2       1       0       0     3         66.7      66.7",
+        "dog         0       2       0       0     2         50.0     100.0",
+        "owl         1       1       2       0     4        100.0      50.0",
+        "yak         0       0       0       0     0            -         -",
     ]
-    for number, line in enumerate(lines):
-        counts = [str(pairs.count((number, other))) for other in range(5)]
-        expected = [answers.names[number], *counts, *quality(labels, chosen, number)]
-        assert [cell.strip() for cell in line if cell] == expected
 
 
 def test_answers_of_many_classes_name_the_worst():
-    answers = answers_of(2000, 21)
-    labels, chosen = answers.labels.tolist(), answers.chosen.tolist()
-    lines = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in describe(answers)]
-    middle = next(n for n, line in enumerate(lines) if line[0] == "lowest recall")
-    pairs = [(a, b) for a, b in zip(labels, chosen, strict=True) if a != b]
-    counts = [pairs.count((int(a.split()[1]), int(b.split()[1]))) for a, b, _ in lines[1:middle]]
-    assert counts == [int(line[2]) for line in lines[1:middle]]
-    assert counts == sorted(map(pairs.count, {*pairs}), reverse=True)[:20]
-    recalls = [float(quality(labels, chosen, number)[2]) for number in range(21)]
-    assert [float(line[3]) for line in lines[middle + 1 :]] == sorted(recalls)[:20]
+    """Class k of 21 is taken for the next one k + 1 times in 30."""
+    names = [f"c{number}" for number in range(21)]
+    labels = np.repeat(np.arange(21), 30)
+    is_wrong = np.arange(630) % 30 <= labels
+    lines = [line.split() for line in describe(Answers(names, labels, (labels + is_wrong) % 21, np.ones(630)))]
+    worst = range(20, 0, -1)
+    assert lines[1:21] == [[names[k], names[(k + 1) % 21], str(k + 1)] for k in worst]
+    assert lines[21][:2] == ["lowest", "recall"]
+    assert [[name, count, recall] for name, count, _, recall in lines[22:]] == [
+        [names[k], "30", f"{100 * (29 - k) / 30:.1f}"] for k in worst
+    ]
 
 
 def test_answers_of_attributes_have_thresholds():
-    rng = np.random.default_rng(0)
-    probability = rng.integers(1, 20, (60, 2)) / 20  # with ties
-    labels = rng.random((60, 2)) < probability
-    _, *lines = describe(Answers(["glad", "old"], labels, probability > 0.5, probability))
-    for number, line in enumerate(lines):
-        is_one, value = labels[:, number], probability[:, number]
-
-        def f1(threshold: float, is_one=is_one, value=value) -> float:
-            return 2 * (is_one & (value >= threshold)).sum() / (is_one.sum() + (value >= threshold).sum())
-
-        name, *others, best, threshold = line.split()
-        assert [name, *others] == [["glad", "old"][number], *quality([*is_one], [*(value > 0.5)], True)]
-        assert float(best) == pytest.approx(100 * max(map(f1, value)), abs=0.06)
-        assert f1(float(threshold) - 1e-9) == pytest.approx(max(map(f1, value)))
+    probability = np.array([[0.9, 0.2], [0.8, 0.6], [0.4, 0.7], [0.3, 0.1], [0.3, 0.6]])
+    labels = np.array([[1, 0], [1, 1], [1, 0], [0, 0], [0, 1]])
+    assert [*describe(Answers(["glad", "old"], labels, (probability > 0.5).astype(int), probability))] == [
+        "attribute  rows  precision %  recall %  best F1 %  from probability",
+        "glad          3        100.0      66.7      100.0               0.4",
+        "old           2         66.7     100.0       80.0               0.6",
+    ]
 
 
 def test_answers_wrong_are_sorted_by_certainty():

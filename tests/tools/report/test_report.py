@@ -1,23 +1,30 @@
-"""What report.py says about runs that are written here without training, its page, and the command."""
+"""What report.py says about runs that are written here: values, the page, where the time went, and the command. One
+run is really killed and resumed."""
 
 import csv
 import json
+import math
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
 from math import inf, nan
 from pathlib import Path
-from unittest.mock import Mock
+from typing import Any
 
 import pytest
+import report as script
 
-from fastgpu.process import files
+from fastgpu.process.launch import UserError
+from fastgpu.report.ledger import KINDS, account, as_rows, goodput, read_process
 from fastgpu.report.page import MAX_POINTS, write_report
 from fastgpu.report.results import changed_settings, compare, number, over_run, read_run, summary
 from fastgpu.telemetry.clock import Throughput
 from support import PROJECT
+from support.ranks import kill_tree, run_train, train_command
+from support.runs import wait_for_step
 
 VALUES = {
     "train/loss": 0.5,
@@ -50,30 +57,25 @@ def write_run(folder: Path) -> Path:
     return folder
 
 
-# ---------------------------------------------------------------------------------------------- values
-
-
 def test_report_means_are_sums_over_sums():
-    """Rows per second times the time of a step is the batch size, however uneven the points are."""
+    """Rows per second times the time of a step is the batch size, however uneven the points are.
+
+    The first point of each part, which holds what happens only at the start, does not count.
+    """
     intervals = [
         Throughput(seconds=9.0, wait_s=8.0, fresh_rows=32 * 5, trained_rows=64 * 5, steps=5),
         Throughput(seconds=0.5, wait_s=0.0, fresh_rows=64 * 50, trained_rows=64 * 50, steps=50),
+        Throughput(seconds=7.0, wait_s=6.0, fresh_rows=32 * 5, trained_rows=64 * 5, steps=5),
         Throughput(seconds=20.0, wait_s=5.0, fresh_rows=32 * 40, trained_rows=64 * 40, steps=40),
     ]
     points = [
-        {"part": 1, "gpu0/util_min_pct": low, "gpu0/mem_peak_gib": low, "val/x": low} | each._asdict() | each.scalars()
-        for each, low in zip(intervals, (1.0, 30.0, 4.0), strict=True)
+        {"part": part, "gpu0/util_min_pct": low, "gpu0/mem_peak_gib": low, "val/x": low}
+        | (each._asdict() | each.scalars())
+        for each, part, low in zip(intervals, (1, 1, 2, 2), (1.0, 30.0, 2.0, 4.0), strict=True)
     ]
     expected = {"data/fresh_rows_per_s": (64 * 50 + 32 * 40) / 20.5, "data/wait_pct": 100 * 5 / 20.5}
     expected |= {"train/step_ms": 1000 * 20.5 / 90, "gpu0/util_min_pct": 1, "gpu0/mem_peak_gib": 30, "val/x": 4}
     assert {name: over_run(points, name) for name in expected} == pytest.approx(expected)
-
-
-def test_report_means_leave_out_the_start():
-    parts = [(1, 9.0), (1, 1.0), (1, 2.0), (2, 9.0), (2, 3.0)]
-    points = [{"part": part, "data/wait_pct": wait} for part, wait in parts]
-    assert over_run(points, "data/wait_pct") == pytest.approx((1 + 2 + 3) / 3)
-    assert over_run(points[:1], "data/wait_pct") == 9
 
 
 @pytest.mark.parametrize(("metric", "direction", "step"), [("a", "higher", 6), ("a", "lower", 4), ("b", "lower", 6)])
@@ -113,9 +115,6 @@ def test_report_compares_runs(tmp_path, direction, order):
     head, *compared = compare(runs, number)
     assert head == ["run", "best mse", "data/wait_pct", "train/loss", "steps", "optim.lr"]
     assert compared == [[str(tmp_path / name), *lines[name]] for name in order]
-
-
-# ---------------------------------------------------------------------------------------------- the page
 
 
 def page_of(folder: Path) -> tuple[str, dict[str, dict]]:
@@ -159,120 +158,224 @@ def test_report_page_thins_out_long_runs(tmp_path):
     assert {step: value for step, value in values.items() if value is not None} == {4: 3.0, 5000: 4.0}
 
 
-# ---------------------------------------------------------------------------------------------- the command
+def run(*words: object) -> None:
+    """report.py with these words, in this process."""
+    script.main([*map(str, words)])
 
 
-def run(*arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "report.py", *map(str, arguments)]
-    options = {"stdout": subprocess.PIPE} | options
-    return subprocess.run(command, cwd=PROJECT, stderr=subprocess.PIPE, text=True, check=False, **options)
+def run_program(*words: object, **streams: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "report.py", *map(str, words)]
+    return subprocess.run(command, cwd=PROJECT, stderr=subprocess.PIPE, text=True, check=False, **streams)
 
 
-def test_report_summary_page_and_comparison(tmp_path):
+def test_report_summary_page_and_comparison(tmp_path, capsys):
     runs = [write_run(tmp_path / "x" / "a"), write_run(tmp_path / "y" / "a")]
     (tmp_path / "empty").mkdir()
-    compared = run("--compare", *runs, tmp_path / "empty")
+    run("--compare", *runs, tmp_path / "empty")
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["run", *map(str, runs)]
     assert not (runs[0] / "report.html").exists()
-    shown = run(runs[0])
+    run(runs[0])
+    assert re.search(r"  data/wait_pct +3.008\n", capsys.readouterr().out)
     assert (runs[0] / "report.html").exists()
-    assert re.search(r"  data/wait_pct +3.008\n", shown.stdout)
-    assert {(done.returncode, done.stderr) for done in (compared, shown)} == {(0, "")}
-    assert [line.split()[0] for line in compared.stdout.splitlines()] == ["run", *map(str, runs)]
-    head, first, _ = csv.reader(run("--csv", *runs).stdout.splitlines())
-    assert dict(zip(head, first, strict=True))["train/trained_rows_per_s"] == "24752.928"  # a number for a program
+
+
+def test_report_csv_is_for_programs(tmp_path, capsys):
+    """Numbers have all their figures, and no cell is a formula."""
+    for name, note in (("a", "=1+1"), ("b", "-2"), ("c", "-2+1"), ("d", "x")):
+        folder = write_points(tmp_path / name, [{"step": 1, "train/loss": -12345.25}])
+        folder.joinpath("config.yaml").write_text(f"model: {{note: '{note}', '@n': {name}}}\n")
+    run("--csv", *sorted(tmp_path.iterdir()))
+    head, *lines = csv.reader(capsys.readouterr().out.splitlines())
+    assert head == ["run", "train/loss", "steps", "model.note", "model.@n"]
+    assert [line[1:4] for line in lines] == [["-12345.25", "1", note] for note in ("'=1+1", "-2", "'-2+1", "x")]
+
+
+def test_report_shows_terminal_escapes(tmp_path):
+    folder = write_points(tmp_path / "a", [{"step": 1, "val/\x1b[31mred": 1.0}])
+    assert r"val/\x1b[31mred" in run_program(folder, stdout=subprocess.PIPE).stdout
 
 
 def test_report_ends_quietly_in_a_closed_pipe(tmp_path):
     read_end, write_end = os.pipe()
     os.close(read_end)
-    done = run("--compare", write_run(tmp_path / "a"), stdout=write_end)
+    done = run_program("--compare", write_run(tmp_path / "a"), stdout=write_end)
     os.close(write_end)
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
 
 
-def test_report_shows_terminal_escapes(tmp_path):
-    folder = write_points(tmp_path / "a", [{"step": 1, "val/\x1b[31mred": 1.0}])
-    assert r"val/\x1b[31mred" in run(folder, stdout=subprocess.PIPE).stdout
-
-
 def test_report_on_a_full_disk_is_one_line(tmp_path):
     with Path("/dev/full").open("w") as full:
-        done = run("--compare", write_run(tmp_path / "a"), stdout=full)
+        done = run_program("--compare", write_run(tmp_path / "a"), stdout=full)
     assert done.returncode == 2
     assert done.stderr.startswith("error: the output cannot be written ([Errno 28] ")
 
 
-def test_report_mistakes_are_one_line(tmp_path):
+def test_report_mistakes_are_named(tmp_path):
     (write_run(tmp_path / "a") / "report.html").mkdir()
     for folder, message in (
-        ("nowhere", f"nowhere is no folder (looked in {PROJECT}); name the folder of a run"),
+        ("nowhere", "nowhere is no folder (looked in "),
         (tmp_path, f"{tmp_path} has no points in metrics.jsonl; it is no run, or has just begun"),
         (tmp_path / "a", f"{tmp_path}/a/report.html is a folder; name a file in it, or another one"),
     ):
-        done = run(folder)
-        assert (done.returncode, done.stderr) == (2, f"error: {message}\n")
+        with pytest.raises(UserError, match=re.escape(message)):
+            run(folder)
 
 
 ODD_LINES = (
     *(b"5", b"{}", b"\xff\xfe", b"[" * 99_999, b'{"step": 1, "part"', b'{"step": "x", "part": 1}', b""),
     *(b'{"step": NaN, "part": 1}', b'{"step": 1, "part": null}', b'{"step": 1' + b"0" * 400 + b', "part": 1}'),
 )
-MANY_ALIASES = [f"a{n}: &a{n} %s{', '.join([f'*a{n - 1}' if n else '*a'] * 9)}%s\n" for n in range(12)]
+ODD_POINT = b'{"step": 6, "part": 1, "val/a": "text", "val/b": true, "val/\\ud800": 2.5, "val/c": []}'
+MANY_ALIASES = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}' if n else '*a'] * 9)}]\n" for n in range(12)]
 ODD_CONFIGS = (
     *("5", "a: &a [*a]", "a: " + "[" * 50_000, "? [1, 2]\n: 3", "1: 2", "a: 2024-11-27", "a: !!float ''"),
-    *("a: !!binary aGk=", 'a: "\\ud800"', "a: &a {x: 1}\n" + "".join(line % ("[", "]") for line in MANY_ALIASES)),
-    "a: &a {x: 1}\n" + "".join(line % ("{<<: [", "]}") for line in MANY_ALIASES),
+    *("a: !!binary aGk=", 'a: "\\ud800"', "a: &a {x: 1}\n" + "".join(MANY_ALIASES)),
+)
+ODD_DESCRIPTIONS = (
+    *("5", '{"best": 5}', '{"best": [1, {}]}', '{"gpu": [], "started": {}}', '{"started": "9999-99-99"}'),
+    '{"started": "2024-01-01", "started_s": "x"}',
 )
 
 
-@pytest.mark.parametrize("kind", ["lines", "configs", "descriptions", "fifos"])
-def test_report_of_whatever_a_folder_holds(tmp_path, kind):
-    good = write_run(tmp_path / "good")
-    if kind == "lines":
-        folders = [write_run(tmp_path / "a")]
-        odd = b'{"step": 6, "part": 1, "val/a": "text", "val/b": true, "val/\\ud800": 2.5, "val/c": []}'
-        folders[0].joinpath("metrics.jsonl").open("ab").write(b"\n".join([*ODD_LINES, odd]))
-    elif kind == "fifos":
-        folders = [write_run(tmp_path / "a")]
-        for name in ("config-2.yaml", "run-2.json"):
-            os.mkfifo(folders[0] / name)
-    else:
-        texts = ODD_CONFIGS if kind == "configs" else ('{"best": 5}', '{"best": [1, {}]}', '{"gpu": [], "started": {}}')
-        folders = [write_run(tmp_path / str(number)) for number in range(len(texts))]
-        for folder, text in zip(folders, texts, strict=True):
-            (folder / ("config-2.yaml" if kind == "configs" else "run-2.json")).write_text(text)
+def test_report_of_whatever_a_folder_holds(tmp_path, capsys):
+    """Odd lines are counted. Odd files, and those that would never end, are not read."""
+    folders = [write_run(tmp_path / name) for name in ("lines", "fifos", "good")]
+    with folders[0].joinpath("metrics.jsonl").open("ab") as file:
+        file.write(b"\n".join([*ODD_LINES, ODD_POINT]))
+    for name in ("config-2.yaml", "run-2.json"):
+        os.mkfifo(folders[1] / name)
+    texts = [("config-2.yaml", text) for text in ODD_CONFIGS] + [("run-2.json", text) for text in ODD_DESCRIPTIONS]
+    for place, (name, text) in enumerate(texts):
+        folders.append(write_run(tmp_path / str(place)))
+        (folders[-1] / name).write_text(text)
     for words in ((), ("--compare",), ("--csv",)):
-        done = run(*words, *folders, good)
-        assert done.returncode == 0, done.stderr
-        warning = f"warning: {len(ODD_LINES)} lines of {tmp_path}/a/metrics.jsonl are no points, such as one that"
-        assert done.stderr.startswith(warning if kind == "lines" else ""), done.stderr
-        assert done.stderr.count("\n") == (kind == "lines")
-
-
-def test_report_page_replaces_a_link(tmp_path, monkeypatch):
-    folder = write_run(tmp_path / "a")
-    victim = tmp_path / "victim"
-    victim.write_text("mine")
-    (folder / "report.html").symlink_to(victim)
-    write_report(read_run(folder))
-    assert victim.read_text() == "mine"
-    page = (folder / "report.html").read_text()
-    monkeypatch.setattr(files, "flush", Mock(side_effect=OSError(28, "No space left on device")))
-    with pytest.raises(OSError, match="No space left"):
-        write_report(read_run(folder))
-    assert (folder / "report.html").read_text() == page
-    assert not list(folder.glob(".*"))
-
-
-def test_report_csv_has_no_formulas(tmp_path):
-    for name, note in (("a", "=1+1"), ("b", "-2"), ("c", "-2+1"), ("d", "x")):
-        folder = write_points(tmp_path / name, [{"step": 1, "train/loss": -0.5}])
-        folder.joinpath("config.yaml").write_text(f"model: {{note: '{note}', '@n': {name}}}\n")
-    head, *lines = csv.reader(run("--csv", *sorted(tmp_path.iterdir())).stdout.splitlines())
-    assert head == ["run", "train/loss", "steps", "model.note", "model.@n"]
-    assert [line[1:4] for line in lines] == [["-0.5", "1", note] for note in ("'=1+1", "-2", "'-2+1", "x")]
+        run(*words, *folders)
+        (warning,) = capsys.readouterr().err.splitlines()
+        assert warning.startswith(f"warning: {len(ODD_LINES)} lines of {tmp_path}/lines/metrics.jsonl are no points")
 
 
 def test_report_needs_no_torch():
     code = "import sys, report; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=PROJECT, check=False).returncode == 0
+
+
+T0 = 1_700_000_000
+
+
+def at(second: float, part: float = T0, **values: float) -> dict[str, float]:
+    """A point that is logged this many seconds after the start of the first part."""
+    values = {name.replace("save_s", "run/save_s"): value for name, value in values.items()}
+    return {"time_s": T0 + second, "part": part} | values
+
+
+def interval(second: float, step: int, part: float = T0, **values: float) -> dict[str, float]:
+    """A point about ten steps, which took ten seconds, of which one was waiting for data."""
+    return at(second, part, step=step, steps=10, seconds=10, wait_s=1) | at(second, part, **values)
+
+
+def process(second: float, **values: float) -> dict:
+    """A run.json that was written at this second. An old one knows nothing else."""
+    started = time.strftime("%Y-%m-%dT%H:%M:%S+0000", time.gmtime(T0 + second))
+    return {"started": started} | {name: T0 + value for name, value in values.items()}
+
+
+def write_record(folder: Path, points: list[dict], processes: list[dict]) -> Path:
+    write_points(folder, points)
+    for number_, description in enumerate(processes, 1):
+        (folder / f"run{f'-{number_}' if number_ > 1 else ''}.json").write_text(json.dumps(description))
+    return folder
+
+
+def spent_in(points: list[dict], processes: list[dict]) -> dict[str, float]:
+    return {kind: round(s, 6) for kind, s in account(points, map(read_process, processes)).items()}
+
+
+WHOLE = [interval(15, 10), interval(25, 20, save_s=2), at(33, step=20, save_s=3, **{"val/x": 1}), interval(44, 30)]
+"""It started at second -2, and saved in the middle of an epoch and, for three seconds, after a validation of five."""
+
+
+def test_ledger_accounts_for_every_second():
+    spent = spent_in(WHOLE, [process(0, started_s=-2, ended_s=45)])
+    assert spent == {
+        "computing": 25,
+        "waiting for data": 3,
+        "starting": 7,
+        "validating": 5,
+        "saving": 2 + 3 + 1,
+        "other": 1,
+    }
+    assert sum(spent.values()) == 45 + 2
+    assert goodput(spent) == 25 / 47
+    assert as_rows(spent)[-1] == ("wall time", "47.0 s", "100.0 %")
+    assert as_rows({"computing": 3 * 86_400.0})[0] == ("computing", "3 days, 0:00:00", "100.0 %")
+
+
+def test_ledger_of_an_older_run():
+    points = [{name: value for name, value in point.items() if name != "run/save_s"} for point in WHOLE]
+    expected = {"computing": 27, "waiting for data": 3, "starting": 5, "validating and saving": 8, "other": 1}
+    assert spent_in(points, [process(0)]) == expected
+    assert spent_in(points, []) == expected
+    assert account([{"step": 1, "part": 1}], []) == {}
+    stopped = [interval(15, 10), interval(1015, 20, T0 + 1000)]  # it continued with the next step
+    assert spent_in(stopped, [process(0), process(1000)])["starting"] == 10
+    assert "lost to kills" not in spent_in(stopped, [process(0), process(1000)])
+
+
+RESUMED = [
+    *(interval(15, 10), interval(25, 20), interval(35, 30), at(40, step=30, save_s=1, **{"val/x": 1})),
+    *(interval(115, 15, T0 + 100), interval(125, 25, T0 + 100)),  # from a checkpoint at step 5
+    *(interval(215, 30, T0 + 200), interval(225, 40, T0 + 200)),  # from one at step 20
+]
+
+
+def test_ledger_of_repeated_steps():
+    descriptions = [process(n, started_s=n) for n in (0, 100, 150, 200)]  # that of second 150 did not come far
+    spent = spent_in(RESUMED, descriptions)
+    # Of the first part, half of an interval is kept; of the second one, one and a half.
+    assert spent["computing"] == 9 * (0.5 + 1.5 + 2)
+    assert spent["waiting for data"] == 4
+    assert spent["starting"] == 5 + 5 + 5
+    assert spent["lost to kills"] == (2.5 * 10 + 5) + (100 - 40) + 0.5 * 10 + (200 - 125)
+    assert sum(spent.values()) == 225
+    saved = [process(0, started_s=0, ended_s=41), *descriptions[1:]]  # the night after an end is not counted
+    assert sum(spent_in(RESUMED, saved).values()) == 225 - (100 - 41)
+
+
+def test_ledger_where_it_is_shown(tmp_path, capsys):
+    run = write_record(tmp_path / "a", WHOLE, [process(0, started_s=-2, ended_s=45)])
+    other = write_record(tmp_path / "b", [{"step": 1, "part": 1, "train/loss": 1}], [])
+    head, *lines = compare([read_run(run), read_run(other)], number)
+    assert [line[head.index("goodput")] for line in lines] == ["0.5319", "-"]
+    script.main([str(run)])
+    assert "    waiting for data  3.0 s   6.4 %\n" in capsys.readouterr().out
+    page = (run / "report.html").read_text()
+    assert '<div style="flex-grow: 53.2; --of: var(--c0)" title="computing: 25.0 s"></div>' in page
+    assert "computing 25.0 s, 53.2 %" in page
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1.0, 0.0, 1e300, -1e300, 1e9])
+@pytest.mark.parametrize("name", ["time_s", "seconds", "wait_s", "steps", "step", "part", "run/save_s"])
+def test_ledger_of_impossible_times(tmp_path, name, value):
+    """Also a clock that was set back: the parts overlap."""
+    for place in range(len(RESUMED)):
+        points = [*map(dict, RESUMED)]
+        points[place][name] = value
+        run = read_run(write_record(tmp_path, points, [process(n, started_s=n, ended_s=value) for n in (0, 100, 50)]))
+        assert all(kind in KINDS and 0 < seconds < math.inf for kind, seconds in run.ledger.items())
+        assert as_rows(run.ledger)
+
+
+@pytest.mark.slow
+def test_ledger_of_a_real_run(folder):
+    """All of the time from the first start to the last end has a kind, also that of a kill."""
+    words = ("train.epochs=20", "run.checkpoint_every_steps=50", "data.tier=disk")
+    run = folder / "runs/a"
+    with subprocess.Popen(train_command(*words), cwd=folder, stdout=subprocess.DEVNULL) as killed:
+        wait_for_step(run, 60, killed)
+        kill_tree(killed)
+    assert run_train(*words, "run.resume=auto", cwd=folder).returncode == 0
+    spent = read_run(run).ledger
+    assert {"computing", "starting", "validating", "saving", "lost to kills"} <= spent.keys()
+    first, second = (json.loads((run / f"run{suffix}.json").read_text()) for suffix in ("", "-2"))
+    assert "ended_s" not in first
+    assert sum(spent.values()) == pytest.approx(second["ended_s"] - first["started_s"], abs=0.1)  # times are rounded
