@@ -97,11 +97,10 @@ def test_sources_columns_are_of_the_selected_rows(ragged_file, named, options, v
         assert [*map(len, part.lengths.values())] == [len(part)] * ("items" in fields)
 
 
-@pytest.mark.parametrize("named", ["a.h5", ["a.h5", "b.h5"]])
-def test_sources_rows_by_index(ragged_file, named):
+def test_sources_rows_by_index(ragged_file):
     for name, first in (("a.h5", 0), ("b.h5", 100)):
         ragged_file(90, name, first)
-    for part in open_both(named, "20%", {"number": "number", "items": "items"}):
+    for part in open_both(["a.h5", "b.h5"], "20%", {"number": "number", "items": "items"}):
         numbers = part.column("number")
         for index in (0, 5, -1, np.int64(7)):
             row = part[index]
@@ -186,9 +185,7 @@ def test_sources_dataset_is_opened_with_its_workers(val, n_workers):
     [
         ("p-*.h5", "p-val.h5", "p-val.h5", {}),
         ({"p-train.h5": 2, "p-val.h5": 1}, "p-val.h5", "p-val.h5", {}),
-        ("groups.h5::/train", "groups.h5::/train", "groups.h5/train", {}),
-        (["q.h5", "./q.h5"], "10%", "q.h5", {}),  # what is held out of one copy is trained on in the other
-        (["groups.h5::train", "groups.h5::/train"], "10%", "groups.h5/train", {}),
+        (["groups.h5::train", "./groups.h5::/train"], "10%", "groups.h5/train", {}),  # the rest of a copy is trained on
         ("a", "a", "a", {"dataset": "test_sources:Ten"}),
         ("groups.h5::/train", "groups.h5::/val", "", {}),
         ("p-*.h5", "10%", "", {}),

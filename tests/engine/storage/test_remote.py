@@ -1,7 +1,6 @@
 import errno
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from fastgpu.storage.store import open_store
 from support import PROJECT
 from support.images import write_photos
 from support.object_store import Store, serve
-from support.ranks import free_port, printed_by, train_command, wait_for_port, wait_until
+from support.ranks import free_port, printed_by, train_command, wait_for_port
 from support.rows import DENSE_FIELDS, open_feed, read_scattered
 from support.runs import metrics_of, same_weights, train, wait_for_step
 
@@ -72,10 +71,8 @@ def with_digests(path: str) -> str:
     """Write the checksums of the images, as convert.py does."""
     with h5py.File(path, "r+") as file:
         images = file["images"]
-        starts = range(0, len(images), images.chunks[0])
-        digests = [
-            np.frombuffer(sha256(images[at : at + images.chunks[0]].tobytes()).digest(), np.uint8) for at in starts
-        ]
+        blocks = [images[chunk] for chunk in images.iter_chunks()]
+        digests = [np.frombuffer(sha256(block.tobytes()).digest(), np.uint8) for block in blocks]
         file["fastgpu_sha256/images"] = np.stack(digests)
     return path
 
@@ -103,13 +100,12 @@ def test_remote_ragged_and_encoded_rows(bucket, ragged_file, tmp_path):
         assert same(read_scattered(open_store("data.train", put(bucket, path), fields)), read_scattered(local))
 
 
-@pytest.mark.parametrize("tier", ["disk", "host", "device"])
-def test_remote_batches_equal_local_ones(bucket, dense_file, tier):
+def test_remote_batches_equal_local_ones(bucket, dense_file):
     epochs = []
     path = dense_file(1000, (3, 16, 16), 32)
     for url in (path, put(bucket, path)):
         rows = open_store("data.train", url, DENSE_FIELDS)
-        feed = open_feed(rows, BlockSampler(rows, 50, pool_batches=4, seed=1), tier, n_readers=8)
+        feed = open_feed(rows, BlockSampler(rows, 50, pool_batches=4, seed=1), n_readers=8)
         epochs.append([batch["images"].clone() for epoch in (0, 1) for batch in feed.batches(epoch)])
         feed.close()
     assert all(map(torch.equal, *epochs))
@@ -130,7 +126,6 @@ def test_remote_requests_are_three_and_one_a_block(bucket, dense_file, tmp_path)
 
 FAULTS = {
     "503 for a while": {"refused": 2},
-    "429 for a while": {"refused": 2, "status": 429},
     "a body that is cut": {"cut": 1},
     "a server that hangs": {"hanging": 1},
     "no If-Match": {"ignores_tags": True},
@@ -148,11 +143,8 @@ def test_remote_fault_is_survived(bucket, dense_file, fault):
 EXPIRED = "<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
 LINES = {
     "503 for ever": ({"refused": 99}, "cannot be read: .*503.*check the URL, and the credentials .*run.resume=auto"),
-    "429 for ever": ({"refused": 99, "status": 429}, "cannot be read: .*429"),
     "a token that expires": ({"refused": 99, "status": 403, "message": EXPIRED}, "cannot be read: .*token has expired"),
-    "another region": ({"refused": 99, "status": 301}, "cannot be read: .*incorrectly configured region"),
     "an object that is removed": ({"refused": 99, "status": 404}, "does not exist"),
-    "bodies that are cut": ({"cut": 99}, "cannot be read: "),
     "another object": ({"tag": '"2"'}, "was changed while in use; restore the file"),
     "another object, no If-Match": ({"tag": '"2"', "ignores_tags": True}, "was changed while in use"),
     "ranges that are ignored": ({"ignores_ranges": True}, "cannot be read: .*[Rr]ange"),
@@ -245,35 +237,13 @@ for start in range(0, len(rows), 100):
 """
 
 
-def read_all() -> subprocess.Popen:
-    """A process that reads all rows of rows.h5 in the bucket."""
-    return subprocess.Popen([sys.executable, "-c", READ_ALL], env={**os.environ, "PYTHONPATH": str(PROJECT)})
-
-
-@pytest.mark.slow
-def test_remote_reader_is_killed_and_its_copy_goes_on(bucket, dense_file):
-    path = dense_file(3000, (3, 32, 32), 100)
-    url = put(bucket, path)
-    bucket.delay_s = 0.05
-    process = read_all()
-    wait_until(lambda: len(bucket.gets) > 10, process)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    fetched = bucket.gets.copy()
-    bucket.delay_s = 0.0
-    rows = open_store("data.train", url, DENSE_FIELDS)
-    assert same(read_scattered(rows), read_scattered(open_store("data.train", path, DENSE_FIELDS)))
-    again = [each for each in bucket.gets[len(fetched) :] if each in fetched]
-    assert len(again) <= 1  # the one that was under way
-    assert len(fetched) > 10
-
-
 @pytest.mark.slow
 def test_remote_copy_is_shared_by_processes(bucket, dense_file):
     path = dense_file(3000, (3, 32, 32), 100)
     put(bucket, path)
     bucket.delay_s = 0.01
-    processes = [read_all() for _ in range(2)]
+    env = {**os.environ, "PYTHONPATH": str(PROJECT)}
+    processes = [subprocess.Popen([sys.executable, "-c", READ_ALL], env=env) for _ in range(2)]
     assert [process.wait() for process in processes] == [0, 0]
     n_gets = len(bucket.gets)
     rows = open_store("data.train", "s3://b/rows.h5", DENSE_FIELDS)
@@ -299,6 +269,7 @@ def test_remote_file_refuses_a_fork(bucket, dense_file):
 
 @pytest.mark.slow
 def test_remote_run_is_killed_and_resumed_bit_for_bit(bucket, folder):
+    """What it has fetched until then is not fetched again."""
     rng = np.random.default_rng(0)
     with h5py.File("rows.h5", "w") as file:  # of 35 blocks, of which few come with the metadata
         for name, n_rows in (("train", 700), ("val", 100)):
