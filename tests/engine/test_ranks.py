@@ -61,7 +61,6 @@ def test_ranks_that_differ_are_one_line(folder):
 @pytest.mark.parametrize(
     ("word", "of_last", "message"),
     [
-        ("data.batch_siz=3", (), "error: command line: unknown key data.batch_siz (did you mean data.batch_size?)"),
         ("optim.lr=1e30", (), "error: loss is "),
         ("train.epochs=1", ("run.seed=3",), "error: run.seed is 3 on rank 1 and"),
     ],

@@ -170,7 +170,6 @@ model: {hidden_dim: 32, latent_dim: 8}
 SHORT = ("run.name=a", "data.pool_batches=3", "train.precision=fp32", "dist.device=cpu", "train.epochs=2")
 CASES = {
     # what is trained: (config, ranks, the step after which a run is stopped and resumed, more words)
-    "digits": (DIGITS, 1, 0, ()),
     "digits, echoed, resumed": (DIGITS, 1, 37, ("data.echo=2.5",)),
     "digits, accumulated, averaged": (DIGITS, 1, 30, ("optim.accumulation_steps=2", "train.ema=0.9")),
     "digits, sgd, clipped": (DIGITS, 1, 0, ("optim.name=sgd", "optim.clip_grad_norm=0.1", "data.tier=disk")),

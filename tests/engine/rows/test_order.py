@@ -15,7 +15,7 @@ from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.rows.selection import Groups, Mixture, hold_out
 from support.rows import rows_before
 
-many = settings(max_examples=200, deadline=None)
+many = settings(max_examples=100, deadline=None)
 seeds = st.none() | st.integers(0, 9)
 
 

@@ -124,14 +124,11 @@ def test_checkpoint_lost_to_a_full_disk(run, monkeypatch, capsys, owner, name, e
     assert names(run) == ["last-000001", "last-000002"]
 
 
-FILES = ("model.pt", "optimizer.pt", "state.json")
-
-
 @pytest.mark.parametrize(
     ("file", "damage"),
     [
-        *product(FILES, ("flip", "cut", "empty", "nested", "remove", "endless")),
-        *product(["state.json"], ("another step", "another format", "another key", "no files", "a file elsewhere")),
+        *product(("model.pt", "state.json"), ("flip", "cut", "nested", "remove", "endless")),
+        *product(["state.json"], ("another format", "no files", "a file elsewhere")),
     ],
 )
 def test_checkpoint_damage_is_found(run, capsys, file, damage):
@@ -144,9 +141,7 @@ def test_checkpoint_damage_is_found(run, capsys, file, damage):
         "flip": content[:middle] + bytes([content[middle] ^ 255]) + content[middle + 1 :],
         "cut": content[:middle],
         "nested": b"[" * 99_999,
-        "another step": content.replace(b'"step": 2', b'"step": 3'),
         "another format": content.replace(b'"format": 4', b'"format": 5'),
-        "another key": content.replace(b'"format": 4', b'"fmrmat": 4'),
     }
     path.write_bytes(damaged.get(damage, b""))
     if damage in ("no files", "a file elsewhere"):  # with a digest that fits
@@ -161,20 +156,16 @@ def test_checkpoint_damage_is_found(run, capsys, file, damage):
     assert names(run) == ["damaged-last-000002", "last-000001", "last-000002"]
 
 
-@pytest.mark.parametrize("in_the_way", ["folder", "link", "broken link"])
-def test_checkpoint_damaged_is_renamed(run, in_the_way):
-    for step in (1, 2):
+def test_checkpoint_damaged_is_renamed_whatever_is_in_the_way(run):
+    for step in (1, 2, 3):
         save_step(run, "last", step)
-    (run / "checkpoints/last-000002/state.json").unlink()
-    (run / "checkpoints/last-000003").symlink_to("nowhere")
-    damaged = run / "checkpoints/damaged-last-000002"
-    if in_the_way == "folder":
-        damaged.mkdir()
-    else:
-        damaged.symlink_to("last-000001" if in_the_way == "link" else "nowhere")
-    assert resume(run) == (1, 1.0)
-    assert names(run) == ["damaged-last-000002", "damaged-last-000003", "last-000001"]
-    assert (damaged / "model.pt").exists()
+    (run / "checkpoints/last-000003/state.json").unlink()
+    (run / "checkpoints/last-000004").symlink_to("nowhere")
+    (run / "checkpoints/damaged-last-000003").mkdir()
+    (run / "checkpoints/damaged-last-000004").symlink_to("last-000002")
+    assert resume(run) == (2, 2.0)
+    assert names(run) == ["damaged-last-000003", "damaged-last-000004", "last-000002"]
+    assert (run / "checkpoints/damaged-last-000003/model.pt").exists()
 
 
 def test_checkpoint_that_cannot_be_renamed_is_one_line(run, monkeypatch):
@@ -238,16 +229,13 @@ def test_checkpoint_of_another_model_is_one_line(run, state, message):
 
 def test_checkpoint_read_errors_are_no_damage(run, monkeypatch):
     save_step(run, "last", 1)
-
-    passing = OSError(errno.EIO, "Input/output error", "x")
-    for error, raised, message in (
-        (passing, UserError, r"cannot read x \(Input/output error\); start again"),
-        (MemoryError(), MemoryError, None),
-    ):
-        with monkeypatch.context() as patch:
-            patch.setattr(checkpoint, "sha256_of", Mock(side_effect=error))
-            with pytest.raises(raised, match=message):
-                find_intact(run)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "sha256_of", Mock(side_effect=OSError(errno.EIO, "Input/output error", "x")))
+        with pytest.raises(UserError, match=r"cannot read x \(Input/output error\); start again"):
+            find_intact(run)
+        patch.setattr(checkpoint, "sha256_of", Mock(side_effect=MemoryError))
+        with pytest.raises(MemoryError):
+            find_intact(run)
     assert resume(run)[0] == 1
 
 

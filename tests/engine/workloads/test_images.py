@@ -1,5 +1,7 @@
 """The workload `images`: one class of many, or any number of attributes."""
 
+import shutil
+import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +11,7 @@ import h5py
 import numpy as np
 import pytest
 import torch
+import train as script
 from contract import check_workload
 
 from fastgpu.process.launch import UserError
@@ -16,7 +19,7 @@ from fastgpu.rows.rows import Rows
 from fastgpu.storage.arrays import ArrayDataset
 from support.ranks import needs_gpu, run_train
 from support.rows import numbered
-from support.runs import metrics_of, train
+from support.runs import at_call, metrics_of, same_weights, signalled, train, weights_of
 from workloads.images import Normalize, Workload, resnet
 
 EACH = {"flip": True, "crop_padding": 2, "min_crop_scale": 0.3, "cutout_size": 3, "mixup_alpha": 0.4}
@@ -243,6 +246,25 @@ def image_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_images_easy_ones_are_learned(image_folder):
     train()
     assert metrics_of(image_folder / "runs/a")[-1]["val/top1_pct"] >= 90
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # torch warns of its own parts while it traces
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
+def test_images_compiled_training_resumes_and_changes_little(image_folder, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(image_folder / "inductor"))
+    words = ("train.epochs=1", "model.width=4", "model.blocks=1", "optim.name=sgd", "train.precision=fp32")
+    compiled = (*words, "train.compile=true")
+    train("run.name=eager", *words)
+    train("run.name=whole", *compiled)
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "train_step", at_call(9, script.train_step, signalled(signal.SIGTERM)))
+        assert train("run.name=stopped", *compiled) == 128 + signal.SIGTERM
+    assert train("run.resume=runs/stopped", *compiled) == 0
+    runs = image_folder / "runs"
+    assert same_weights(runs / "whole", runs / "stopped")
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"], "nothing was compiled"
+    torch.testing.assert_close(weights_of(runs / "whole"), weights_of(runs / "eager"), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.gpu

@@ -1,8 +1,6 @@
 """The workload `recsys`: autoencoders on sparse rows against the same on dense rows."""
 
-import json
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ from fastgpu.storage.store import HDF5Dataset, open_store
 from support import PROJECT
 from support.ranks import needs_gpu, no_host_sync
 from support.rows import open_feed
-from support.runs import metrics_of, parts_of_step, same_weights, train
+from support.runs import metrics_of, parts_of_step, train
 from workloads.recsys import AutoEncoder, Workload, multinomial_nll, rank
 
 ITEMS = 60
@@ -189,7 +187,7 @@ def by_hand(scores: list[float], seen: list[int], held: list[int], k: int) -> tu
     return len(gains) / min(k, len(held)), sum(gains) / ideal
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("items", "ks"), [(150, (20, 50, 100)), (30, (5, 20, 100))], ids=["many", "fewer than k"])
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 def test_recsys_metrics_are_those_by_hand(seed, items, ks, dtype, error):
@@ -228,26 +226,14 @@ dist: {device: cpu}
 """
 
 
-def last_scores(run: Path) -> dict[str, float]:
-    return {name: value for name, value in metrics_of(run)[-1].items() if name.startswith("val/")}
-
-
-def test_recsys_learns_two_kinds_of_users_and_resumes(tmp_path, monkeypatch):
+def test_recsys_learns_two_kinds_of_users(tmp_path, monkeypatch):
     """A model that knows the half of a user finds about twice as much as one that ranks all items alike."""
     monkeypatch.chdir(tmp_path)
     Path("config.yaml").write_text(CONFIG)
     write_users(Path("train.h5"), 480)
     write_users(Path("val.h5"), 120, seed=1, n_empty=5)
-    options = ("train.epochs=15", "optim.lr=0.01", "data.tier=disk", "run.checkpoint_every_steps=1")
-    train("run.name=whole", *options)
-    whole, again = (tmp_path / "runs" / name for name in ("whole", "again"))
-    assert last_scores(whole)["val/recall_at_20"] > 1.5 * 20 / 200
-    shutil.copytree(whole, again)
-    *_, inside, last = sorted((again / "checkpoints").glob("last-*"))
-    assert json.loads((inside / "state.json").read_text())["progress"]["epoch_step"]  # inside an epoch
-    shutil.rmtree(last)
-    train("run.name=again", "run.resume=auto", *options)
-    assert same_weights(whole, again)
+    train("run.name=a", "train.epochs=15", "optim.lr=0.01")
+    assert metrics_of(tmp_path / "runs/a")[-1]["val/recall_at_20"] > 1.5 * 20 / 200
 
 
 @pytest.mark.slow
@@ -258,7 +244,7 @@ def test_recsys_beats_popularity(tmp_path, monkeypatch):
         popularity, oracle = (file.attrs[f"{name}_ndcg_at_100"] for name in ("popularity", "oracle"))
     monkeypatch.chdir(tmp_path)
     train("--config", f"{PROJECT}/configs/recsys.yaml", *files, "run.name=a", "dist.device=cpu")
-    assert 1.4 * popularity < last_scores(tmp_path / "runs/a")["val/ndcg_at_100"] <= oracle
+    assert 1.4 * popularity < metrics_of(tmp_path / "runs/a")[-1]["val/ndcg_at_100"] <= oracle
 
 
 @pytest.mark.gpu
