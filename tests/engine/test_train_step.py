@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.nn.parallel import DistributedDataParallel
 from train import Training, make_optimizer, schedule, train_step
 
 from fastgpu.process.config import Dist, Optim, Precision
@@ -229,19 +228,3 @@ def test_step_on_a_gpu_never_waits(precision):
     train_step(parts, batch, 0.1)
     with no_host_sync():
         train_step(parts, batch, 0.1)
-
-
-@pytest.mark.gpu
-@needs_gpu
-def test_step_nccl_of_one_rank_changes_nothing():
-    plain = make_model().to(CUDA)
-    shared = make_model().to(CUDA)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=CUDA)
-    try:
-        for model, ddp in ((plain, plain), (shared, DistributedDataParallel(shared))):
-            parts = make_parts(model, "bf16", ddp=ddp)
-            for _ in range(3):
-                train_step(parts, make_batch().to(CUDA), 0.1)
-    finally:
-        dist.destroy_process_group()
-    assert_same_weights(shared, plain)

@@ -24,7 +24,6 @@ from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import UserError, attempt
 from fastgpu.process.world import World
 from fastgpu.rows.order import BlockSampler
-from fastgpu.run.checkpoint import digest_of
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.training.average import AveragedModel
 from fastgpu.training.step import mixed_precision, note_groups
@@ -103,12 +102,6 @@ def metrics_of(run: Path) -> list[dict[str, float]]:
 def val_points(run: Path) -> list[dict[str, float]]:
     """Those of the validations of a run with the workload `minimal`."""
     return [point for point in metrics_of(run) if "val/mse" in point]
-
-
-def write_state(path: Path, state: dict[str, Any]) -> None:
-    """Write a state.json that was changed, with its new digest."""
-    state.pop("digest", None)
-    path.write_text(json.dumps(state | {"digest": digest_of(state)}))
 
 
 def step_of(checkpoint: Path) -> int:

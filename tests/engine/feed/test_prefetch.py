@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from copy import copy
-from itertools import chain, count, islice
+from itertools import count, islice
 from unittest.mock import Mock, call
 
 import pytest
@@ -45,16 +45,15 @@ def make_prefetcher(
     *,
     order: BlockSampler | None = None,
     n_readers: int = 2,
-    n_slots: int = 2,
     timeout_s: float = TIMEOUT_S,
 ) -> PrefetchLoader:
-    """A prefetcher for pools of 16 rows, of one epoch unless there is an `order`. read: instead of the store's."""
+    """A prefetcher with two pools of 16 rows, of one epoch unless there is an `order`. read: instead of the store's."""
     source = copy(store)
     if read:
         source.read = read
         source.gathers = lambda *_: []
     passes = Passes() if order else Passes(n_epochs=1)
-    loader = Loader.model_construct(prefetch_pools=n_slots - 1, timeout_s=timeout_s)
+    loader = Loader.model_construct(prefetch_pools=1, timeout_s=timeout_s)
     return PrefetchLoader(source, order or order_of(store), CPU, n_readers, passes=passes, loader=loader)
 
 
@@ -131,8 +130,7 @@ def test_prefetch_errors_keep_their_traceback(store, where):
 
     order = order_of(store)
     if where == "plan":
-        pools = order.pools
-        order.pools = lambda *_: chain(islice(pools(0), 1), map(fail, [order]))  # one pool, then the error
+        order.pools = lambda *_: map(fail, [order])
     prefetcher = make_prefetcher(store, fail if where == "reader" else None, order=order)
     with pytest.raises(EOFError, match="cut while in use") as error:
         list(prefetcher.pools(0))
@@ -179,7 +177,6 @@ def test_prefetch_closes_while_a_read_hangs(store, monkeypatch):
     next(prefetcher.pools(0))
     assert is_reading.wait(TIMEOUT_S)
     prefetcher.close()
-    prefetcher.close()
     assert feed_threads()
     is_back.set()
     next(prefetcher.pools(0))  # waits for the end of the threads
@@ -189,7 +186,7 @@ def test_prefetch_closes_while_a_read_hangs(store, monkeypatch):
 
 def test_prefetch_closes_at_any_moment(store):
     rng = random.Random(0)
-    prefetcher = make_prefetcher(store, order=order_of(store), n_slots=3)
+    prefetcher = make_prefetcher(store, order=order_of(store))
     for epoch in range(50):  # drops the pools that were prepared
         for plan, rows in islice(prefetcher.pools(epoch), rng.randrange(8)):
             assert numbers_of(rows["images"]) == plan.row_ids.tolist()

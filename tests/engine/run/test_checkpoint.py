@@ -20,7 +20,6 @@ from fastgpu.run import checkpoint
 from fastgpu.run.checkpoint import Progress, find_intact, load, newest_first, save
 from fastgpu.run.run import lock_folder
 from fastgpu.training.average import AveragedModel
-from support.runs import write_state
 
 ORDER = {"rows": 10, "seed": 0}
 
@@ -49,6 +48,12 @@ def run(tmp_path) -> Path:
     """The folder of a run."""
     (tmp_path / "checkpoints").mkdir()
     return tmp_path
+
+
+def write_state(path: Path, state: dict[str, Any]) -> None:
+    """Write a state.json that was changed, with its new digest."""
+    state.pop("digest", None)
+    path.write_text(json.dumps(state | {"digest": checkpoint.digest_of(state)}))
 
 
 def names(run: Path) -> list[str]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,15 +18,15 @@ from fastgpu.process.launch import UserError
 from fastgpu.storage import store as store_module
 from fastgpu.storage.file import OpenFile
 from fastgpu.storage.store import HDF5Dataset, open_store
-from support.rows import DENSE_FIELDS, numbers_of, read_by_jobs, read_scattered
+from support.rows import DENSE_FIELDS, numbers_of, read_by_jobs, read_rows
 
 BIG = (1, 96, 96)  # 9 KiB: rows that the kernel scatters
-NOT_CACHED = [0, BlockingIOError(errno.EAGAIN, "would wait for the disk")]
-"""What the kernel says of a byte behind the end of the file, and of one that is not in memory."""
+NOT_CACHED = [0, OSError(errno.EOPNOTSUPP, "not supported")]
+"""What the kernel says of a byte behind the end of the file, and of all on a network."""
 
 
 def rows_are_in_order(store: HDF5Dataset) -> bool:
-    return numbers_of(read_scattered(store)["images"]) == list(range(len(store)))
+    return numbers_of(read_rows(store)["images"]) == list(range(len(store)))
 
 
 @pytest.mark.parametrize("answer", [1, *NOT_CACHED], ids=str)
@@ -187,6 +188,7 @@ def test_file_descriptors_of_many_files(dense_file, tmp_path, monkeypatch, n_ope
     monkeypatch.setattr(resource, "getrlimit", lambda _: (32, 256))
     opened = open_store("data.train", str(tmp_path / "*.h5"), DENSE_FIELDS)
     assert {*limits} == {(256, 256)}
+    assert opened.name == f"{tmp_path}/000.h5 and 99 more"
     assert rows_are_in_order(opened)
     assert 100 <= n_open() <= 100 + 2 * 256 / 16
     monkeypatch.setattr(resource, "getrlimit", lambda _: (128, 128))
@@ -194,41 +196,31 @@ def test_file_descriptors_of_many_files(dense_file, tmp_path, monkeypatch, n_ope
         open_store("data.train", str(tmp_path / "*.h5"), {"images": "images"})
 
 
-def test_file_descriptor_of_each_reader_thread(dense_file, tmp_path, monkeypatch, n_open):
-    used = []
-    real = os.preadv
-
-    def preadv(descriptor, buffers, offset, *flags):
-        used.append(descriptor)
-        return real(descriptor, buffers, offset, *flags)
-
-    def read_by_threads() -> int:
-        """How many descriptors threads that live at the same time have read from."""
-        used.clear()
-        n_threads = 6
-        barrier = threading.Barrier(n_threads)
-
-        def read() -> bool:
-            barrier.wait()
-            is_right = rows_are_in_order(opened)
-            barrier.wait()
-            return is_right
-
-        with ThreadPoolExecutor(n_threads) as threads:
-            reads = [threads.submit(read) for _ in range(n_threads)]
-            assert all(each.result() for each in reads)
-        return len(set(used))
-
-    opened = open_store("data.train", dense_file(40, BIG), {"images": "images", "labels": "labels"})
-    n_before = n_open()
-    monkeypatch.setattr(os, "preadv", preadv)
-    Path(tmp_path / "rows.h5").rename(tmp_path / "moved.h5")
+@pytest.mark.usefixtures("nothing_cached")
+@pytest.mark.parametrize(("limit", "n_descriptors"), [(10**6, 6), (4, 1)])
+def test_file_descriptor_of_each_reader_thread(dense_file, monkeypatch, n_open, limit, n_descriptors):
+    """All threads share one if there are too many open files."""
+    path = Path(dense_file(40, BIG))
+    opened = open_store("data.train", str(path), DENSE_FIELDS)
+    path.rename(path.with_name("moved.h5"))
     dense_file(40, BIG, start=1000)  # another file has the name now
-    assert read_by_threads() == 6
-    assert n_open() == n_before  # those of threads that have ended are closed
+    n_before = n_open()
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (4, 4))
-    assert read_by_threads() == 1  # there are too many open files: all threads share one
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    preadv = Mock(side_effect=os.preadv)
+    monkeypatch.setattr(os, "preadv", preadv)
+    barrier = threading.Barrier(6)
+
+    def read(_: int) -> bool:
+        barrier.wait()  # all threads live at the same time
+        is_right = rows_are_in_order(opened)
+        barrier.wait()
+        return is_right
+
+    with ThreadPoolExecutor(6) as threads:
+        assert all(threads.map(read, range(6)))
+    assert len({descriptor for (descriptor, *_), _ in preadv.call_args_list}) == n_descriptors
+    assert n_open() == n_before  # those of threads that have ended are closed
 
 
 def test_file_read_past_the_end_is_an_error(tmp_path):

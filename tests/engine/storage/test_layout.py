@@ -11,7 +11,7 @@ from fastgpu.storage import layout as module
 from fastgpu.storage.filters import decode, filters_of
 from fastgpu.storage.layout import Layout
 from fastgpu.storage.store import HDF5Dataset, open_store
-from support.rows import numbered, numbers_of, read_scattered
+from support.rows import numbered, numbers_of, read_rows
 
 hdf5plugin = pytest.importorskip("hdf5plugin", reason="comes with the codecs")
 
@@ -49,7 +49,7 @@ def test_layout_rows_need_no_hdf5_library(open_x, monkeypatch, width, dtype, lay
     assert by_h5py(store) == (layout in ONLY_H5PY)
     if layout in KNOWN:
         monkeypatch.setattr(h5py, "File", lambda *_, **__: pytest.fail("read through h5py"))
-    rows = read_scattered(store)["x"]
+    rows = read_rows(store)["x"]
     assert rows.dtype.isnative
     np.testing.assert_array_equal(rows, values)
 
@@ -99,7 +99,7 @@ def test_layout_values_are_those_of_h5py(store_type, kind, settings):
     store = open_store("data.train", path, {"x": "x"})
     assert by_h5py(store) == (kind in SHOWN_AS_ANOTHER)
     with h5py.File(path) as file:
-        np.testing.assert_array_equal(read_scattered(store)["x"], file["x"][:])
+        np.testing.assert_array_equal(read_rows(store)["x"], file["x"][:])
         assert len(np.unique(file["x"])) > 1
 
 
@@ -114,7 +114,7 @@ def test_layout_rows_in_the_header_of_a_file(store_type):
     path = store_type(h5t.STD_I16LE, layout=h5d.COMPACT)
     store = open_store("data.train", path, {"x": "x"})
     with h5py.File(path) as file:
-        np.testing.assert_array_equal(read_scattered(store)["x"], file["x"][:])
+        np.testing.assert_array_equal(read_rows(store)["x"], file["x"][:])
 
 
 def test_layout_filter_left_out_for_a_chunk(tmp_path):
@@ -123,7 +123,7 @@ def test_layout_filter_left_out_for_a_chunk(tmp_path):
         data[:8] = numbered(8).reshape(8, 8)
         data.id.write_direct_chunk((8, 0), numbered(8, start=8).tobytes(), filter_mask=3)  # both left out
     store = open_store("data.train", str(tmp_path / "x.h5"), {"x": "x"})
-    assert numbers_of(read_scattered(store)["x"]) == list(range(16))
+    assert numbers_of(read_rows(store)["x"]) == list(range(16))
 
 
 @pytest.mark.parametrize("name", [name for name in CODECS if name != "lzf, shuffled"])
@@ -154,4 +154,4 @@ def test_layout_damage_names_the_block(open_x, chunks, message):
         raw.seek(damaged.byte_offset)
         raw.write(bytes(damaged.size))
     with pytest.raises(UserError, match=message):
-        read_scattered(open_store("data.train", path, {"x": "x"}))
+        read_rows(open_store("data.train", path, {"x": "x"}))

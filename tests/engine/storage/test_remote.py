@@ -24,7 +24,7 @@ from support import PROJECT
 from support.images import write_photos
 from support.object_store import Store, serve
 from support.ranks import free_port, printed_by, train_command, wait_for_port
-from support.rows import DENSE_FIELDS, open_feed, read_scattered
+from support.rows import DENSE_FIELDS, open_feed, read_rows
 from support.runs import metrics_of, same_weights, train, wait_for_step
 
 
@@ -82,12 +82,12 @@ def test_remote_rows_are_fetched_once_and_equal_local_ones(bucket, dense_file, o
     local = open_store("data.train", path := dense_file(3000, (3, 16, 16), **{"chunk": 64} | options), DENSE_FIELDS)
     rows = open_store("data.train", put(bucket, path), DENSE_FIELDS)
     assert rows.fingerprint == local.fingerprint
-    assert same(read_scattered(rows), read_scattered(local))
+    assert same(read_rows(rows), read_rows(local))
     ranges = bucket.gets.copy()
     assert len(set(ranges)) == len(ranges)
-    assert same(read_scattered(rows), read_scattered(local))
+    assert same(read_rows(rows), read_rows(local))
     forget()
-    assert same(read_scattered(open_store("data.train", "s3://b/rows.h5", DENSE_FIELDS)), read_scattered(local))
+    assert same(read_rows(open_store("data.train", "s3://b/rows.h5", DENSE_FIELDS)), read_rows(local))
     assert bucket.gets == ranges
 
 
@@ -97,7 +97,7 @@ def test_remote_ragged_and_encoded_rows(bucket, ragged_file, tmp_path):
         (write_photos(tmp_path / "p.h5", 60), DENSE_FIELDS),
     ):
         local = open_store("data.train", path, fields)
-        assert same(read_scattered(open_store("data.train", put(bucket, path), fields)), read_scattered(local))
+        assert same(read_rows(open_store("data.train", put(bucket, path), fields)), read_rows(local))
 
 
 def test_remote_batches_equal_local_ones(bucket, dense_file):
@@ -119,7 +119,7 @@ def test_remote_requests_are_three_and_one_a_block(bucket, dense_file, tmp_path)
     printed_by([sys.executable, PROJECT / "convert.py", "repack", path, converted, "--seed", "0"], tmp_path)
     rows = open_store("data.train", put(bucket, str(converted)), DENSE_FIELDS)
     assert rows.file.n_requests == 3  # its size, and metadata at its beginning and end
-    read_scattered(rows)
+    read_rows(rows)
     assert rows.file.n_requests <= 3 + len(rows.block_rows)
     assert len(set(bucket.gets)) == len(bucket.gets)
 
@@ -137,7 +137,7 @@ def test_remote_fault_is_survived(bucket, dense_file, fault):
     local = open_store("data.train", path := dense_file(500, (3, 16, 16)), DENSE_FIELDS)
     rows = open_store("data.train", put(bucket, path), DENSE_FIELDS)
     vars(bucket).update(FAULTS[fault])
-    assert same(read_scattered(rows), read_scattered(local))
+    assert same(read_rows(rows), read_rows(local))
 
 
 EXPIRED = "<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
@@ -164,7 +164,7 @@ def test_remote_fault_is_one_line(bucket, dense_file, fault):
     vars(bucket).update(vars(Store(bucket.objects)))
     forget()
     rows = open_store("data.train", "s3://b/rows.h5", DENSE_FIELDS)  # nothing wrong has been kept
-    assert same(read_scattered(rows), read_scattered(open_store("data.train", "rows.h5", DENSE_FIELDS)))
+    assert same(read_rows(rows), read_rows(open_store("data.train", "rows.h5", DENSE_FIELDS)))
 
 
 def test_remote_file_that_cannot_be_opened(bucket, dense_file, monkeypatch):
@@ -197,7 +197,7 @@ def test_remote_pattern_names_files_in_order(bucket, dense_file):
         put(bucket, dense_file(10, name=f"part-{number}.h5", start=10 * number))
     rows = open_store("data.train", "s3://b/part-*.h5", DENSE_FIELDS)
     assert [path for path, _ in rows.files] == [f"s3://b/part-{number}.h5" for number in range(3)]
-    assert same(read_scattered(rows), read_scattered(open_store("data.train", "part-*.h5", DENSE_FIELDS)))
+    assert same(read_rows(rows), read_rows(open_store("data.train", "part-*.h5", DENSE_FIELDS)))
 
 
 def out_of_space(*_: object) -> int:
@@ -221,10 +221,10 @@ def test_remote_rows_are_right_without_a_copy(bucket, dense_file, monkeypatch, c
     monkeypatch.setattr(*FULL[reason])
     if reason == "no holes":
         rows = open_store("data.train", url, DENSE_FIELDS)
-    expected = read_scattered(open_store("data.train", path, DENSE_FIELDS))
-    assert same(read_scattered(rows), expected)
+    expected = read_rows(open_store("data.train", path, DENSE_FIELDS))
+    assert same(read_rows(rows), expected)
     n_gets = len(bucket.gets)
-    assert same(read_scattered(rows), expected)
+    assert same(read_rows(rows), expected)
     assert len(bucket.gets) > n_gets  # what is not kept is fetched again
     assert capfd.readouterr().out.count("data.cache") == 1
 
@@ -247,7 +247,7 @@ def test_remote_copy_is_shared_by_processes(bucket, dense_file):
     assert [process.wait() for process in processes] == [0, 0]
     n_gets = len(bucket.gets)
     rows = open_store("data.train", "s3://b/rows.h5", DENSE_FIELDS)
-    assert same(read_scattered(rows), read_scattered(open_store("data.train", path, DENSE_FIELDS)))
+    assert same(read_rows(rows), read_rows(open_store("data.train", path, DENSE_FIELDS)))
     assert len(bucket.gets) == n_gets
     (copy,) = Path("data/cache").glob("*.h5")
     assert copy.read_bytes() == Path(path).read_bytes()
@@ -313,11 +313,11 @@ def test_remote_rows_of_a_server_that_speaks_s3(bucket, dense_file, monkeypatch)
                 path = dense_file(2000, (3, 32, 32), 500, name=f"part-{number}.h5", start=2000 * number)
                 obstore.put(client, f"part-{number}.h5", Path(path))
             rows = open_store("data.train", "s3://bucket/deep/down/part-*.h5", DENSE_FIELDS)
-            assert same(read_scattered(rows), read_scattered(open_store("data.train", "part-*.h5", DENSE_FIELDS)))
+            assert same(read_rows(rows), read_rows(open_store("data.train", "part-*.h5", DENSE_FIELDS)))
             obstore.put(client, "part-0.h5", Path("part-1.h5"))
             forget()
             rows = open_store("data.train", "s3://bucket/deep/down/part-0.h5", DENSE_FIELDS)
-            assert same(read_scattered(rows), read_scattered(open_store("data.train", "part-1.h5", DENSE_FIELDS)))
+            assert same(read_rows(rows), read_rows(open_store("data.train", "part-1.h5", DENSE_FIELDS)))
             with pytest.raises(UserError, match="s3://bucket/none.h5 does not exist"):
                 open_store("data.train", "s3://bucket/none.h5", DENSE_FIELDS)
         finally:

@@ -10,19 +10,9 @@ from fastgpu.storage import store as module
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.storage.layout import DIGESTS
 from fastgpu.storage.store import open_store
-from support.rows import DENSE_FIELDS, numbered, numbers_of, read_by_jobs, read_scattered
+from support.rows import DENSE_FIELDS, numbered, numbers_of, read_by_jobs, read_rows
 
 BIG = (1, 96, 96)  # 9 KiB: rows that the kernel scatters
-
-
-def test_store_of_several_files(dense_file, tmp_path):
-    for number, (rows, start) in enumerate([(20, 0), (13, 20), (7, 33)]):
-        dense_file(rows, name=f"part-{number}.h5", start=start)
-    store = open_store("data.train", str(tmp_path / "part-*.h5"), DENSE_FIELDS)
-    assert store.name == f"{tmp_path}/part-0.h5 and 2 more"
-    assert store.block_rows.tolist() == [8, 8, 4, 8, 5, 7]
-    assert numbers_of(read_scattered(store)["images"]) == list(range(40))
-    assert store.stored_column("labels").tolist() == [n % 4 for n in range(40)]
 
 
 def test_store_of_arrays_has_blocks_of_two_mib():
@@ -82,7 +72,7 @@ def test_store_keeps_small_columns_in_memory(tmp_path, monkeypatch):
         store = open_store("data.train", str(tmp_path / "x.h5"), {"images": "/pixels", "labels": "labels"})
         assert store.stored_column("images") is None
         assert (store.stored_column("labels") is not None) == is_small
-        rows = read_scattered(store)
+        rows = read_rows(store)
         assert numbers_of(rows["images"]) == rows["labels"].tolist() == list(range(50))
 
 
