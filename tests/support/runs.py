@@ -90,7 +90,6 @@ def at_call(n_calls: int, function: Callable[..., Any], what: Callable[[], objec
 
 
 def signalled(number: signal.Signals) -> Callable[[], None]:
-    """Sends this process a signal."""
     return lambda: os.kill(os.getpid(), number)
 
 
@@ -125,7 +124,6 @@ def wait_for_step(run: Path, step: int, process: subprocess.Popen) -> None:
 
 
 def newest(run: Path, kind: str = "last") -> Path:
-    """The newest checkpoint of a run."""
     return max(run.glob(f"checkpoints/{kind}-*"), key=lambda path: path.name)
 
 

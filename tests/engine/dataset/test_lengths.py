@@ -107,7 +107,6 @@ class Workload(minimal.Workload):
 
 
 def train_lengths(world: World, *words: str) -> int | str:
-    """A rank of train.py."""
     with patch.object(workloads, "load", lambda _: Workload):
         return train_rank(world, *words)
 

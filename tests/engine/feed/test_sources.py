@@ -104,7 +104,6 @@ def test_sources_column_that_is_not_in_memory():
 
 
 def test_messages_of_sources(compare_messages, dense_file):
-    """Data that cannot be."""
     dense_file(90, name="rows.h5")
     dense_file(1, name="one.h5")
     write_labels("floats.h5", np.arange(5) / 2)

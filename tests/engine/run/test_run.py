@@ -71,7 +71,6 @@ def locked(folder: Path, name: str = "auto", resume: str = "never") -> Path:
 
 
 def make_run(path: Path) -> Path:
-    """A run with a checkpoint."""
     (path / "checkpoints/last-000001").mkdir(parents=True)
     return path
 

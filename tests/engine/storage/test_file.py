@@ -172,7 +172,6 @@ def test_file_renamed_is_read_to_its_end(dense_file, change):
 
 @pytest.fixture
 def n_open() -> Callable[[], int]:
-    """How many descriptors more than now are open."""
     gc.collect()  # files of other tests
     descriptors = Path("/proc/self/fd")
     before = len([*descriptors.iterdir()])

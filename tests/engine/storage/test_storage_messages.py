@@ -145,7 +145,6 @@ SHORTER, EXACT = ({"preprocessing": f'{{"size": [8, 8], "resize": "{resize}"}}'}
         ({"item_ids": IDS}, {}, "b has no item_ids; its items 0, 1, 2... are taken for 7, 3, 9 as in a"),
         ({"class_names": ["cat", "dog"]}, {"class_names": ["cat"]}, ""),  # rows of fewer classes
         ({}, {"class_names": ["0", "1", "10", "2"]}, "a has no class_names; .* are taken for 0, 1, 10, 2 as in b"),
-        ({"target_names": ["row", "column"]}, {}, "b has no target_names; .* are taken for row, column as in a"),
         (SHORTER, SHORTER, ""),
         (SHORTER, {}, ""),
         (SHORTER, EXACT, "the images of b were prepared with .*exact.*, those of a with .*shorter"),

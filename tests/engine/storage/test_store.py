@@ -92,10 +92,12 @@ def test_store_jobs_read_cached_rows_in_any_order(tmp_path, name):
             for part in ("in turns with others", "others"):
                 file[part][start : start + 16] = values[start : start + 16]
                 file.flush()
-    order = np.random.default_rng(0).permutation(len(values))
-    rows = read_by_jobs(open_store("data.train", str(tmp_path / "x.h5"), {"x": name, "number": "number"}), order)
-    np.testing.assert_array_equal(rows["x"], values[order])
-    np.testing.assert_array_equal(rows["number"], order)
+    for n_files in (1, 2):
+        store = open_store("data.train", [str(tmp_path / "x.h5")] * n_files, {"x": name, "number": "number"})
+        order = np.random.default_rng(0).permutation(len(store))
+        rows = read_by_jobs(store, order)
+        np.testing.assert_array_equal(rows["x"], values[order % len(values)])
+        np.testing.assert_array_equal(rows["number"], order % len(values))
 
 
 def test_store_merges_mean_and_std_of_files(dense_file, capsys):

@@ -46,7 +46,6 @@ def board(tmp_path) -> Iterator[Callable[..., TensorBoard]]:
 
 
 def events_in(folder: Path) -> EventAccumulator:
-    """What TensorBoard shows of a run."""
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
     events.Reload()
     return events

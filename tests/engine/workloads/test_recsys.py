@@ -56,7 +56,6 @@ def to_dense(rows: Rows, values: Tensor) -> Tensor:
 
 
 def sparse_loss(model: AutoEncoder, rows: Rows) -> tuple[Tensor, Tensor]:
-    """Loss and logits."""
     logits, penalty = model(rows["items"].values, rows["items"].offsets)
     return multinomial_nll(logits, rows["items"]) + penalty, logits
 
