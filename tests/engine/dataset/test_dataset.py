@@ -3,13 +3,13 @@ import multiprocessing
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from itertools import islice
+from multiprocessing.connection import Connection
 
 import numpy as np
 import psutil
@@ -24,7 +24,7 @@ from fastgpu.process.launch import HangError, UserError
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.selection import Groups, Mixture
 from support.datasets import N_ROWS, Made, Numbered, item_feed, numbered_source
-from support.ranks import TIMEOUT_S, run_ranks, wait_until
+from support.ranks import TIMEOUT_S, fork, run_ranks, wait_until
 from support.rows import DENSE_FIELDS, numbers_of, open_feed
 
 DRAWN = {"a": "a", "b": "b", "c": "c"}
@@ -55,12 +55,6 @@ def is_running(pid: int) -> bool:
 def wait_until_gone(pids: set[int]) -> None:
     """On a busy machine, a process that was killed takes a moment to be gone."""
     wait_until(lambda: not any(map(is_running, pids)))
-
-
-@pytest.fixture
-def python_path(monkeypatch) -> None:
-    """Other processes can import this module."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
 
 
 @pytest.fixture(autouse=True)
@@ -377,31 +371,41 @@ def test_workers_that_hang_are_killed(monkeypatch, capfd):
     wait_until_gone(pids)
 
 
-SUSPENDED = """
-from support.datasets import Made, item_feed
-from fastgpu.dataset.source import ItemDataset
-def read(row):
-    if row == 70:
-        input("reading\\n")
-    return row
-feed = item_feed(ItemDataset("x", Made(read), {"x": "x"}), 0, timeout_s=2)
-print(sum(len(pool.rows) for pool in feed.pools(0)))
-feed.close()
-"""
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("python_path")
 def test_workers_survive_a_suspended_run():
     """The job is stopped while a row is read, for longer than loader.timeout_s."""
-    command = [sys.executable, "-u", "-c", SUSPENDED]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "reading\n"
-        process.send_signal(signal.SIGSTOP)
-        time.sleep(2.5)  # no condition can be waited for: this is how long the run is suspended
-        process.send_signal(signal.SIGCONT)
-        assert process.communicate("go on\n", TIMEOUT_S) == ("144\n", None)
-        assert process.returncode == 0
+
+    def run(pipe: Connection) -> None:
+        def read(row: int) -> int:
+            if row == 70:
+                pipe.send("reading")
+                pipe.recv()
+            return row
+
+        with closing(item_feed(ItemDataset("x", Made(read), {"x": "x"}), 1, timeout_s=3)) as feed:
+            pipe.send(sum(len(pool.rows) for pool in feed.pools(0)))
+
+    process, pipe = fork(run)
+    assert pipe.recv() == "reading"
+    os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(3.5)  # no condition can be waited for: this is how long the run is suspended
+    os.kill(process.pid, signal.SIGCONT)
+    pipe.send("go on")
+    assert pipe.recv() == 144
+    process.join()
+
+
+def test_workers_end_with_a_killed_rank():
+    def run(pipe: Connection) -> None:
+        feed = item_feed(numbered_source("hang"), 2)
+        next(feed.pools(0))
+        pipe.send(worker_pids())
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    _, pipe = fork(run)
+    pids = pipe.recv()
+    assert len(pids) == 2
+    wait_until_gone(pids)
 
 
 def test_workers_survive_sigterm():
@@ -438,25 +442,6 @@ def test_workers_that_cannot_start_are_one_line(monkeypatch):
         item_feed(numbered_source(), 2)
 
 
-KILLED = """
-import multiprocessing, os, signal
-from support.datasets import item_feed, numbered_source
-feed = item_feed(numbered_source("hang"), 2)
-next(feed.pools(0))
-print(*[process.pid for process in multiprocessing.active_children()], flush=True)
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("python_path")
-def test_workers_end_with_a_killed_rank():
-    with subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE) as rank:
-        pids = {int(word) for word in rank.stdout.readline().split()}
-    assert len(pids) == 2
-    wait_until_gone(pids)
-
-
 class Line(Numbered):
     """Rows of the workload `minimal`. Reading row 70 fails on rank 1 only."""
 
@@ -468,14 +453,14 @@ class Line(Numbered):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("python_path")
 @pytest.mark.parametrize(
     ("kind", "message"),
     [("stop", "no rows have come from Line"), ("raise", r"Line.*: OSError: row 70 cannot be opened")],
 )
-def test_workers_that_fail_on_one_rank_end_both(folder, kind, message):
+def test_workers_that_fail_on_one_rank_end_both(folder, monkeypatch, kind, message):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # the ranks import this module
     words = ("data.dataset=test_dataset:Line", f"data.train={kind}", "data.val=all", "loader.num_workers=1")
-    first, second = run_ranks("loader.timeout_s=10", *words, ranks=2, cwd=folder)
+    first, second = run_ranks("loader.timeout_s=5", *words, ranks=2, cwd=folder)
     assert (first.returncode, second.returncode) == (2, 2)
     assert re.search(rf"error: \[rank 1\] {message}.*\n", second.stderr), first.stderr + second.stderr
     assert re.fullmatch(r"error: \[rank 0\] the other ranks are gone or hang.*\n", first.stderr)

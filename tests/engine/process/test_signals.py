@@ -15,15 +15,16 @@ from support.ranks import ALONE, in_world
 
 @pytest.mark.parametrize("number", STOP)
 def test_signal_stops_once_and_ends_when_repeated_later(monkeypatch, number):
+    kill = Mock()
+    monkeypatch.setattr(os, "kill", kill)
     stop_signal = StopSignal(ALONE)
     assert not stop_signal.is_asked_to_stop()
     for _ in range(2):
         signal.raise_signal(number)
     assert stop_signal.is_asked_to_stop()
     assert stop_signal.number == number
+    kill.assert_not_called()
     monkeypatch.setattr(signals, "DEBOUNCE_S", 0)
-    kill = Mock()
-    monkeypatch.setattr(os, "kill", kill)
     signal.raise_signal(number)
     assert signal.getsignal(number) == signal.SIG_DFL
     kill.assert_called_once_with(os.getpid(), number)

@@ -165,11 +165,11 @@ def test_checkpoint_damaged_is_renamed_whatever_is_in_the_way(run):
         save_step(run, "last", step)
     (run / "checkpoints/last-000003/state.json").unlink()
     (run / "checkpoints/last-000004").symlink_to("nowhere")
-    (run / "checkpoints/damaged-last-000003").mkdir()
-    (run / "checkpoints/damaged-last-000004").symlink_to("last-000002")
+    (run / "checkpoints/damaged-last-000003").symlink_to("last-000002")
+    (run / "checkpoints/damaged-last-000004").mkdir()
     assert resume(run) == (2, 2.0)
     assert names(run) == ["damaged-last-000003", "damaged-last-000004", "last-000002"]
-    assert (run / "checkpoints/damaged-last-000003/model.pt").exists()
+    assert not (run / "checkpoints/damaged-last-000003").is_symlink()
 
 
 def test_checkpoint_that_cannot_be_renamed_is_one_line(run, monkeypatch):

@@ -3,7 +3,9 @@ import os
 import re
 import signal
 import socket
+import time
 from math import inf, nan
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -20,11 +22,11 @@ from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
 from fastgpu.run import checkpoint
 from fastgpu.run import run as run_module
-from fastgpu.run.record import describe_model
+from fastgpu.run.record import describe_model, write_or_warn
 from fastgpu.run.run import Run, lock_folder
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.training.step import note_groups
-from support.ranks import ALONE, in_world, start_python
+from support.ranks import ALONE, fork, in_world
 from support.runs import SHORT_CONFIG, SHORT_ORDER, SHORT_SIZES, SHORT_SOURCE, SHORT_STEPS, newest, step_of
 
 
@@ -221,6 +223,12 @@ def test_run_full_disk_costs_the_description(tmp_path, monkeypatch, capsys):
         assert run.finish() == 0
 
 
+def test_run_file_that_is_not_needed_costs_a_warning(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Path, "touch", Mock(side_effect=OSError(28, "No space left on device")))
+    write_or_warn(tmp_path / "stopped.json", "{}")
+    assert re.fullmatch(r"warning: cannot write .*No space left.*; training goes on\n", capsys.readouterr().out)
+
+
 def test_run_folder_that_refuses_files_costs_warnings(tmp_path, monkeypatch, capsys):
     for name in ("touch", "unlink"):
         monkeypatch.setattr(Path, name, Mock(side_effect=PermissionError(13, "Permission denied")))
@@ -255,29 +263,24 @@ def test_run_nan_is_not_saved(tmp_path, n_ranks, name):
     assert checkpoints(tmp_path / "a") == ["best-000001", "last-000002"]
 
 
-HOLD = """
-import os, sys, time
-from pathlib import Path
-from fastgpu.process.files import FolderLock
-lock = FolderLock(Path(sys.argv[1]))
-if child := os.fork():
-    print(child, flush=True)
-time.sleep(600)
-"""
-
-
 def test_run_lock_refuses_a_second_process(tmp_path):
-    with start_python(HOLD, tmp_path) as holder:
-        child = int(holder.stdout.readline())
-        who = f"{tmp_path} is in use by process {holder.pid} on {socket.gethostname()} since 2"
-        try:
-            with pytest.raises(UserError, match=who):
-                FolderLock(tmp_path)
-        finally:
-            holder.kill()
-        holder.wait()
-        FolderLock(tmp_path).close()  # the kernel released the lock, at once
-        os.kill(child, signal.SIGKILL)  # which has lived until here
+    def hold(pipe: Connection) -> None:
+        lock = FolderLock(tmp_path)
+        if child := os.fork():
+            pipe.send(child)
+        time.sleep(600)
+        lock.close()
+
+    holder, pipe = fork(hold)
+    child = pipe.recv()
+    with pytest.raises(
+        UserError, match=f"{tmp_path} is in use by process {holder.pid} on {socket.gethostname()} since 2"
+    ):
+        FolderLock(tmp_path)
+    holder.kill()
+    holder.join()
+    FolderLock(tmp_path).close()  # the kernel released the lock, at once
+    os.kill(child, signal.SIGKILL)  # which has lived until here
 
 
 @pytest.mark.parametrize("how", ["moved", "replaced", "taken"])

@@ -1,5 +1,4 @@
 import errno
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from hashlib import sha256
 from pathlib import Path
 from urllib.request import Request, urlopen
 
+import convert
 import h5py
 import numpy as np
 import obstore.store
@@ -23,7 +23,7 @@ from fastgpu.storage.store import open_store
 from support import PROJECT
 from support.images import write_photos
 from support.object_store import Store, serve
-from support.ranks import free_port, printed_by, train_command, wait_for_port
+from support.ranks import fork, free_port, train_command, wait_for_port
 from support.rows import DENSE_FIELDS, open_feed, read_rows
 from support.runs import metrics_of, same_weights, train, wait_for_step
 
@@ -112,12 +112,10 @@ def test_remote_batches_equal_local_ones(bucket, dense_file):
     assert len(set(bucket.gets)) == len(bucket.gets)
 
 
-@pytest.mark.slow
-def test_remote_requests_are_three_and_one_a_block(bucket, dense_file, tmp_path):
-    converted = tmp_path / "converted.h5"
+def test_remote_requests_are_three_and_one_a_block(bucket, dense_file):
     path = dense_file(4000, (3, 32, 32), 500)
-    printed_by([sys.executable, PROJECT / "convert.py", "repack", path, converted, "--seed", "0"], tmp_path)
-    rows = open_store("data.train", put(bucket, str(converted)), DENSE_FIELDS)
+    convert.main(convert.parse(["repack", path, "converted.h5", "--seed", "0"]))
+    rows = open_store("data.train", put(bucket, "converted.h5"), DENSE_FIELDS)
     assert rows.file.n_requests == 3  # its size, and metadata at its beginning and end
     read_rows(rows)
     assert rows.file.n_requests <= 3 + len(rows.block_rows)
@@ -261,10 +259,8 @@ def test_remote_file_refuses_a_fork(bucket, dense_file):
             rows[2000:2008]
         pipe.send("refused")
 
-    mine, its = multiprocessing.Pipe()
-    multiprocessing.get_context("fork").Process(target=read, args=(its,)).start()
-    assert mine.poll(30)
-    assert mine.recv() == "refused"
+    _, pipe = fork(read)
+    assert pipe.recv() == "refused"
 
 
 @pytest.mark.slow
