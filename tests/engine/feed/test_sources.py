@@ -39,16 +39,6 @@ def write_labels(name: str, labels: np.ndarray, **attributes: Any) -> None:
         file.attrs.update(attributes)
 
 
-def test_sources_share_is_the_same_for_every_seed(dense_file):
-    dense_file(100, name="a.h5")
-    train, val = open_both(val="12.5 %")
-    assert (train.name, val.name) == ("a.h5 (88 of its rows)", "a.h5 (12 of its rows)")
-    numbers = val.selection.rows().tolist()
-    _, again = open_splits(Data(train="a.h5", val="12.5 %", fields=DENSE_FIELDS), Loader(), seed=1)
-    assert numbers == again.selection.rows().tolist()
-    assert sorted([*numbers, *train.selection.rows().tolist()]) == list(range(100))
-
-
 def test_sources_weights_make_groups(dense_file):
     for name, rows in (("p-0.h5", 20), ("p-1.h5", 30), ("q.h5", 10)):
         dense_file(rows, name=name)
@@ -76,7 +66,7 @@ def test_sources_classes_are_groups_of_equal_weight(dense_file):
 def test_sources_rows_by_index(ragged_file, named):
     for name, first in (("a.h5", 0), ("b.h5", 100)):
         ragged_file(90, name, first)
-    for part in open_both(named, "20%", {"number": "number", "items": "items"}):
+    for part in open_both(named, "12.5 %", {"number": "number", "items": "items"}):
         numbers = part.column("number")
         np.testing.assert_array_equal(numbers, part.stored_column("number")[part.selection.rows()])
         assert len(np.unique(numbers)) == len(part) == len(part.lengths["items"])
