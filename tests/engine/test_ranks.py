@@ -1,4 +1,4 @@
-"""Ranks that were started with other settings, rows or code: each node has a copy of its own. Nodes come and go."""
+"""Ranks that were started with other settings or rows: each node has a copy of its own."""
 
 import shutil
 

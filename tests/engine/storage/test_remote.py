@@ -112,8 +112,9 @@ def test_remote_batches_equal_local_ones(bucket, dense_file):
     assert len(set(bucket.gets)) == len(bucket.gets)
 
 
+@pytest.mark.slow
 def test_remote_requests_are_three_and_one_a_block(bucket, dense_file):
-    path = dense_file(4000, (3, 32, 32), 500)
+    path = dense_file(2000, (3, 32, 32), 250)
     convert.main(convert.parse(["repack", path, "converted.h5", "--seed", "0"]))
     rows = open_store("data.train", put(bucket, "converted.h5"), DENSE_FIELDS)
     assert rows.file.n_requests == 3  # its size, and metadata at its beginning and end
