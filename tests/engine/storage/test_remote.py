@@ -21,7 +21,6 @@ from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage import remote
 from fastgpu.storage.store import open_store
 from support import PROJECT
-from support.images import write_photos
 from support.object_store import Store, serve
 from support.ranks import fork, free_port, train_command, wait_for_port
 from support.rows import DENSE_FIELDS, open_feed, read_rows
@@ -89,15 +88,6 @@ def test_remote_rows_are_fetched_once_and_equal_local_ones(bucket, dense_file, o
     forget()
     assert same(read_rows(open_store("data.train", "s3://b/rows.h5", DENSE_FIELDS)), read_rows(local))
     assert bucket.gets == ranges
-
-
-def test_remote_ragged_and_encoded_rows(bucket, ragged_file, tmp_path):
-    for path, fields in (
-        (ragged_file(500), {"items": "items", "number": "number"}),
-        (write_photos(tmp_path / "p.h5", 60), DENSE_FIELDS),
-    ):
-        local = open_store("data.train", path, fields)
-        assert same(read_rows(open_store("data.train", put(bucket, path), fields)), read_rows(local))
 
 
 def test_remote_batches_equal_local_ones(bucket, dense_file):
