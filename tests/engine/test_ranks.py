@@ -1,20 +1,14 @@
-"""Ranks that were started with other settings, rows or code: each node has a copy of its own. Nodes come and go."""
+"""Ranks that were started with other settings or rows: each node has a copy of its own."""
 
-import json
 import shutil
-import signal
-import time
-from unittest.mock import patch
 
 import h5py
 import pytest
 
 from fastgpu.process.launch import UserError
-from fastgpu.process.signals import MAX_CALLS
 from fastgpu.process.world import World
-from support.ranks import copy_project, in_world, run_ranks, run_train
-from support.runs import at_call, build, same_weights, saved_steps, signalled, train_rank
-from workloads import minimal
+from support.ranks import in_world, run_ranks
+from support.runs import build
 
 OTHER = "data.train=other.h5::/train"
 COPY = ("data.train=copy.h5::/train", "data.tier=host", "loader.num_readers=3")
@@ -61,7 +55,6 @@ def test_ranks_that_differ_are_one_line(folder):
 @pytest.mark.parametrize(
     ("word", "of_last", "message"),
     [
-        ("data.batch_siz=3", (), "error: command line: unknown key data.batch_siz (did you mean data.batch_size?)"),
         ("optim.lr=1e30", (), "error: loss is "),
         ("train.epochs=1", ("run.seed=3",), "error: run.seed is 3 on rank 1 and"),
     ],
@@ -72,55 +65,3 @@ def test_ranks_end_with_the_same_exit_code(folder, word, of_last, message):
     (line,) = [line for process in done for line in process.stderr.splitlines() if not line.startswith("[W")]
     assert line.startswith(message)
     assert (folder / "runs").exists() == (word == "optim.lr=1e30")
-
-
-def train_and_signal(world: World, *words: str) -> int | str:
-    """One rank of train.py. The last rank gets SIGTERM in its sixth step."""
-    loss = minimal.Workload.loss
-    if world.rank == world.world_size - 1:
-        loss = at_call(6, loss, signalled(signal.SIGTERM))
-    with patch.object(minimal.Workload, "loss", loss):
-        return train_rank(world, *words)
-
-
-@pytest.mark.slow
-def test_ranks_stop_at_one_step_after_a_signal(folder):
-    words = ("train.epochs=4", "data.tier=host")
-    assert in_world(2, train_rank, "run.name=whole", *words) == [0, 0]
-    code = 128 + signal.SIGTERM
-    assert in_world(2, train_and_signal, "run.name=stopped", *words) == [code, code]
-    run = folder / "runs/stopped"
-    saved = max(saved_steps(run))
-    assert json.loads((run / "stopped.json").read_text()) == {"step": saved}
-    assert 6 <= saved <= 6 + 2 * MAX_CALLS
-    assert in_world(2, train_rank, "run.name=stopped", "run.resume=auto", *words) == [0, 0]
-    assert same_weights(run, folder / "runs/whole")
-
-
-@pytest.mark.slow
-def test_ranks_name_the_one_that_failed(folder):
-    project = copy_project(folder)
-    workload = project / "workloads/minimal.py"
-    lines = """
-import os
-from fastgpu.process.launch import UserError
-class Workload(Workload):
-    def loss(self, model, batch):
-        if os.environ["RANK"] == "1":
-            raise UserError("labels of class 7 are not allowed")
-        return super().loss(model, batch)
-"""
-    workload.write_text(workload.read_text() + lines)
-    started = time.monotonic()
-    done = run_train(ranks=2, cwd=folder, root=project)
-    assert done.returncode == 1
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert errors[0] == "error: [rank 1] labels of class 7 are not allowed"
-    assert errors[1:] in (
-        [],
-        [
-            "error: [rank 0] the other ranks are gone or hang; see the message of the rank that "
-            "failed, or raise dist.timeout_s"
-        ],
-    )
-    assert time.monotonic() - started < 120

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkProcess, ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,16 @@ def start_python(code: str, *arguments: str | Path) -> subprocess.Popen[str]:
     """Start these lines of Python in the folder of the project."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
     return subprocess.Popen(command, cwd=PROJECT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def fork(run: Callable[[Connection], None]) -> tuple[ForkProcess, Connection]:
+    """A process that calls this function with its end of a pipe, and our end."""
+    context = mp.get_context("fork")
+    ours, its = context.Pipe()
+    process = context.Process(target=run, args=(its,))
+    process.start()
+    its.close()
+    return process, ours
 
 
 def train_command(*arguments: str, ranks: int = 1, root: Path = PROJECT) -> list[str]:

@@ -73,21 +73,6 @@ def is_ragged(rows: Ragged | RaggedArray, numbers: Iterable[int]) -> bool:
     return has_offsets and np.array_equal(np.asarray(rows.values)[: expected.offsets[-1]], expected.values)
 
 
-def read_rows(source: Dataset) -> dict[str, Any]:
-    """All rows of a source in its order: {field: array or RaggedArray}."""
-    out: dict[str, Any] = {}
-    for name, field in source.fields.items():
-        if field.is_ragged:
-            offsets = np.concatenate([[0], np.cumsum(source.stored_lengths[name])])
-            out[name] = RaggedArray(np.zeros(offsets[-1], field.dtype), offsets)
-        else:
-            out[name] = np.zeros((len(source), *field.shape), field.dtype)
-    starts = np.cumsum(source.block_rows) - source.block_rows
-    for start, rows in zip(starts.tolist(), source.block_rows.tolist(), strict=True):
-        source.read(PLAN, reads_of((start, np.arange(start, start + rows))), out)
-    return out
-
-
 def sizes_of(tier: Tier, n_readers: int, passes: Passes = ONE_PASS) -> Sizes:
     """Sizes that name a tier and a number of readers."""
     return Sizes(1, 1, 1, tier, n_readers, passes=passes)
@@ -142,7 +127,7 @@ def write_ragged(path: Path, rows: int = 100, start: int = 0, *, items: int = IT
     return str(path)
 
 
-def read_scattered(source: Dataset) -> dict[str, Any]:
+def read_rows(source: Dataset) -> dict[str, Any]:
     """All rows of a source, read as pools are filled: in parts of blocks, each row to a shuffled place.
 
     Returns {field: array or RaggedArray}, in the order of the source again.

@@ -24,7 +24,6 @@ from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import UserError, attempt
 from fastgpu.process.world import World
 from fastgpu.rows.order import BlockSampler
-from fastgpu.run.checkpoint import digest_of
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.training.average import AveragedModel
 from fastgpu.training.step import mixed_precision, note_groups
@@ -91,7 +90,6 @@ def at_call(n_calls: int, function: Callable[..., Any], what: Callable[[], objec
 
 
 def signalled(number: signal.Signals) -> Callable[[], None]:
-    """Sends this process a signal."""
     return lambda: os.kill(os.getpid(), number)
 
 
@@ -103,12 +101,6 @@ def metrics_of(run: Path) -> list[dict[str, float]]:
 def val_points(run: Path) -> list[dict[str, float]]:
     """Those of the validations of a run with the workload `minimal`."""
     return [point for point in metrics_of(run) if "val/mse" in point]
-
-
-def write_state(path: Path, state: dict[str, Any]) -> None:
-    """Write a state.json that was changed, with its new digest."""
-    state.pop("digest", None)
-    path.write_text(json.dumps(state | {"digest": digest_of(state)}))
 
 
 def step_of(checkpoint: Path) -> int:
@@ -132,7 +124,6 @@ def wait_for_step(run: Path, step: int, process: subprocess.Popen) -> None:
 
 
 def newest(run: Path, kind: str = "last") -> Path:
-    """The newest checkpoint of a run."""
     return max(run.glob(f"checkpoints/{kind}-*"), key=lambda path: path.name)
 
 

@@ -62,7 +62,6 @@ def choose(
         ("canonical_ranks", 24, Shape(1000), 3, {"batch_size": 48}),
         ("canonical_ranks", 3, Shape(1000), 3, {"batch_size": 51}),
         ("canonical_ranks", 2, Shape(1000, n_blocks=5), 2, {"batch_size": 64}),
-        ("canonical_ranks", 16, Shape(1000), 16, {"batch_size": 64}),
         # 256 MiB, all rows, one batch, or 8 million rows, which are planned quickly
         ("pool_batches", 7, Shape(50_000), 1, {"batch_size": 64, "pool_batches": 7}),
         ("pool_batches", 4, Shape(50_000, row_bytes=1 << 20), 1, {"batch_size": 64}),

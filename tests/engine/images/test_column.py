@@ -1,4 +1,3 @@
-from contextlib import closing
 from unittest.mock import Mock
 
 import h5py
@@ -9,15 +8,16 @@ from fastgpu.feed.sizes import Sizes, choose_sizes
 from fastgpu.feed.sources import open_splits
 from fastgpu.images.column import ImageCodec
 from fastgpu.images.decode import EncodedImage
-from fastgpu.images.parts import centre_box
+from fastgpu.images.parts import centre_box, draw
 from fastgpu.process.config import Config, Data, Loader
 from fastgpu.process.launch import UserError
 from fastgpu.process.machine import available_cpus, format_bytes
 from fastgpu.rows.order import BlockSampler
+from fastgpu.rows.selection import Groups, Mixture
 from fastgpu.storage.store import open_store
 from support.images import photo, write_photos
 from support.ranks import ALONE
-from support.rows import DENSE_FIELDS, open_feed, read_rows
+from support.rows import DENSE_FIELDS, read_rows
 
 N_ROWS = 90
 SIZE = (16, 16)
@@ -38,26 +38,12 @@ def test_encoded_rows_unshuffled_show_their_centres(path, min_scale, share):
         np.testing.assert_array_equal(pixels, image.decode(box, SIZE))
 
 
-def test_encoded_rows_repeated_show_other_crops(path):
-    with h5py.File(path, "a") as file:
-        file["labels"][:] = np.arange(N_ROWS) < 9  # a class of 9 rows, and one of the others
-
-    def parts_of(**settings: object) -> dict[int, list[bytes]]:
-        """{row: its pixels, each time that it comes in epoch 1}"""
-        sizes = {"image_size": 16, "min_crop_scale": 0.2, "batch_size": 8}
-        rows, _ = open_splits(Data(train=path, val=path, fields=DENSE_FIELDS, **sizes, **settings), Loader(), 3)
-        parts: dict[int, list[bytes]] = {}
-        with closing(open_feed(rows, BlockSampler(rows, 8, pool_batches=4, seed=3))) as feed:
-            for pool in feed.pools(1):
-                for row, pixels in zip(pool.plan.row_ids.tolist(), pool.rows["images"].numpy(), strict=True):
-                    parts.setdefault(row, []).append(pixels.tobytes())
-        return parts
-
-    plain, balanced = parts_of(), parts_of(balance="classes")
-    assert [len(balanced[row]) for row in range(9)] == pytest.approx([44 / 9] * 9, abs=1)
-    for row, parts in balanced.items():
-        assert len({*parts}) == len(parts)
-        assert row not in plain or plain[row][0] in parts  # the first time, as without a mixture
+def test_encoded_rows_repeated_show_other_crops():
+    groups = Groups(("rare", "frequent"), (1, 1), np.minimum(np.arange(N_ROWS), 9) // 9)
+    plan = next(BlockSampler(Mixture(groups, np.full(18, 5), 8, seed=3), 8, pool_batches=4, seed=3).pools(1))
+    assert plan.repeats.any()
+    draws = ImageCodec(SIZE, 0.2).draw(plan, plan.row_ids, np.arange(plan.n_rows))
+    assert draws == draw((3, 1), plan.row_ids, plan.repeats).tolist()
 
 
 def test_encoded_rows_damaged_are_named(path, monkeypatch):

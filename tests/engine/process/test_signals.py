@@ -3,41 +3,31 @@
 import os
 import signal
 import time
+from unittest.mock import Mock
 
 import pytest
 
+from fastgpu.process import signals
 from fastgpu.process.signals import MAX_CALLS, STOP, StopSignal
 from fastgpu.process.world import World
-from support.ranks import ALONE, TIMEOUT_S, in_world, start_python
-
-AGAIN = """
-import os, torch
-from fastgpu.process import signals
-from fastgpu.process.world import World
-stop_signal = signals.StopSignal(World(0, 1, 1, torch.device("cpu")))
-assert not stop_signal.is_asked_to_stop()
-for _ in range(2):
-    os.kill(os.getpid(), signals.STOP[0])
-print(stop_signal.is_asked_to_stop(), flush=True)
-signals.DEBOUNCE_S = 0
-os.kill(os.getpid(), signals.STOP[0])
-"""
-
-
-def test_signal_repeated_at_once_asks_once():
-    with start_python(AGAIN) as process:
-        output, _ = process.communicate(timeout=TIMEOUT_S)
-    assert (process.returncode, output) == (-signal.SIGTERM, "True\n")
+from support.ranks import ALONE, in_world
 
 
 @pytest.mark.parametrize("number", STOP)
-def test_signal_stops_a_single_process_at_once(number):
+def test_signal_stops_once_and_ends_when_repeated_later(monkeypatch, number):
+    kill = Mock()
+    monkeypatch.setattr(os, "kill", kill)
     stop_signal = StopSignal(ALONE)
-    for _ in range(3):
-        assert not stop_signal.is_asked_to_stop()
-    os.kill(os.getpid(), number)
+    assert not stop_signal.is_asked_to_stop()
+    for _ in range(2):
+        signal.raise_signal(number)
     assert stop_signal.is_asked_to_stop()
     assert stop_signal.number == number
+    kill.assert_not_called()
+    monkeypatch.setattr(signals, "DEBOUNCE_S", 0)
+    signal.raise_signal(number)
+    assert signal.getsignal(number) == signal.SIG_DFL
+    kill.assert_called_once_with(os.getpid(), number)
 
 
 def test_signal_hangup_is_ignored_under_nohup():

@@ -6,7 +6,7 @@ from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import Field
 from fastgpu.storage import store as store_module
 from fastgpu.storage.store import open_store
-from support.rows import ITEMS, RAGGED_FIELDS, is_ragged, read_scattered
+from support.rows import ITEMS, RAGGED_FIELDS, is_ragged, read_rows
 
 LAYOUTS = {
     "one piece": {},
@@ -26,7 +26,7 @@ def test_ragged_rows_of_any_layout(ragged_file, monkeypatch, layout, min_blocks)
     mean_values = sum(n * 7 % 5 for n in range(101)) / 101
     assert store.fields["items"] == Field(np.dtype("i4"), (), mean_values, ITEMS)
     assert len(store.block_rows) >= min_blocks
-    rows = read_scattered(store)
+    rows = read_rows(store)
     assert rows["number"].tolist() == list(range(101))
     assert is_ragged(rows["items"], range(101))
 
@@ -45,7 +45,7 @@ def test_ragged_values_of_other_types_and_shapes(ragged_file, monkeypatch, long_
     store = open_store("data.train", path, {"items": "items", "weights": "items/data", "boxes": "boxes"})
     described = [f"int32 (N, any number) below {ITEMS}", "float64 (N, any number)", "float32 (N, any number, 4)"]
     assert [*map(str, store.fields.values())] == described
-    rows = read_scattered(store)
+    rows = read_rows(store)
     assert is_ragged(rows["items"], range(30))
     for name, values in (("weights", items / 8), ("boxes", boxes)):
         np.testing.assert_array_equal(rows[name].offsets, rows["items"].offsets)
@@ -74,7 +74,7 @@ def test_ragged_rows_without_values(ragged_file):
         file["items/indptr"][:] = 0
         del file["items/indices"]
         file["items/indices"] = np.zeros(0, np.int32)
-    rows = read_scattered(open_store("data.train", path, RAGGED_FIELDS))
+    rows = read_rows(open_store("data.train", path, RAGGED_FIELDS))
     assert rows["number"].tolist() == list(range(20))
     assert rows["items"].offsets.tolist() == [0] * 21
 
@@ -88,4 +88,4 @@ def test_ragged_item_out_of_range_stops_the_run(ragged_file, wrong, layout):
         file["items/indices"][17] = wrong
     store = open_store("data.train", path, RAGGED_FIELDS)
     with pytest.raises(UserError, match=f"ragged.h5: items: item numbers .*{wrong}.* are not in 0 to 999"):
-        read_scattered(store)
+        read_rows(store)

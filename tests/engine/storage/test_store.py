@@ -8,22 +8,11 @@ from h5py import h5a, h5s, h5t
 
 from fastgpu.storage import store as module
 from fastgpu.storage.arrays import ArrayDataset
-from fastgpu.storage.hdf5 import attributes_of
 from fastgpu.storage.layout import DIGESTS
 from fastgpu.storage.store import open_store
-from support.rows import DENSE_FIELDS, numbered, numbers_of, read_by_jobs, read_scattered
+from support.rows import DENSE_FIELDS, numbered, numbers_of, read_by_jobs, read_rows
 
 BIG = (1, 96, 96)  # 9 KiB: rows that the kernel scatters
-
-
-def test_store_of_several_files(dense_file, tmp_path):
-    for number, (rows, start) in enumerate([(20, 0), (13, 20), (7, 33)]):
-        dense_file(rows, name=f"part-{number}.h5", start=start)
-    store = open_store("data.train", str(tmp_path / "part-*.h5"), DENSE_FIELDS)
-    assert store.name == f"{tmp_path}/part-0.h5 and 2 more"
-    assert store.block_rows.tolist() == [8, 8, 4, 8, 5, 7]
-    assert numbers_of(read_scattered(store)["images"]) == list(range(40))
-    assert store.stored_column("labels").tolist() == [n % 4 for n in range(40)]
 
 
 def test_store_of_arrays_has_blocks_of_two_mib():
@@ -47,48 +36,31 @@ def test_store_digest_tells_rows_apart(dense_file):
     assert digest() == digests[0]
 
 
-def test_store_leaves_out_attributes_unlike_json(tmp_path):
+def test_store_attributes_of_a_group_are_plain_values(tmp_path):
+    """Those that JSON does not have are left out."""
     unequal = np.array([np.arange(2), np.arange(3)], object)
     with h5py.File(tmp_path / "x.h5", "w") as file:
-        file["x"] = np.arange(3)
-        left_out = {
-            "empty": h5py.Empty("S1"),
-            "reference": file["x"].ref,
-            "references": np.array([file["x"].ref], h5py.ref_dtype),
-            "region": file["x"].regionref[:2],
-            "complex": 1j,
-            "long double": np.longdouble(1) / 3,
-            "date": np.array(["2020-01-01"], "M8[D]").astype(h5py.opaque_dtype("M8[D]")),
-        }
+        group = file.create_group("train")
+        group["images"] = numbered(5)
+        group["labels"] = np.arange(5)
+        group.attrs.update({"empty": h5py.Empty("S1"), "reference": file["train/images"].ref, "complex": 1j})
+        group.attrs.create("unequal", unequal, dtype=h5py.vlen_dtype("i4"))
+        h5a.create(group.id, b"time", h5t.UNIX_D32LE, h5s.create(h5s.SCALAR))
         kept = {
-            "compound": np.array([(1, 2.5, b"a")], [("a", "i4"), ("b", "f8"), ("c", "S2")]),
-            "opaque": np.void(b"\xff"),
-            "none": np.zeros(0),
-            "enum": np.array(1, h5py.enum_dtype({"a": 0, "b": 1})),
-            "unsigned": np.uint64(2**64 - 1),
-            "infinite": [np.inf],
+            "class_names": ["a", "b"],
+            "bytes": np.bytes_(b"c"),
             "no UTF-8": np.bytes_(b"\xff"),
+            "mean": np.array([1.5]),
+            "n": np.uint64(2**64 - 1),
+            "compound": np.array([(1, 2.5, b"a")], [("a", "i4"), ("b", "f8"), ("c", "S2")]),
         }
-        file.attrs.update(left_out | kept)
-        file.attrs.create("unequal", unequal, dtype=h5py.vlen_dtype("i4"))
-        h5a.create(file.id, b"time", h5t.UNIX_D32LE, h5s.create(h5s.SCALAR))
-        h5a.create(file.id, b"name\xff", h5t.STD_I32LE, h5s.create(h5s.SCALAR)).write(np.zeros((), np.int32))
-        found = attributes_of(file)
-    json.dumps(found, ensure_ascii=False).encode()
-    assert {*found} == {*kept, r"name\xff"}
-    assert (found["compound"], found["unsigned"], found["infinite"]) == ([[1, 2.5, "a"]], 2**64 - 1, [np.inf])
-
-
-def test_store_attributes_of_a_group(tmp_path):
-    with h5py.File(tmp_path / "x.h5", "w") as file:
-        file["train/images"] = numbered(5)
-        file["train/labels"] = np.arange(5)
-        attributes = {"class_names": ["a", "b"], "bytes": np.bytes_(b"c"), "mean": np.array([1.5]), "n": np.int64(1)}
-        file["train"].attrs.update(attributes)
+        group.attrs.update(kept)
+        h5a.create(group.id, b"name\xff", h5t.STD_I32LE, h5s.create(h5s.SCALAR)).write(np.ones((), np.int32))
     store = open_store("data.train", f"{tmp_path}/x.h5::/train", DENSE_FIELDS)
     assert len(store) == 5
-    assert store.attributes == {"class_names": ["a", "b"], "bytes": "c", "mean": [1.5], "n": 1}
-    assert type(store.attributes["n"]) is int
+    names = {"class_names": ["a", "b"], "bytes": "c", "no UTF-8": r"\xff", r"name\xff": 1}
+    assert store.attributes == names | {"mean": [1.5], "n": 2**64 - 1, "compound": [[1, 2.5, "a"]]}
+    assert json.dumps(store.attributes, ensure_ascii=False).encode()
 
 
 def test_store_keeps_small_columns_in_memory(tmp_path, monkeypatch):
@@ -100,28 +72,16 @@ def test_store_keeps_small_columns_in_memory(tmp_path, monkeypatch):
         store = open_store("data.train", str(tmp_path / "x.h5"), {"images": "/pixels", "labels": "labels"})
         assert store.stored_column("images") is None
         assert (store.stored_column("labels") is not None) == is_small
-        rows = read_scattered(store)
+        rows = read_rows(store)
         assert numbers_of(rows["images"]) == rows["labels"].tolist() == list(range(50))
-
-
-@pytest.mark.parametrize("cached", ["all_cached", "nothing_cached"])
-@pytest.mark.parametrize("options", [{"chunk": 8}, {"chunk": None}, {"compression": "gzip"}])
-@pytest.mark.parametrize("n_files", [1, 2])
-def test_store_jobs_read_a_pool_in_any_order(dense_file, request, cached, options, n_files):
-    paths = [dense_file(40, BIG, name=f"{number}.h5", start=40 * number, **options) for number in range(n_files)]
-    store = open_store("data.train", paths, DENSE_FIELDS)
-    request.getfixturevalue(cached)
-    order = np.random.default_rng(0).permutation(40 * n_files)
-    rows = read_by_jobs(store, order)
-    assert numbers_of(rows["images"]) == order.tolist()
-    assert rows["labels"].tolist() == (order % 4).tolist()
 
 
 @pytest.mark.usefixtures("all_cached")
 @pytest.mark.parametrize("name", ["at odd bytes", "big endian", "in turns with others"])
-def test_store_reads_cached_rows_of_any_layout(tmp_path, name):
+def test_store_jobs_read_cached_rows_in_any_order(tmp_path, name):
     values = np.arange(1 << 18, dtype=np.float32).reshape(-1, 2048)  # 8 KiB: rows that are gathered
     with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["number"] = np.arange(len(values))
         file["odd"] = np.zeros(3, np.uint8)
         file["at odd bytes"] = values
         assert file["at odd bytes"].id.get_offset() % 4
@@ -132,9 +92,12 @@ def test_store_reads_cached_rows_of_any_layout(tmp_path, name):
             for part in ("in turns with others", "others"):
                 file[part][start : start + 16] = values[start : start + 16]
                 file.flush()
-    order = np.random.default_rng(0).permutation(len(values))
-    rows = read_by_jobs(open_store("data.train", str(tmp_path / "x.h5"), {"x": name}), order)
-    np.testing.assert_array_equal(rows["x"], values[order])
+    for n_files in (1, 2):
+        store = open_store("data.train", [str(tmp_path / "x.h5")] * n_files, {"x": name, "number": "number"})
+        order = np.random.default_rng(0).permutation(len(store))
+        rows = read_by_jobs(store, order)
+        np.testing.assert_array_equal(rows["x"], values[order % len(values)])
+        np.testing.assert_array_equal(rows["number"], order % len(values))
 
 
 def test_store_merges_mean_and_std_of_files(dense_file, capsys):

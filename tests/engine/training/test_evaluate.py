@@ -5,7 +5,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fastgpu.process.config import Tier
 from fastgpu.process.world import World
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.rows.rows import Rows
@@ -39,12 +38,12 @@ class RowNumbers:
         return {"number": sums["number"] / sums["n"], "odd": total[1] / count[1]}
 
 
-def evaluate_rows(world: World, n_rows: int, tier: Tier = "disk") -> dict[str, float]:
+def evaluate_rows(world: World, n_rows: int) -> dict[str, float]:
     """The metrics of these rows, which are the same in each epoch. Running statistics are averaged over the ranks."""
     source = ArrayDataset("made up", {"images": numbered(n_rows)}, block_rows=np.diff([*range(0, n_rows, 3), n_rows]))
     shard = Shard(world.rank, world.world_size)
     order = BlockSampler(source.block_rows, 4, shard=shard, pool_batches=2, seed=None, drop_last=False)
-    feed = open_feed(source, order, tier)
+    feed = open_feed(source, order)
     norm = nn.BatchNorm1d(1)
     norm.running_mean.fill_(world.rank)
     workload = RowNumbers()
@@ -67,9 +66,8 @@ COUNTS = (1, 2, 13, 24, 50)
 
 
 @pytest.mark.parametrize("n_rows", COUNTS)
-@pytest.mark.parametrize("tier", ["device", "host", "disk"])
-def test_evaluate_counts_each_row_once(n_rows, tier):
-    assert evaluate_rows(ALONE, n_rows, tier) == expected_metrics(n_rows)
+def test_evaluate_counts_each_row_once(n_rows):
+    assert evaluate_rows(ALONE, n_rows) == expected_metrics(n_rows)
 
 
 @pytest.mark.slow

@@ -1,8 +1,6 @@
 """The workload `recsys`: autoencoders on sparse rows against the same on dense rows."""
 
-import json
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +18,9 @@ from fastgpu.process.config import Optim
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Ragged, Rows
 from fastgpu.storage.store import HDF5Dataset, open_store
-from support import PROJECT
 from support.ranks import needs_gpu, no_host_sync
 from support.rows import open_feed
-from support.runs import metrics_of, parts_of_step, same_weights, train
+from support.runs import parts_of_step
 from workloads.recsys import AutoEncoder, Workload, multinomial_nll, rank
 
 ITEMS = 60
@@ -59,7 +56,6 @@ def to_dense(rows: Rows, values: Tensor) -> Tensor:
 
 
 def sparse_loss(model: AutoEncoder, rows: Rows) -> tuple[Tensor, Tensor]:
-    """Loss and logits."""
     logits, penalty = model(rows["items"].values, rows["items"].offsets)
     return multinomial_nll(logits, rows["items"]) + penalty, logits
 
@@ -189,7 +185,7 @@ def by_hand(scores: list[float], seen: list[int], held: list[int], k: int) -> tu
     return len(gains) / min(k, len(held)), sum(gains) / ideal
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("items", "ks"), [(150, (20, 50, 100)), (30, (5, 20, 100))], ids=["many", "fewer than k"])
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 def test_recsys_metrics_are_those_by_hand(seed, items, ks, dtype, error):
@@ -209,86 +205,20 @@ def test_recsys_metrics_are_those_by_hand(seed, items, ks, dtype, error):
         assert ranking.ndcg[user] == pytest.approx(by_hand(*arguments, ks[2])[1], abs=error)
 
 
-# ---------------------------------------------------------------------------------------------- whole runs
-
-
-CONFIG = """
-workload: recsys
-data:
-  train: train.h5
-  val: val.h5
-  fields: {items: items}
-  val_fields: {items: items, held_out: held_out}
-  batch_size: 48
-  pool_batches: 3
-model: {hidden_dim: 16, latent_dim: 8, kl_anneal_steps: 50}
-optim: {weight_decay: 0.0}
-train: {epochs: 2}
-dist: {device: cpu}
-"""
-
-
-def last_scores(run: Path) -> dict[str, float]:
-    return {name: value for name, value in metrics_of(run)[-1].items() if name.startswith("val/")}
-
-
-def test_recsys_learns_two_kinds_of_users_and_resumes(tmp_path, monkeypatch):
-    """A model that knows the half of a user finds about twice as much as one that ranks all items alike."""
-    monkeypatch.chdir(tmp_path)
-    Path("config.yaml").write_text(CONFIG)
-    write_users(Path("train.h5"), 480)
-    write_users(Path("val.h5"), 120, seed=1, n_empty=5)
-    options = ("train.epochs=15", "optim.lr=0.01", "data.tier=disk", "run.checkpoint_every_steps=1")
-    train("run.name=whole", *options)
-    whole, again = (tmp_path / "runs" / name for name in ("whole", "again"))
-    assert last_scores(whole)["val/recall_at_20"] > 1.5 * 20 / 200
-    shutil.copytree(whole, again)
-    *_, inside, last = sorted((again / "checkpoints").glob("last-*"))
-    assert json.loads((inside / "state.json").read_text())["progress"]["epoch_step"]  # inside an epoch
-    shutil.rmtree(last)
-    train("run.name=again", "run.resume=auto", *options)
-    assert same_weights(whole, again)
-
-
-@pytest.mark.slow
-def test_recsys_beats_popularity(tmp_path, monkeypatch):
-    """NDCG@100 is above 1.4 x that of popularity, and at most that of the known law."""
-    files = [f"data.{name}={PROJECT}/data/interactions-{name}.h5" for name in ("train", "val")]
-    with h5py.File(PROJECT / "data/interactions-val.h5") as file:
-        popularity, oracle = (file.attrs[f"{name}_ndcg_at_100"] for name in ("popularity", "oracle"))
-    monkeypatch.chdir(tmp_path)
-    train("--config", f"{PROJECT}/configs/recsys.yaml", *files, "run.name=a", "dist.device=cpu")
-    assert 1.4 * popularity < last_scores(tmp_path / "runs/a")["val/ndcg_at_100"] <= oracle
-
-
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_recsys_step_on_a_gpu_never_waits(precision):
+def test_recsys_on_a_gpu_never_waits(precision):
     device = torch.device("cuda", 0)
-    model = AutoEncoder(ITEMS, make_options()).to(device)
-    parts = parts_of_step(LossOnly(), model, Optim(lr=0.1, accumulation_steps=2), precision)
-    rows = user_rows(draw_users()).to(device)
-    train_step(parts, rows, 0.1)
-    with no_host_sync():
+    workload, model = LossOnly(), AutoEncoder(ITEMS, make_options()).to(device)
+    parts = parts_of_step(workload, model, Optim(lr=0.1, accumulation_steps=2), precision)
+    rows = user_rows(draw_users(), held_out=draw_users(1)).to(device)
+
+    def train_and_score() -> None:
         train_step(parts, rows, 0.1)
+        with torch.no_grad():
+            workload.score(model, rows)
 
-
-@pytest.mark.gpu
-@needs_gpu
-def test_recsys_on_a_gpu_is_that_of_the_host():
-    model = AutoEncoder(ITEMS, make_options()).double().eval()
-    seen = draw_users(1)
-    held_out = [sorted(set(items) - set(known)) for items, known in zip(draw_users(2), seen, strict=True)]
-    rows = user_rows(seen, held_out=held_out)  # the scores of seen items are equal, in no particular order
-    workload = LossOnly()
-    results = []
-    for device in ("cpu", "cuda"):
-        model = model.to(device)
-        batch = rows.to(torch.device(device))
-        scores = workload.score(model, batch)
-        results.append([workload.loss(model, batch).detach(), *scores.values()])
+    train_and_score()
     with no_host_sync():
-        workload.score(model, batch)
-    for host, gpu in zip(*results, strict=True):
-        torch.testing.assert_close(gpu.cpu(), host, rtol=1e-6, atol=1e-6)
+        train_and_score()
