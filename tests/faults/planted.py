@@ -1,9 +1,27 @@
-"""A Dataset for runs that meet faults."""
+"""The workload `minimal` and a Dataset for runs that meet faults: they say which phase they are in."""
+
+from pathlib import Path
 
 import h5py
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset
+
+from fastgpu.rows.rows import Rows as Batch
+from workloads import minimal
+
+
+class Workload(minimal.Workload):
+    """Writes `phase`."""
+
+    phase = "starting"
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        phase = "training" if torch.is_grad_enabled() else "validating"
+        if phase != self.phase:
+            Path("phase").write_text(phase)
+            self.phase = phase
+        return super().loss(model, batch)
 
 
 class Rows(Dataset[dict[str, Tensor]]):
