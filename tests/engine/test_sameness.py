@@ -292,3 +292,18 @@ def test_same_weights_on_one_and_then_two_ranks(folder, monkeypatch):
     whole, run = folder / "runs/whole", folder / "runs/a"
     torch.testing.assert_close(weights_of(whole), weights_of(run), rtol=1e-3, atol=1e-4)
     assert val_points(whole)[-1]["val/mse"] == pytest.approx(val_points(run)[-1]["val/mse"], rel=1e-4)
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_same_weights_after_a_kill_on_four_ranks(folder):
+    """Sums of two ranks have one order only."""
+    words = ("data.echo=2.5", "run.checkpoint_every_steps=1", "data.tier=disk", "train.epochs=6", "train.ema=0.9")
+    printed_by(train_command("run.name=whole", *words, ranks=4), folder)
+    run = folder / "runs/a"
+    with subprocess.Popen(train_command(*words, ranks=4), cwd=folder, stdout=subprocess.DEVNULL) as process:
+        wait_for_step(run, 60, process)  # inside the second epoch, which has 52 or 53 steps
+        kill_tree(process)
+    last_step = saved_steps(run)[-1]
+    assert f"at step {last_step}" in printed_by(train_command(*words, "run.resume=auto", ranks=4), folder)
+    assert_same_end(folder / "runs/whole", run, "ema")

@@ -105,6 +105,17 @@ def test_every_number_of_speed_has_a_source(name):
     assert speeds_without_source(name) == []
 
 
+@pytest.mark.parametrize(
+    "planted",
+    ["It is 1.31x as fast.", "2.5 times as fast", "A step takes 12 ms.", "24,310 fresh rows/s", "0.04 [0.03-0.05] |"],
+)
+def test_a_number_of_speed_without_a_source_is_found(planted, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    for source in ("", " (2 cores, 2026-11-28)"):
+        (tmp_path / "page.md").write_text(f"# Page\n\nWords.\n\n{planted}{source}\n\nWords.\n")
+        assert bool(speeds_without_source("page.md")) == (not source)
+
+
 def normalised(line: str) -> str:
     """A line in which every number is 0 and every run of spaces one space, without notes that depend on the machine: on
     an equal value, which depends on the last digits, and on waiting, which depends on its load."""

@@ -25,7 +25,7 @@ from fastgpu.storage import remote
 from fastgpu.storage.store import open_store
 from support import PROJECT
 from support.object_store import Store, serve
-from support.ranks import fork, free_port, train_command, wait_for_port
+from support.ranks import fork, free_port, printed_by, train_command, wait_for_port
 from support.rows import DENSE_FIELDS, open_feed, read_rows
 from support.runs import metrics_of, same_weights, train, wait_for_step
 
