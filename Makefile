@@ -50,9 +50,10 @@ help:
 demo: .venv/installed
 	"$(BIN)/python" tools/demo.py $(WORKLOAD)
 
-# Two test processes share two CPUs: one thread each, or they wait for each other's threads.
+# Three test processes share two CPUs, since runs that are killed and resumed wait a lot. They have one thread each, or
+# they would wait for each other's threads.
 test slow nightly check goldens compat gpu: export OMP_NUM_THREADS := 1
-PYTEST := "$(BIN)/python" -m pytest -n 2 --dist worksteal
+PYTEST := "$(BIN)/python" -m pytest -n 3 --dist worksteal
 
 test: .venv/installed
 	$(PYTEST) -m "not nightly"
