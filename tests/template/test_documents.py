@@ -137,7 +137,7 @@ def missing_lines(shown: str, printed: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workload", ["images", "recsys"])
+@pytest.mark.parametrize("workload", ["images", pytest.param("recsys", marks=pytest.mark.nightly)])
 def test_pages_tutorial_works(own_copy, workload):
     """As a person types it, in the environment of these tests."""
     project = own_copy(workload)

@@ -130,7 +130,7 @@ RECIPES = {
 }
 WITHOUT_COMMANDS = ("recsys", "contrastive", "gan")
 """Recipes whose data are included, or those of the user."""
-SLOW = ("cifar10", "photos", "recsys")
+SLOW = ("cifar10",)
 """Recipes that are not only tried at night."""
 
 
