@@ -197,8 +197,8 @@ class PrefetchLoader(PoolLoader):
         for slot in self._slots:
             slot.n_jobs = 0
             self._release(slot)
-        readers = {f"reader_{number}": partial(self._read_rows, number) for number in range(self._n_threads)}
-        work = {**readers, "feeder": partial(self._feed, plans)}
+        work: dict[str, Callable[[], None]] = {f"reader_{n}": self._read_rows for n in range(self._n_threads)}
+        work["feeder"] = partial(self._feed, plans)
         self._threads = [threading.Thread(target=each, name=name, daemon=True) for name, each in work.items()]
         for thread in self._threads:
             thread.start()
@@ -287,12 +287,10 @@ class PrefetchLoader(PoolLoader):
         for job in jobs:
             self._jobs.put((job, slot))
 
-    def _read_rows(self, number: int) -> None:
+    def _read_rows(self) -> None:
         os.nice(READERS_NICE)  # of this thread: the loop wakes up to queue a step that the device is waiting for
         while (item := self._jobs.get()) and not self._closing.is_set():
             self._do(*item)
-            if number >= self._n_threads:  # see `_hand_over`
-                return
 
     def _do(self, job: Callable[[], None], slot: _Slot) -> None:
         t0, decoding_s = time.perf_counter(), DECODING.seconds
@@ -309,7 +307,10 @@ class PrefetchLoader(PoolLoader):
     def _hand_over(self, slot: _Slot) -> None:
         if is_remote(self._source) and remote.n_requests() == slot.n_requests:
             # All of this pool was on this machine: threads that have waited for a network would now wait for a CPU.
-            self._n_threads = min(self._n_threads, count_readers("auto", read_launch().local_world_size))
+            n_threads = min(self._n_threads, count_readers("auto", read_launch().local_world_size))
+            for _ in range(n_threads, self._n_threads):
+                self._jobs.put(None)
+            self._n_threads = n_threads
         if slot.items:
             self._write_ragged(slot)
         if self._stream and slot.copied and slot.used:
