@@ -52,6 +52,26 @@ def test_ragged_values_of_other_types_and_shapes(ragged_file, monkeypatch, long_
         np.testing.assert_array_equal(rows[name].values, values)
 
 
+@pytest.mark.usefixtures("either_cached_or_not")
+def test_ragged_values_of_files_with_other_byte_orders(ragged_file):
+    points = np.arange(6).reshape(3, 2)
+    options = [{"dtype": ">u2"}, {"dtype": "<u2", "chunks": (7, 3, 2)}, {"dtype": ">u2", "compression": "gzip"}]
+    paths = []
+    for number, option in enumerate(options):
+        paths.append(ragged_file(30, f"{number}.h5", number * 30))
+        with h5py.File(paths[-1], "a") as file:
+            file["points/indptr"] = file["items/indptr"][:]
+            values = file["items/indices"][:][:, None, None] * 360 + points  # up to 64,805, more than int16 has
+            file.create_dataset("points/values", data=values, **option)
+    store = open_store("data.train", paths, {"items": "items", "points": "points"})
+    assert str(store.fields["points"]) == "uint16 (N, any number, 3, 2)"
+    rows = read_rows(store)
+    assert is_ragged(rows["items"], range(90))
+    assert rows["points"].values.dtype == np.dtype("u2")
+    np.testing.assert_array_equal(rows["points"].offsets, rows["items"].offsets)
+    np.testing.assert_array_equal(rows["points"].values, rows["items"].values[:, None, None] * 360 + points)
+
+
 def test_ragged_values_not_read_are_reported(ragged_file, capsys):
     path = ragged_file(40)
     for value, fields, is_told in (
