@@ -61,8 +61,9 @@ test: .venv/installed
 slow: .venv/installed
 	$(PYTEST) -m "slow and not nightly"
 
+# Some tests of the night measure, for which a third process would be too many.
 nightly: .venv/installed
-	$(PYTEST) -m nightly
+	$(PYTEST) -n 2 -m nightly
 	$(MAKE) slurm docs compat
 	"$(BIN)/python" tests/faults/fuzz.py --files 500
 	"$(BIN)/python" tests/faults/images.py --images 100000
