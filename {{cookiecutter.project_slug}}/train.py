@@ -27,7 +27,7 @@ import workloads
 from fastgpu import feed, training
 from fastgpu.process.config import Config, Optim
 from fastgpu.process.seeds import reseed
-from fastgpu.process.world import World, choose_kernels, init_distributed
+from fastgpu.process.world import World, init_distributed
 from fastgpu.rows import BlockSampler, Rows, Shard
 from fastgpu.run import Run, Stateful, describe_model, identify_job
 from fastgpu.telemetry import Clock, Monitor, TensorBoard
@@ -50,8 +50,7 @@ class Training(NamedTuple):
 
 # -------------------------------------------------------------------------- data, model, optimizer
 def build(cfg: Config, splits: feed.Splits, world: World) -> Training:
-    # On a GPU: cudnn.benchmark and TF32, or with run.deterministic the same bits in every run.
-    choose_kernels(world.device, deterministic=cfg.run.deterministic)
+
 
     # If a rank raises a UserError in this block, such as a missing file, all ranks end with it.
     with world.raise_on_all_ranks():
@@ -234,7 +233,9 @@ if __name__ == "__main__":
         # workers of a Dataset are forks of this process, and neither CUDA nor NCCL survives a fork.
         # An error is kept, and raised in `build`, where all ranks end together.
         splits = attempt(feed.open_splits, config.data, config.loader, config.run.seed)
-        with init_distributed(config.dist) as world:  # nccl, or gloo on CPUs
+        # The process group is nccl, or gloo on CPUs. On a GPU the kernels are chosen before NCCL
+        # starts: cudnn.benchmark and TF32, or with run.deterministic the same bits in every run.
+        with init_distributed(config.dist, deterministic=config.run.deterministic) as world:
             t = build(config, splits, world)
             exit_code = 0 if config.run.check else train(t, world)
     sys.exit(exit_code)

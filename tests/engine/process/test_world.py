@@ -1,4 +1,5 @@
 import os
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -8,8 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fastgpu.diagnose.ceilings import Meter
 from fastgpu.process.config import Dist
 from fastgpu.process.launch import Launch, SharedError, UserError, warn
+from fastgpu.process.seeds import reseed
 from fastgpu.process.world import World, choose_kernels, init_distributed
 from support.ranks import ALONE, CPU, in_world, needs_gpu, no_host_sync
 
@@ -58,6 +61,29 @@ def test_world_two_ranks_share_values_and_errors():
         }
     assert use_collectives(ALONE) == [1.0, [0, 0], 0.0, [0.5], "rank 0"]
     assert not dist.is_initialized()
+
+
+def test_world_sync_mode_is_reset(monkeypatch):
+    """Whatever torch or the work says: otherwise each later wait of the process would be an error or a warning."""
+    mode = "new"
+
+    def set_mode(name: str) -> None:
+        nonlocal mode
+        is_first, mode = mode == "new", name
+        if is_first:
+            warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=2)
+
+    def divide() -> None:
+        assert mode == "warn"
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
+    with warnings.catch_warnings(action="error"), no_host_sync():
+        assert mode == "error"
+    assert mode == "default"
+    with pytest.raises(ZeroDivisionError):
+        Meter(World(0, 1, 1, torch.device("cuda", 0)), 1.0).syncs(divide)
+    assert mode == "default"
 
 
 @pytest.mark.gpu
@@ -136,16 +162,27 @@ def test_world_ranks_that_never_meet_are_one_line(destroyed, monkeypatch):
     assert not destroyed
 
 
+def test_world_device_without_a_number_is_the_current_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    generators = [torch.Generator() for _ in range(2)]
+    monkeypatch.setattr(torch.cuda, "default_generators", generators)
+    assert World(0, 1, 1, torch.device("cuda")).device == torch.device("cuda", 1)
+    assert World(0, 1, 1, torch.device("cuda", 0)).device == torch.device("cuda", 0)
+    assert reseed(torch.device("cuda"), 7) is generators[1]
+
+
 @pytest.fixture
 def kernels(monkeypatch) -> Callable[[], tuple[object, ...]]:
     """kernels() is what decides which kernels run. It is undone after the test."""
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     yield lambda: (
         torch.backends.cudnn.benchmark,
         torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),
         os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+        os.environ.get("NCCL_ALGO"),
     )
     torch.use_deterministic_algorithms(False)
     torch.set_float32_matmul_precision("highest")
@@ -154,8 +191,18 @@ def kernels(monkeypatch) -> Callable[[], tuple[object, ...]]:
 def test_world_kernels_fast_or_deterministic(kernels):
     before = kernels()
     choose_kernels(CPU, deterministic=False)
-    assert kernels() == before == (False, "highest", False, None)
+    assert kernels() == before == (False, "highest", False, None, None)
     choose_kernels(torch.device("cuda", 0), deterministic=False)
-    assert kernels() == (True, "high", False, None)
+    assert kernels() == (True, "high", False, None, None)
     choose_kernels(torch.device("cuda", 0), deterministic=True)
-    assert kernels() == (False, "highest", True, ":4096:8")
+    assert kernels() == (False, "highest", True, ":4096:8", "^NVLS")
+
+
+def test_world_kernels_are_chosen_before_the_group(kernels, destroyed, monkeypatch):
+    """NCCL reads its algorithms when its first group starts. A choice of the user's holds."""
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    at_start = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: at_start.append(kernels()))
+    with pytest.raises(SharedError), init_distributed(Dist(device="cpu"), Launch(0, 2, 0, 2), deterministic=True):
+        raise SharedError("no barrier")
+    assert at_start == [(False, "highest", True, ":4096:8", "Ring")]
