@@ -136,7 +136,16 @@ def join() -> AbstractContextManager[World]:
     return init_distributed(Dist(device="cpu"), Launch(0, 2, 0, 2))
 
 
-LOST = "^the other ranks are gone or hang; see the message of the rank that failed, or raise dist.timeout_s$"
+LOST = "the other ranks are gone or hang; see the message of the rank that failed, or raise dist.timeout_s$"
+NCCL = """NCCL error in: /x/ProcessGroupNCCL.cpp:3690, invalid usage, NCCL version 2.28.9
+ncclInvalidUsage: This usually reflects invalid usage of NCCL library.
+Last error:
+Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1000
+Exception raised from getNCCLComm at /x/ProcessGroupNCCL.cpp:3690 (most recent call first):
+frame #0: c10::Error"""
+UNUSED = """Expected to have finished reduction in the prior iteration before starting a new one. This error indicates
+that your module has parameters that were not used in producing loss. You can enable unused parameter detection by
+passing the keyword argument `find_unused_parameters=True` to `torch.nn.parallel.DistributedDataParallel`"""
 
 
 @pytest.mark.parametrize(
@@ -145,8 +154,15 @@ LOST = "^the other ranks are gone or hang; see the message of the rank that fail
         (SharedError("data.train is x"), SharedError, "data.train is x"),
         (UserError("the disk of this rank is full"), UserError, "the disk of this rank is full"),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), RuntimeError, "mat1 and mat2"),
-        (RuntimeError("[/x/gloo/transport/tcp/pair.cc:547] Connection closed"), UserError, LOST),
-        (dist.DistBackendError("the communicator was aborted"), UserError, LOST),
+        (RuntimeError("[/x/gloo/transport/tcp/pair.cc:547] Connection closed"), UserError, f"^{LOST}"),
+        (dist.DistBackendError("the communicator was aborted"), UserError, f"^the communicator was aborted; .*{LOST}"),
+        (dist.DistBackendError(""), UserError, f"^{LOST}"),
+        (dist.DistBackendError(NCCL), UserError, f"^Duplicate GPU detected : .* device 1000; .*{LOST}"),
+        (
+            RuntimeError(UNUSED),
+            UserError,
+            "^DDP: a step left .*; set dist.find_unused_parameters=true, or remove them$",
+        ),
     ],
 )
 def test_world_errors_that_end_a_rank(destroyed, error, kind, raised):
@@ -157,7 +173,7 @@ def test_world_errors_that_end_a_rank(destroyed, error, kind, raised):
 
 def test_world_ranks_that_never_meet_are_one_line(destroyed, monkeypatch):
     monkeypatch.setattr(dist, "init_process_group", Mock(side_effect=dist.DistStoreError("timed out")))
-    with pytest.raises(UserError, match=LOST), join():
+    with pytest.raises(UserError, match=f"^timed out; if there is no other cause, {LOST}"), join():
         pass
     assert not destroyed
 

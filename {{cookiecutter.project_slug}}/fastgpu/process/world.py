@@ -162,11 +162,20 @@ def init_distributed(
         _destroy_process_group()
         raise
     except RuntimeError as error:
+        text = str(error)
+        if "find_unused_parameters" in text:
+            raise UserError(
+                "DDP: a step left out parameters of the model, such as a branch that the loss does not use; "
+                "set dist.find_unused_parameters=true, or remove them"
+            ) from None
         # gloo raises a plain RuntimeError, whose message begins with a path of its sources.
-        if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
+        is_gloo = "/gloo/" in text
+        if not isinstance(error, dist.DistError) and not is_gloo:
             raise
-        cure = "see the message of the rank that failed, or raise dist.timeout_s"
-        raise UserError(f"the other ranks are gone or hang; {cure}") from None
+        lost = "the other ranks are gone or hang; see the message of the rank that failed, or raise dist.timeout_s"
+        # Errors of NCCL end with their cause, such as two ranks on one GPU.
+        *_, cause = ["", *text.partition("Exception raised from")[0].strip().splitlines()]
+        raise UserError(lost if is_gloo or not cause else f"{cause}; if there is no other cause, {lost}") from None
     _destroy_process_group()
 
 
