@@ -50,8 +50,6 @@ class Training(NamedTuple):
 
 # -------------------------------------------------------------------------- data, model, optimizer
 def build(cfg: Config, splits: feed.Splits, world: World) -> Training:
-
-
     # If a rank raises a UserError in this block, such as a missing file, all ranks end with it.
     with world.raise_on_all_ranks():
         train_rows, val_rows = splits()
@@ -73,11 +71,12 @@ def build(cfg: Config, splits: feed.Splits, world: World) -> Training:
     cfg = cfg.resolved(**sizes.chosen, model=options, train={"precision": precision.name})
     world.check_same(identify_job(cfg.flat(), (train_rows, val_rows), loader.fingerprint))
 
-    # The average copies the model, so it comes before DDP. DDP is compiled with the model in it.
+    # The average copies the model, so it comes before DDP. Only what the steps call is compiled:
+    # `model`, which has the same weights, is validated and saved as it is.
     ema = training.AveragedModel(model, cfg.train.ema)  # with a decay of 0, it is the model itself
     ddp = training.wrap_in_ddp(model, cfg.dist, world, train_rows)
     if cfg.train.compile:
-        ddp.compile()
+        ddp = training.compile_module(ddp)
     return Training(cfg, data, loader, val_loader, workload, model, ddp, optimizer, precision, ema)
 
 
@@ -133,7 +132,7 @@ def train_step(t: Training, batch: Rows, factor: float) -> dict[str, Tensor]:
     # Accumulation: each micro-batch adds its share of the gradients. DDP averages them over the
     # ranks in the backward pass of the last one only: DDP.no_sync() toggles this attribute, too.
     loss_sum = torch.zeros((), device=batch.device)
-    for n, micro_batch in enumerate(batch.batches(len(batch) // optim.accumulation_steps), 1):
+    for n, micro_batch in enumerate(training.cut_batch(batch, optim.accumulation_steps), 1):
         t.ddp.require_backward_grad_sync = n == optim.accumulation_steps  # type: ignore[assignment]
         with t.precision.autocast:
             loss = t.workload.loss(t.ddp, micro_batch) / optim.accumulation_steps
@@ -184,6 +183,7 @@ def train(t: Training, world: World) -> int:
         gc.freeze()
         while at.epoch < n_epochs:
             n_steps = loader.steps_per_epoch(at.epoch)
+            training.check_groups(t.model, state.values())  # a part may have been set free
             # The batches come on the device. A resumed run begins with the step after its last one.
             for batch in clock.timed(loader.batches(at.epoch, start=at.epoch_step)):
                 # The part of the run that is done in mid-step, as if all epochs were like this one.

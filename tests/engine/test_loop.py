@@ -1,19 +1,25 @@
 """The training loop, with the workload `minimal` on made-up rows: whole runs, in this process where that is enough."""
 
+import gc
 import re
 import signal
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 import train as script
 import yaml
+from torch import nn
 
 from fastgpu.process.config import Optim
 from fastgpu.process.launch import UserError
-from support.ranks import in_world, run_train, train_command
+from fastgpu.process.world import World
+from support.ranks import ALONE, in_world, run_train, train_command
 from support.runs import (
     at_call,
+    build,
     metrics_of,
     newest,
     same_weights,
@@ -85,6 +91,31 @@ def test_loop_average_is_validated_and_may_end(folder):
     assert len(val_points(averaged)) == 2
 
 
+def count_graphs(world: World, *words: str) -> int:
+    """Graphs that a run with train.compile=true compiles. The weights of a checkpoint keep their names."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compile_ = torch.compile
+    torch.compile = partial(compile_, backend="aot_eager")
+    try:
+        train("train.epochs=1", "train.compile=true", *words, world=world)
+    finally:
+        torch.compile = compile_
+    assert list(weights_of(Path("runs/a"))) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.filterwarnings("default")  # torch warns of its own parts while it traces
+@pytest.mark.parametrize(
+    ("n_ranks", "words"),
+    [(1, ()), (1, ("train.ema=0.9",)), (1, ("dist.strategy=dp",)), pytest.param(2, (), marks=pytest.mark.slow)],
+)
+def test_loop_compiles_the_steps_only(folder, n_ranks, words):
+    """Also where the model is a module of torch itself; validation is the same for any number of ranks."""
+    graphs = in_world(2, count_graphs, *words) if n_ranks == 2 else [count_graphs(ALONE, *words)]
+    assert graphs == [1] * n_ranks
+
+
 def test_loop_resumed_with_its_own_settings(folder, capsys):
     train("optim.lr=0.02", "model.hidden_dim=8", "train.epochs=1")
     train("run.resume=runs/a", "train.epochs=2", "data.batch_size=64")
@@ -99,6 +130,38 @@ def test_loop_finished_run_is_done_when_resumed(folder, capsys):
     for _ in range(2):
         train("train.epochs=1", "run.resume=auto")
         assert "done: epoch 1, step 21" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("is_in_groups", [True, False])
+def test_loop_part_that_is_set_free_later(folder, monkeypatch, is_in_groups):
+    """As docs/code.md says: it needs gradients when the groups are made, or it would never train."""
+    models = []
+
+    def model(workload: minimal.Workload) -> nn.Module:
+        models.append(make_model(workload))
+        models[0][0].requires_grad_(is_in_groups)
+        return models[0]
+
+    def free() -> None:
+        models[0][0].requires_grad_(True)
+
+    make_model = minimal.Workload.model
+    monkeypatch.setattr(minimal.Workload, "model", model)
+    monkeypatch.setattr(minimal.Workload, "score", at_call(1, minimal.Workload.score, free))  # in the validation
+    parts = build("train.epochs=2")
+    models[0][0].requires_grad_(False)
+    before = models[0][0].weight.clone()
+    try:
+        if is_in_groups:
+            script.train(parts, ALONE)
+        else:
+            with pytest.raises(UserError, match="no group of the optimizer has 0.weight, 0.bias, so training would"):
+                script.train(parts, ALONE)
+    finally:
+        gc.unfreeze()
+    saved = sorted((folder / "runs/a").glob("checkpoints/last-*"))
+    weights = [torch.load(path / "model.pt", weights_only=True)["0.weight"] for path in saved]
+    assert [torch.equal(each, before) for each in weights] == [True, False][: len(weights)]
 
 
 def test_loop_loss_that_is_nan_ends_the_run(folder):

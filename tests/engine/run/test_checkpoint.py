@@ -32,6 +32,11 @@ def parts(value: float = 0.0, model: nn.Module | None = None, kind: type = torch
     return {"model": model, "optimizer": kind(model.parameters())}
 
 
+def with_frozen_bias() -> dict[str, Any]:
+    state = parts()
+    return state | {"optimizer": torch.optim.AdamW([state["model"].weight])}
+
+
 def save_step(run: Path, kind: checkpoint.Kind, step: int, **progress: int) -> bool:
     """Save a checkpoint whose weights are the number of its step."""
     return save(run, kind, Progress(step=step, **progress), parts(step), card={"order": ORDER})
@@ -220,6 +225,7 @@ def test_checkpoint_code_is_not_run(run):
         (parts(model=nn.ModuleList([nn.Linear(3, 2)] * 99)), 'model.pt does not fit: .*Missing .*: "0.weight".*'),
         (parts() | {"optimizer": torch.optim.AdamW([torch.zeros(2)])}, "optimizer.pt does not fit: .*"),
         (parts(kind=torch.optim.SGD), "optimizer.pt does not fit: it is of AdamW"),
+        (with_frozen_bias(), "optimizer.pt does not fit: other parameters train today; docs/code.md .*a new run .*"),
         (parts() | {"ema": AveragedModel(nn.Linear(3, 2), 0.9)}, "ema.pt does not fit: .*No such file.*"),
     ],
 )
