@@ -185,7 +185,8 @@ def train(t: Training, world: World) -> int:
             n_steps = loader.steps_per_epoch(at.epoch)
             training.check_groups(t.model, state.values())  # a part may have been set free
             # The batches come on the device. A resumed run begins with the step after its last one.
-            for batch in clock.timed(loader.batches(at.epoch, start=at.epoch_step)):
+            # If the loader fails, `guard` saves the last step.
+            for batch in clock.timed(run.guard(loader.batches(at.epoch, start=at.epoch_step))):
                 # The part of the run that is done in mid-step, as if all epochs were like this one.
                 done = at.epoch * n_steps + at.epoch_step + 0.5
                 factor = schedule(done / (n_epochs * n_steps), cfg.optim)
@@ -213,7 +214,7 @@ def train(t: Training, world: World) -> int:
 
             # Validate the average of the weights. This changes nothing of the model, so all ranks
             # together may also do it every so many steps. None: a signal came; a resume redoes it.
-            model, batches = t.ema.module, val_loader.batches(at.epoch)
+            model, batches = t.ema.module, run.guard(val_loader.batches(at.epoch))
             val_metrics = training.evaluate(
                 model, workload, batches, world, precision=t.precision, should_stop=run.should_stop
             )

@@ -16,6 +16,7 @@ from torch import nn
 from fastgpu.process.config import Optim
 from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
+from fastgpu.storage.store import HDF5Dataset
 from support.ranks import ALONE, in_world, run_train, train_command
 from support.runs import (
     at_call,
@@ -77,6 +78,27 @@ def test_loop_signal_in_a_validation(folder, monkeypatch):
     train("run.name=stopped", "run.resume=auto", *words)
     first, second = (val_points(folder / "runs" / name) for name in ("whole", "stopped"))
     assert [point["val/mse"] for point in first] == [point["val/mse"] for point in second]
+
+
+@pytest.mark.parametrize("n_reads", [4, 7])  # of six pools to train on, and one to validate on
+def test_loop_feed_that_fails_costs_no_step(folder, monkeypatch, capsys, n_reads):
+    """Such as a server that is gone. The resumed run ends with the weights of an undisturbed one."""
+
+    def fail() -> None:
+        raise UserError("rows.h5 cannot be read")
+
+    words = ("data.tier=disk", "train.epochs=1", "loader.num_readers=1")
+    train("run.name=whole", *words)
+    with monkeypatch.context() as patch:
+        patch.setattr(HDF5Dataset, "gathers", lambda *_: [])
+        patch.setattr(HDF5Dataset, "read", at_call(n_reads, HDF5Dataset.read, fail))
+        with pytest.raises(UserError, match="rows.h5 cannot be read"):
+            train(*words)
+    step = step_of(newest(folder / "runs/a"))
+    assert 0 < step <= STEPS_PER_EPOCH
+    assert f"the loader failed: step {step} is saved in runs/a" in capsys.readouterr().out
+    train("run.resume=auto", *words)
+    assert same_weights(folder / "runs/whole", folder / "runs/a")
 
 
 def test_loop_average_is_validated_and_may_end(folder):
