@@ -37,6 +37,7 @@ class Training(NamedTuple):
     """All that the loop needs, as `build` makes it. diagnose.py measures these very objects."""
 
     config: Config  # with the value that was chosen in place of each `auto`
+    asked: Config  # with `auto`, which a resumed run chooses again for its machine
     data: feed.Data
     loader: feed.Loader
     val_loader: feed.Loader
@@ -68,7 +69,8 @@ def build(cfg: Config, splits: feed.Splits, world: World) -> Training:
 
     # From here on, the config has the value that was chosen in place of each `auto`.
     options = workload.options.model_dump()
-    cfg = cfg.resolved(**sizes.chosen, model=options, train={"precision": precision.name})
+    asked = cfg.resolved(model=options)
+    cfg = asked.resolved(**sizes.chosen, train={"precision": precision.name})
     world.check_same(identify_job(cfg.flat(), (train_rows, val_rows), loader.fingerprint))
 
     # The average copies the model, so it comes before DDP. Only what the steps call is compiled:
@@ -77,7 +79,7 @@ def build(cfg: Config, splits: feed.Splits, world: World) -> Training:
     ddp = training.wrap_in_ddp(model, cfg.dist, world, train_rows)
     if cfg.train.compile:
         ddp = training.compile_module(ddp)
-    return Training(cfg, data, loader, val_loader, workload, model, ddp, optimizer, precision, ema)
+    return Training(cfg, asked, data, loader, val_loader, workload, model, ddp, optimizer, precision, ema)
 
 
 def build_loaders(cfg: Config, data: feed.Data, world: World) -> tuple[feed.Loader, feed.Loader]:
@@ -165,7 +167,7 @@ def train(t: Training, world: World) -> int:
         state["ema"] = t.ema
     model_card = describe_model(cfg.flat(), t.data, workload.card(), loader.fingerprint)
 
-    run = Run(cfg.run, world, state, model_card, values=cfg.model_dump(), best=workload.best)
+    run = Run(cfg.run, world, state, model_card, values=t.asked.model_dump(), best=workload.best)
     at = run.progress  # epoch, epoch_step, step: zeros, or of the checkpoint that Run has loaded
     n_epochs, save_every, lr = cfg.train.epochs, cfg.run.checkpoint_every_steps, cfg.optim.lr
     n_left = sum(map(loader.steps_per_epoch, range(at.epoch, n_epochs))) - at.epoch_step

@@ -1,11 +1,13 @@
 """The training loop, with the workload `minimal` on made-up rows: whole runs, in this process where that is enough."""
 
 import gc
+import json
 import re
 import signal
 import subprocess
 from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,9 +15,11 @@ import train as script
 import yaml
 from torch import nn
 
+from fastgpu.feed import sizes
 from fastgpu.process.config import Optim
 from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
+from fastgpu.run import checkpoint
 from fastgpu.storage.store import HDF5Dataset
 from support.ranks import ALONE, in_world, run_train, train_command
 from support.runs import (
@@ -55,8 +59,10 @@ def test_loop_record_repeats_the_run(folder, capsys):
     assert step_of(best) == min(errors, key=errors.get)
     written = yaml.safe_load((run / "config.yaml").read_text())
     assert written["model"] == {"hidden_dim": 64}  # the defaults of the workload, too
-    chosen = (written["data"]["pool_batches"], written["loader"]["num_readers"], written["train"]["precision"])
-    assert "auto" not in (written["data"]["tier"], *chosen)
+    # It keeps `auto`, for another machine; the model is described with what was chosen.
+    chosen = json.loads((best / "model.json").read_text())["config"]
+    for section, key in (("data", "tier"), ("loader", "num_readers"), ("train", "precision")):
+        assert written[section][key] == "auto" != chosen[f"{section}.{key}"]
     train("--config", "runs/a/config.yaml", "run.name=b")
     assert same_weights(run, folder / "runs/b")
 
@@ -148,6 +154,17 @@ def test_loop_resumed_with_its_own_settings(folder, capsys):
     assert changed == ["data.batch_size=64 (was 32)", "train.epochs=2 (was 1)"]
 
 
+@pytest.mark.parametrize("resume", ["runs/a", "auto"])
+def test_loop_resumed_chooses_for_its_machine(folder, monkeypatch, resume):
+    """Whichever way it is resumed, and only what was `auto`."""
+    train("train.epochs=1", "data.tier=disk")
+    monkeypatch.setattr(sizes, "available_cpus", lambda: 5)
+    parts = build(f"run.resume={resume}", "data.tier=disk")
+    assert (parts.config.loader.num_readers, parts.config.data.tier) == (5, "disk")
+    parts.loader.close()
+    parts.val_loader.close()
+
+
 def test_loop_finished_run_is_done_when_resumed(folder, capsys):
     for _ in range(2):
         train("train.epochs=1", "run.resume=auto")
@@ -199,12 +216,15 @@ def test_loop_check_starts_nothing(folder):
     assert not (folder / "runs").exists()
 
 
+def train_on_a_full_disk(world: World) -> int | str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "save_model", Mock(side_effect=OSError(28, "No space left on device")))
+        return train_rank(world, "train.epochs=1")
+
+
 @pytest.mark.slow
 def test_loop_missing_last_checkpoint_fails_on_every_rank(folder):
-    run = folder / "runs/a"
-    run.mkdir(parents=True)
-    (run / "checkpoints").symlink_to("/proc/self")  # takes no file: the same as a full disk
-    for error in in_world(2, train_rank, "train.epochs=1"):
+    for error in in_world(2, train_on_a_full_disk):
         assert "the last checkpoint is not in" in str(error)
 
 

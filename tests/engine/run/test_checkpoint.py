@@ -275,6 +275,15 @@ def test_checkpoint_buffers_belong_to_ranks(run):
         assert loaded["model"].running_mean.item() == expected
 
 
+@pytest.mark.parametrize(("was_fp16", "is_fp16", "scale"), [(False, True, 65536), (True, False, 1), (True, True, 8)])
+def test_checkpoint_of_another_precision(run, was_fp16, is_fp16, scale):
+    """Such as by train.precision=auto on an older GPU: fp16 begins with its first scale."""
+    scalers = [torch.amp.GradScaler("cpu", 8.0, enabled=was_fp16), torch.amp.GradScaler("cpu", enabled=is_fp16)]
+    save(run, "last", Progress(), parts() | {"scaler": scalers[0]}, card={"order": ORDER})
+    load(find_intact(run), parts() | {"scaler": scalers[1]}, ORDER)
+    assert scalers[1].get_scale() == scale
+
+
 def test_checkpoint_of_another_order_of_rows(run):
     changed = ORDER | {"seed": 1, "content": "b"}
     save_step(run, "last", 1, epoch_step=1)

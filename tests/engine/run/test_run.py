@@ -115,6 +115,19 @@ def test_run_folder_that_cannot_be_written(tmp_path, name, reason):
     assert victim.read_text() == "mine"
 
 
+def test_run_checkpoints_behind_a_link_are_refused(tmp_path):
+    """As after `cp -a runs/mine runs/fork`: each of the two would delete what the other saves."""
+    with started_run(tmp_path, name="mine") as run:
+        train_epoch(run)
+    (tmp_path / "fork").mkdir()
+    (tmp_path / "fork/checkpoints").symlink_to("../mine/checkpoints")
+    for resume in ("never", "auto"):
+        with pytest.raises(UserError, match="fork/checkpoints is a link: .*; link .*/fork instead"):
+            locked(tmp_path, "fork", resume)
+    (tmp_path / "linked").symlink_to("mine")
+    assert locked(tmp_path, "linked", "auto") == tmp_path / "linked"  # it has the lock of `mine`
+
+
 def test_run_saves_inside_and_after_an_epoch(tmp_path):
     with started_run(tmp_path) as run:
         train_epoch(run, score=2.0, save_every=3)

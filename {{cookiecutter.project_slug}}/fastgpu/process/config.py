@@ -42,7 +42,8 @@ class Run(Section):
     """Seed of the weights, the order of the rows and the augmentation."""
     resume: Literal["never", "auto"] = "never"
     """auto: continue from the last checkpoint if there is one. On the command line, also a run folder, such as
-    runs/first: the run continues with its recorded config; other `key=value` arguments override it."""
+    runs/first: the run continues with its recorded config; other `key=value` arguments override it. Both choose each
+    value that is auto again for this machine, and print a change, such as of train.precision."""
     checkpoint_every_steps: CountOrZero = 0
     """Also save inside an epoch, after every so many steps of the run. 0: save only after each epoch."""
     deterministic: bool = False
