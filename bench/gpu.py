@@ -35,7 +35,7 @@ from fastgpu.feed import open_splits
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import UserError, attempt
 from fastgpu.process.machine import available_cpus
-from fastgpu.process.world import World
+from fastgpu.process.world import World, choose_kernels
 from fastgpu.rows.rows import Rows
 from fastgpu.telemetry.clock import Clock
 from fastgpu.telemetry.monitor import Monitor
@@ -130,6 +130,7 @@ class Bench:
     def __init__(self, case: Case, spec: DataSpec, device: torch.device, stack: ExitStack):
         """Threads and processes end with `stack`."""
         world = World(rank=0, world_size=1, local_world_size=1, device=device)
+        choose_kernels(world.device, deterministic=False)  # as train.py does before it builds
         self.synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
         self.clock = Clock(world, spec.batch_size)
         self.monitor = stack.enter_context(Monitor(world, poll_s=0.2))
@@ -149,8 +150,9 @@ class Bench:
         if case.dataset:
             sources[TUNED] = batches_of_loader(case, spec, device)
         first = next(iter(self.parts.loader.batches(0)))
-        sources[FIXED] = repeat(first.take(torch.arange(spec.batch_size, device=first.device)))
-        rng = torch.Generator(device).manual_seed(0)
+        # Ragged rows take indices from host memory; others are moved.
+        sources[FIXED] = repeat(first.take(torch.arange(spec.batch_size)))
+        rng = torch.Generator(world.device).manual_seed(0)
         self.loops = {name: loop(batches, self.clock, self.parts, rng) for name, batches in sources.items()}
         stack.callback(self.loops.clear)  # ends the workers of DataLoaders
 

@@ -57,7 +57,7 @@ def diagnose(cfg: Config, world: World, args: argparse.Namespace) -> dict[str, o
 
 
 if __name__ == "__main__":
-    with exit_with_message(), init_distributed(config.dist) as world:
+    with exit_with_message(), init_distributed(config.dist, deterministic=config.run.deterministic) as world:
         with redirect_stdout(sys.stderr) if args.json else nullcontext():
             numbers = diagnose(config, world, args)
         if args.json:

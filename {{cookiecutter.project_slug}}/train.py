@@ -27,7 +27,7 @@ import workloads
 from fastgpu import feed, training
 from fastgpu.process.config import Config, Optim
 from fastgpu.process.seeds import reseed
-from fastgpu.process.world import World, choose_kernels, init_distributed
+from fastgpu.process.world import World, init_distributed
 from fastgpu.rows import BlockSampler, Rows, Shard
 from fastgpu.run import Run, Stateful, describe_model, identify_job
 from fastgpu.telemetry import Clock, Monitor, TensorBoard
@@ -37,6 +37,7 @@ class Training(NamedTuple):
     """All that the loop needs, as `build` makes it. diagnose.py measures these very objects."""
 
     config: Config  # with the value that was chosen in place of each `auto`
+    asked: Config  # with `auto`, which a resumed run chooses again for its machine
     data: feed.Data
     loader: feed.Loader
     val_loader: feed.Loader
@@ -50,9 +51,6 @@ class Training(NamedTuple):
 
 # -------------------------------------------------------------------------- data, model, optimizer
 def build(cfg: Config, splits: feed.Splits, world: World) -> Training:
-    # On a GPU: cudnn.benchmark and TF32, or with run.deterministic the same bits in every run.
-    choose_kernels(world.device, deterministic=cfg.run.deterministic)
-
     # If a rank raises a UserError in this block, such as a missing file, all ranks end with it.
     with world.raise_on_all_ranks():
         train_rows, val_rows = splits()
@@ -71,15 +69,17 @@ def build(cfg: Config, splits: feed.Splits, world: World) -> Training:
 
     # From here on, the config has the value that was chosen in place of each `auto`.
     options = workload.options.model_dump()
-    cfg = cfg.resolved(**sizes.chosen, model=options, train={"precision": precision.name})
+    asked = cfg.resolved(model=options)
+    cfg = asked.resolved(**sizes.chosen, train={"precision": precision.name})
     world.check_same(identify_job(cfg.flat(), (train_rows, val_rows), loader.fingerprint))
 
-    # The average copies the model, so it comes before DDP. DDP is compiled with the model in it.
+    # The average copies the model, so it comes before DDP. Only what the steps call is compiled:
+    # `model`, which has the same weights, is validated and saved as it is.
     ema = training.AveragedModel(model, cfg.train.ema)  # with a decay of 0, it is the model itself
     ddp = training.wrap_in_ddp(model, cfg.dist, world, train_rows)
     if cfg.train.compile:
-        ddp.compile()
-    return Training(cfg, data, loader, val_loader, workload, model, ddp, optimizer, precision, ema)
+        ddp = training.compile_module(ddp)
+    return Training(cfg, asked, data, loader, val_loader, workload, model, ddp, optimizer, precision, ema)
 
 
 def build_loaders(cfg: Config, data: feed.Data, world: World) -> tuple[feed.Loader, feed.Loader]:
@@ -134,7 +134,7 @@ def train_step(t: Training, batch: Rows, factor: float) -> dict[str, Tensor]:
     # Accumulation: each micro-batch adds its share of the gradients. DDP averages them over the
     # ranks in the backward pass of the last one only: DDP.no_sync() toggles this attribute, too.
     loss_sum = torch.zeros((), device=batch.device)
-    for n, micro_batch in enumerate(batch.batches(len(batch) // optim.accumulation_steps), 1):
+    for n, micro_batch in enumerate(training.cut_batch(batch, optim.accumulation_steps), 1):
         t.ddp.require_backward_grad_sync = n == optim.accumulation_steps  # type: ignore[assignment]
         with t.precision.autocast:
             loss = t.workload.loss(t.ddp, micro_batch) / optim.accumulation_steps
@@ -167,7 +167,7 @@ def train(t: Training, world: World) -> int:
         state["ema"] = t.ema
     model_card = describe_model(cfg.flat(), t.data, workload.card(), loader.fingerprint)
 
-    run = Run(cfg.run, world, state, model_card, values=cfg.model_dump(), best=workload.best)
+    run = Run(cfg.run, world, state, model_card, values=t.asked.model_dump(), best=workload.best)
     at = run.progress  # epoch, epoch_step, step: zeros, or of the checkpoint that Run has loaded
     n_epochs, save_every, lr = cfg.train.epochs, cfg.run.checkpoint_every_steps, cfg.optim.lr
     n_left = sum(map(loader.steps_per_epoch, range(at.epoch, n_epochs))) - at.epoch_step
@@ -185,8 +185,10 @@ def train(t: Training, world: World) -> int:
         gc.freeze()
         while at.epoch < n_epochs:
             n_steps = loader.steps_per_epoch(at.epoch)
+            training.check_groups(t.model, state.values())  # a part may have been set free
             # The batches come on the device. A resumed run begins with the step after its last one.
-            for batch in clock.timed(loader.batches(at.epoch, start=at.epoch_step)):
+            # If the loader fails, `guard` saves the last step.
+            for batch in clock.timed(run.guard(loader.batches(at.epoch, start=at.epoch_step))):
                 # The part of the run that is done in mid-step, as if all epochs were like this one.
                 done = at.epoch * n_steps + at.epoch_step + 0.5
                 factor = schedule(done / (n_epochs * n_steps), cfg.optim)
@@ -214,7 +216,7 @@ def train(t: Training, world: World) -> int:
 
             # Validate the average of the weights. This changes nothing of the model, so all ranks
             # together may also do it every so many steps. None: a signal came; a resume redoes it.
-            model, batches = t.ema.module, val_loader.batches(at.epoch)
+            model, batches = t.ema.module, run.guard(val_loader.batches(at.epoch))
             val_metrics = training.evaluate(
                 model, workload, batches, world, precision=t.precision, should_stop=run.should_stop
             )
@@ -234,7 +236,9 @@ if __name__ == "__main__":
         # workers of a Dataset are forks of this process, and neither CUDA nor NCCL survives a fork.
         # An error is kept, and raised in `build`, where all ranks end together.
         splits = attempt(feed.open_splits, config.data, config.loader, config.run.seed)
-        with init_distributed(config.dist) as world:  # nccl, or gloo on CPUs
+        # The process group is nccl, or gloo on CPUs. On a GPU the kernels are chosen before NCCL
+        # starts: cudnn.benchmark and TF32, or with run.deterministic the same bits in every run.
+        with init_distributed(config.dist, deterministic=config.run.deterministic) as world:
             t = build(config, splits, world)
             exit_code = 0 if config.run.check else train(t, world)
     sys.exit(exit_code)

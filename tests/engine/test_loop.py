@@ -1,19 +1,30 @@
 """The training loop, with the workload `minimal` on made-up rows: whole runs, in this process where that is enough."""
 
+import gc
+import json
 import re
 import signal
 import subprocess
+from functools import partial
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+import torch
 import train as script
 import yaml
+from torch import nn
 
+from fastgpu.feed import sizes
 from fastgpu.process.config import Optim
 from fastgpu.process.launch import UserError
-from support.ranks import in_world, run_train, train_command
+from fastgpu.process.world import World
+from fastgpu.run import checkpoint
+from fastgpu.storage.store import HDF5Dataset
+from support.ranks import ALONE, in_world, run_train, train_command
 from support.runs import (
     at_call,
+    build,
     metrics_of,
     newest,
     same_weights,
@@ -48,8 +59,10 @@ def test_loop_record_repeats_the_run(folder, capsys):
     assert step_of(best) == min(errors, key=errors.get)
     written = yaml.safe_load((run / "config.yaml").read_text())
     assert written["model"] == {"hidden_dim": 64}  # the defaults of the workload, too
-    chosen = (written["data"]["pool_batches"], written["loader"]["num_readers"], written["train"]["precision"])
-    assert "auto" not in (written["data"]["tier"], *chosen)
+    # It keeps `auto`, for another machine; the model is described with what was chosen.
+    chosen = json.loads((best / "model.json").read_text())["config"]
+    for section, key in (("data", "tier"), ("loader", "num_readers"), ("train", "precision")):
+        assert written[section][key] == "auto" != chosen[f"{section}.{key}"]
     train("--config", "runs/a/config.yaml", "run.name=b")
     assert same_weights(run, folder / "runs/b")
 
@@ -73,6 +86,27 @@ def test_loop_signal_in_a_validation(folder, monkeypatch):
     assert [point["val/mse"] for point in first] == [point["val/mse"] for point in second]
 
 
+@pytest.mark.parametrize("n_reads", [4, 7])  # of six pools to train on, and one to validate on
+def test_loop_feed_that_fails_costs_no_step(folder, monkeypatch, capsys, n_reads):
+    """Such as a server that is gone. The resumed run ends with the weights of an undisturbed one."""
+
+    def fail() -> None:
+        raise UserError("rows.h5 cannot be read")
+
+    words = ("data.tier=disk", "train.epochs=1", "loader.num_readers=1")
+    train("run.name=whole", *words)
+    with monkeypatch.context() as patch:
+        patch.setattr(HDF5Dataset, "gathers", lambda *_: [])
+        patch.setattr(HDF5Dataset, "read", at_call(n_reads, HDF5Dataset.read, fail))
+        with pytest.raises(UserError, match="rows.h5 cannot be read"):
+            train(*words)
+    step = step_of(newest(folder / "runs/a"))
+    assert 0 < step <= STEPS_PER_EPOCH
+    assert f"the loader failed: step {step} is saved in runs/a" in capsys.readouterr().out
+    train("run.resume=auto", *words)
+    assert same_weights(folder / "runs/whole", folder / "runs/a")
+
+
 def test_loop_average_is_validated_and_may_end(folder):
     plain, averaged = folder / "runs/plain", folder / "runs/averaged"
     train("run.name=plain", "train.epochs=1")
@@ -85,6 +119,31 @@ def test_loop_average_is_validated_and_may_end(folder):
     assert len(val_points(averaged)) == 2
 
 
+def count_graphs(world: World, *words: str) -> int:
+    """Graphs that a run with train.compile=true compiles. The weights of a checkpoint keep their names."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compile_ = torch.compile
+    torch.compile = partial(compile_, backend="aot_eager")
+    try:
+        train("train.epochs=1", "train.compile=true", *words, world=world)
+    finally:
+        torch.compile = compile_
+    assert list(weights_of(Path("runs/a"))) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.filterwarnings("default")  # torch warns of its own parts while it traces
+@pytest.mark.parametrize(
+    ("n_ranks", "words"),
+    [(1, ()), (1, ("train.ema=0.9",)), (1, ("dist.strategy=dp",)), pytest.param(2, (), marks=pytest.mark.slow)],
+)
+def test_loop_compiles_the_steps_only(folder, n_ranks, words):
+    """Also where the model is a module of torch itself; validation is the same for any number of ranks."""
+    graphs = in_world(2, count_graphs, *words) if n_ranks == 2 else [count_graphs(ALONE, *words)]
+    assert graphs == [1] * n_ranks
+
+
 def test_loop_resumed_with_its_own_settings(folder, capsys):
     train("optim.lr=0.02", "model.hidden_dim=8", "train.epochs=1")
     train("run.resume=runs/a", "train.epochs=2", "data.batch_size=64")
@@ -95,10 +154,53 @@ def test_loop_resumed_with_its_own_settings(folder, capsys):
     assert changed == ["data.batch_size=64 (was 32)", "train.epochs=2 (was 1)"]
 
 
+@pytest.mark.parametrize("resume", ["runs/a", "auto"])
+def test_loop_resumed_chooses_for_its_machine(folder, monkeypatch, resume):
+    """Whichever way it is resumed, and only what was `auto`."""
+    train("train.epochs=1", "data.tier=disk")
+    monkeypatch.setattr(sizes, "available_cpus", lambda: 5)
+    parts = build(f"run.resume={resume}", "data.tier=disk")
+    assert (parts.config.loader.num_readers, parts.config.data.tier) == (5, "disk")
+    parts.loader.close()
+    parts.val_loader.close()
+
+
 def test_loop_finished_run_is_done_when_resumed(folder, capsys):
     for _ in range(2):
         train("train.epochs=1", "run.resume=auto")
         assert "done: epoch 1, step 21" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("is_in_groups", [True, False])
+def test_loop_part_that_is_set_free_later(folder, monkeypatch, is_in_groups):
+    """As docs/code.md says: it needs gradients when the groups are made, or it would never train."""
+    models = []
+
+    def model(workload: minimal.Workload) -> nn.Module:
+        models.append(make_model(workload))
+        models[0][0].requires_grad_(is_in_groups)
+        return models[0]
+
+    def free() -> None:
+        models[0][0].requires_grad_(True)
+
+    make_model = minimal.Workload.model
+    monkeypatch.setattr(minimal.Workload, "model", model)
+    monkeypatch.setattr(minimal.Workload, "score", at_call(1, minimal.Workload.score, free))  # in the validation
+    parts = build("train.epochs=2")
+    models[0][0].requires_grad_(False)
+    before = models[0][0].weight.clone()
+    try:
+        if is_in_groups:
+            script.train(parts, ALONE)
+        else:
+            with pytest.raises(UserError, match="no group of the optimizer has 0.weight, 0.bias, so training would"):
+                script.train(parts, ALONE)
+    finally:
+        gc.unfreeze()
+    saved = sorted((folder / "runs/a").glob("checkpoints/last-*"))
+    weights = [torch.load(path / "model.pt", weights_only=True)["0.weight"] for path in saved]
+    assert [torch.equal(each, before) for each in weights] == [True, False][: len(weights)]
 
 
 def test_loop_loss_that_is_nan_ends_the_run(folder):
@@ -114,12 +216,15 @@ def test_loop_check_starts_nothing(folder):
     assert not (folder / "runs").exists()
 
 
+def train_on_a_full_disk(world: World) -> int | str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "save_model", Mock(side_effect=OSError(28, "No space left on device")))
+        return train_rank(world, "train.epochs=1")
+
+
 @pytest.mark.slow
 def test_loop_missing_last_checkpoint_fails_on_every_rank(folder):
-    run = folder / "runs/a"
-    run.mkdir(parents=True)
-    (run / "checkpoints").symlink_to("/proc/self")  # takes no file: the same as a full disk
-    for error in in_world(2, train_rank, "train.epochs=1"):
+    for error in in_world(2, train_on_a_full_disk):
         assert "the last checkpoint is not in" in str(error)
 
 

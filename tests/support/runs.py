@@ -174,7 +174,7 @@ def parts_of_step(
     workload: object, model: nn.Module, settings: Optim, precision: Precision = "fp32", *, ddp: nn.Module | None = None
 ) -> Training:
     """The parts that `train_step` needs. workload: its `loss` is used."""
-    unused = dict.fromkeys(("data", "loader", "val_loader"))
+    unused = dict.fromkeys(("asked", "data", "loader", "val_loader"))
     optimizer = make_optimizer(model, settings)
     note_groups(model, optimizer)
     return Training(

@@ -4,7 +4,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from copy import copy
 from itertools import count, islice
 from unittest.mock import Mock, call
@@ -269,3 +269,26 @@ def test_prefetch_in_a_loop_of_somebody_else(tmp_path):
     losses = [float(line.rpartition(" ")[2]) for line in done.stdout.splitlines()]
     assert len(losses) == 3
     assert losses[0] > losses[2] < 1.5  # by chance it would be 2.3
+
+
+def test_prefetch_device_without_a_number(store, monkeypatch):
+    """The stand-in for torch.cuda takes what the real one takes: `set_device` refuses a device without a number."""
+    devices = []
+
+    def set_device(device: torch.device) -> None:
+        if device.index is None:
+            raise ValueError(f"Expected a torch.device with a specified index or an integer, but got:{device}")
+        devices.append(device.index)
+
+    for name in ("Stream", "Event", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, Mock())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    empty = rows_module.Rows.empty
+    monkeypatch.setattr(rows_module.Rows, "empty", lambda fields, n_rows, device, pinned: empty(fields, n_rows, CPU))
+    monkeypatch.setattr(rows_module.Rows, "to", lambda rows, device: rows)
+    feed = PrefetchLoader(store, order_of(store), torch.device("cuda"), 2, passes=Passes(n_epochs=1))
+    assert sum(len(batch) for batch in feed.batches(0)) == 120
+    feed.close()
+    assert devices == [1]

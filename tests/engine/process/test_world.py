@@ -1,4 +1,5 @@
 import os
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -8,8 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fastgpu.diagnose.ceilings import Meter
 from fastgpu.process.config import Dist
 from fastgpu.process.launch import Launch, SharedError, UserError, warn
+from fastgpu.process.seeds import reseed
 from fastgpu.process.world import World, choose_kernels, init_distributed
 from support.ranks import ALONE, CPU, in_world, needs_gpu, no_host_sync
 
@@ -58,6 +61,29 @@ def test_world_two_ranks_share_values_and_errors():
         }
     assert use_collectives(ALONE) == [1.0, [0, 0], 0.0, [0.5], "rank 0"]
     assert not dist.is_initialized()
+
+
+def test_world_sync_mode_is_reset(monkeypatch):
+    """Whatever torch or the work says: otherwise each later wait of the process would be an error or a warning."""
+    mode = "new"
+
+    def set_mode(name: str) -> None:
+        nonlocal mode
+        is_first, mode = mode == "new", name
+        if is_first:
+            warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=2)
+
+    def divide() -> None:
+        assert mode == "warn"
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
+    with warnings.catch_warnings(action="error"), no_host_sync():
+        assert mode == "error"
+    assert mode == "default"
+    with pytest.raises(ZeroDivisionError):
+        Meter(World(0, 1, 1, torch.device("cuda", 0)), 1.0).syncs(divide)
+    assert mode == "default"
 
 
 @pytest.mark.gpu
@@ -110,7 +136,16 @@ def join() -> AbstractContextManager[World]:
     return init_distributed(Dist(device="cpu"), Launch(0, 2, 0, 2))
 
 
-LOST = "^the other ranks are gone or hang; see the message of the rank that failed, or raise dist.timeout_s$"
+LOST = "the other ranks are gone or hang; see the message of the rank that failed, or raise dist.timeout_s$"
+NCCL = """NCCL error in: /x/ProcessGroupNCCL.cpp:3690, invalid usage, NCCL version 2.28.9
+ncclInvalidUsage: This usually reflects invalid usage of NCCL library.
+Last error:
+Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1000
+Exception raised from getNCCLComm at /x/ProcessGroupNCCL.cpp:3690 (most recent call first):
+frame #0: c10::Error"""
+UNUSED = """Expected to have finished reduction in the prior iteration before starting a new one. This error indicates
+that your module has parameters that were not used in producing loss. You can enable unused parameter detection by
+passing the keyword argument `find_unused_parameters=True` to `torch.nn.parallel.DistributedDataParallel`"""
 
 
 @pytest.mark.parametrize(
@@ -119,8 +154,15 @@ LOST = "^the other ranks are gone or hang; see the message of the rank that fail
         (SharedError("data.train is x"), SharedError, "data.train is x"),
         (UserError("the disk of this rank is full"), UserError, "the disk of this rank is full"),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), RuntimeError, "mat1 and mat2"),
-        (RuntimeError("[/x/gloo/transport/tcp/pair.cc:547] Connection closed"), UserError, LOST),
-        (dist.DistBackendError("the communicator was aborted"), UserError, LOST),
+        (RuntimeError("[/x/gloo/transport/tcp/pair.cc:547] Connection closed"), UserError, f"^{LOST}"),
+        (dist.DistBackendError("the communicator was aborted"), UserError, f"^the communicator was aborted; .*{LOST}"),
+        (dist.DistBackendError(""), UserError, f"^{LOST}"),
+        (dist.DistBackendError(NCCL), UserError, f"^Duplicate GPU detected : .* device 1000; .*{LOST}"),
+        (
+            RuntimeError(UNUSED),
+            UserError,
+            "^DDP: a step left .*; set dist.find_unused_parameters=true, or remove them$",
+        ),
     ],
 )
 def test_world_errors_that_end_a_rank(destroyed, error, kind, raised):
@@ -131,21 +173,32 @@ def test_world_errors_that_end_a_rank(destroyed, error, kind, raised):
 
 def test_world_ranks_that_never_meet_are_one_line(destroyed, monkeypatch):
     monkeypatch.setattr(dist, "init_process_group", Mock(side_effect=dist.DistStoreError("timed out")))
-    with pytest.raises(UserError, match=LOST), join():
+    with pytest.raises(UserError, match=f"^timed out; if there is no other cause, {LOST}"), join():
         pass
     assert not destroyed
+
+
+def test_world_device_without_a_number_is_the_current_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    generators = [torch.Generator() for _ in range(2)]
+    monkeypatch.setattr(torch.cuda, "default_generators", generators)
+    assert World(0, 1, 1, torch.device("cuda")).device == torch.device("cuda", 1)
+    assert World(0, 1, 1, torch.device("cuda", 0)).device == torch.device("cuda", 0)
+    assert reseed(torch.device("cuda"), 7) is generators[1]
 
 
 @pytest.fixture
 def kernels(monkeypatch) -> Callable[[], tuple[object, ...]]:
     """kernels() is what decides which kernels run. It is undone after the test."""
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     yield lambda: (
         torch.backends.cudnn.benchmark,
         torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),
         os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+        os.environ.get("NCCL_ALGO"),
     )
     torch.use_deterministic_algorithms(False)
     torch.set_float32_matmul_precision("highest")
@@ -154,8 +207,18 @@ def kernels(monkeypatch) -> Callable[[], tuple[object, ...]]:
 def test_world_kernels_fast_or_deterministic(kernels):
     before = kernels()
     choose_kernels(CPU, deterministic=False)
-    assert kernels() == before == (False, "highest", False, None)
+    assert kernels() == before == (False, "highest", False, None, None)
     choose_kernels(torch.device("cuda", 0), deterministic=False)
-    assert kernels() == (True, "high", False, None)
+    assert kernels() == (True, "high", False, None, None)
     choose_kernels(torch.device("cuda", 0), deterministic=True)
-    assert kernels() == (False, "highest", True, ":4096:8")
+    assert kernels() == (False, "highest", True, ":4096:8", "^NVLS")
+
+
+def test_world_kernels_are_chosen_before_the_group(kernels, destroyed, monkeypatch):
+    """NCCL reads its algorithms when its first group starts. A choice of the user's holds."""
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    at_start = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: at_start.append(kernels()))
+    with pytest.raises(SharedError), init_distributed(Dist(device="cpu"), Launch(0, 2, 0, 2), deterministic=True):
+        raise SharedError("no barrier")
+    assert at_start == [(False, "highest", True, ":4096:8", "Ring")]

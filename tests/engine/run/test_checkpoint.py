@@ -12,6 +12,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import nn
 
 from fastgpu.process.config import Run
@@ -30,6 +31,11 @@ def parts(value: float = 0.0, model: nn.Module | None = None, kind: type = torch
     for weight in model.parameters():
         nn.init.constant_(weight, value)
     return {"model": model, "optimizer": kind(model.parameters())}
+
+
+def with_frozen_bias() -> dict[str, Any]:
+    state = parts()
+    return state | {"optimizer": torch.optim.AdamW([state["model"].weight])}
 
 
 def save_step(run: Path, kind: checkpoint.Kind, step: int, **progress: int) -> bool:
@@ -72,6 +78,21 @@ def test_checkpoint_keeps_the_newest_of_a_kind(run):
     assert resume(run) == (11, 11.0)
 
 
+def read(path: Path) -> tuple[int, dict[str, torch.Tensor]]:
+    """The step of a checkpoint of any kind, and the model to use. Fails if a file does not match its checksum."""
+    content = checkpoint._read_state(path)
+    assert {name: checkpoint.sha256_of(path / name) for name in content["sha256"]} == content["sha256"]
+    return content["progress"]["step"], load_file(path / checkpoint.WEIGHTS)
+
+
+def test_checkpoint_best_has_what_is_read_of_it(run):
+    """A run is resumed from the last one only. Of a large model, the optimizer is two thirds of the bytes."""
+    save_step(run, "best", 1)
+    path = newest_first(run, "best")[0]
+    assert {each.name for each in path.iterdir()} == {"model.json", "model.safetensors", "state.json"}
+    assert read(path)[0] == 1
+
+
 class Killed(BaseException):
     """Stands for SIGKILL: no handler catches it."""
 
@@ -95,9 +116,8 @@ def test_checkpoint_survives_a_kill_at_any_call(tmp_path, monkeypatch, kind):
                 patch.setattr(owner, name, deadly(getattr(owner, name)))
             with suppress(Killed):
                 save_step(run, kind, 2)
-        fresh = parts()
-        step = load(newest_first(run, kind)[0], fresh, ORDER).step
-        assert (step, fresh["model"].bias[0]) in ((1, 1.0), (2, 2.0))
+        step, weights = read(newest_first(run, kind)[0])
+        assert weights["bias"][0] == step in (1, 2)
         lock_folder(Run(folder=str(tmp_path), name=run.name, resume="auto"))[1].close()  # as the next start does
         for later in (2, 3):  # the next saves work, and nothing is left over
             assert save_step(run, kind, later)
@@ -220,6 +240,7 @@ def test_checkpoint_code_is_not_run(run):
         (parts(model=nn.ModuleList([nn.Linear(3, 2)] * 99)), 'model.pt does not fit: .*Missing .*: "0.weight".*'),
         (parts() | {"optimizer": torch.optim.AdamW([torch.zeros(2)])}, "optimizer.pt does not fit: .*"),
         (parts(kind=torch.optim.SGD), "optimizer.pt does not fit: it is of AdamW"),
+        (with_frozen_bias(), "optimizer.pt does not fit: other parameters train today; docs/code.md .*a new run .*"),
         (parts() | {"ema": AveragedModel(nn.Linear(3, 2), 0.9)}, "ema.pt does not fit: .*No such file.*"),
     ],
 )
@@ -252,6 +273,15 @@ def test_checkpoint_buffers_belong_to_ranks(run):
         loaded = state()
         load(find_intact(run), loaded, ORDER, rank=rank, world_size=world_size)
         assert loaded["model"].running_mean.item() == expected
+
+
+@pytest.mark.parametrize(("was_fp16", "is_fp16", "scale"), [(False, True, 65536), (True, False, 1), (True, True, 8)])
+def test_checkpoint_of_another_precision(run, was_fp16, is_fp16, scale):
+    """Such as by train.precision=auto on an older GPU: fp16 begins with its first scale."""
+    scalers = [torch.amp.GradScaler("cpu", 8.0, enabled=was_fp16), torch.amp.GradScaler("cpu", enabled=is_fp16)]
+    save(run, "last", Progress(), parts() | {"scaler": scalers[0]}, card={"order": ORDER})
+    load(find_intact(run), parts() | {"scaler": scalers[1]}, ORDER)
+    assert scalers[1].get_scale() == scale
 
 
 def test_checkpoint_of_another_order_of_rows(run):

@@ -1,9 +1,11 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import time
+from collections.abc import Iterator
 from math import inf, nan
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,8 +28,8 @@ from fastgpu.run.record import describe_model, write_or_warn
 from fastgpu.run.run import Run, lock_folder
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.training.step import note_groups
-from support.ranks import ALONE, fork, in_world
-from support.runs import SHORT_CONFIG, SHORT_ORDER, SHORT_SIZES, SHORT_SOURCE, SHORT_STEPS, newest, step_of
+from support.ranks import ALONE, CPU, fork, in_world
+from support.runs import SHORT_CONFIG, SHORT_ORDER, SHORT_SIZES, SHORT_SOURCE, SHORT_STEPS, at_call, newest, step_of
 
 
 def started_run(
@@ -113,6 +115,19 @@ def test_run_folder_that_cannot_be_written(tmp_path, name, reason):
     assert victim.read_text() == "mine"
 
 
+def test_run_checkpoints_behind_a_link_are_refused(tmp_path):
+    """As after `cp -a runs/mine runs/fork`: each of the two would delete what the other saves."""
+    with started_run(tmp_path, name="mine") as run:
+        train_epoch(run)
+    (tmp_path / "fork").mkdir()
+    (tmp_path / "fork/checkpoints").symlink_to("../mine/checkpoints")
+    for resume in ("never", "auto"):
+        with pytest.raises(UserError, match="fork/checkpoints is a link: .*; link .*/fork instead"):
+            locked(tmp_path, "fork", resume)
+    (tmp_path / "linked").symlink_to("mine")
+    assert locked(tmp_path, "linked", "auto") == tmp_path / "linked"  # it has the lock of `mine`
+
+
 def test_run_saves_inside_and_after_an_epoch(tmp_path):
     with started_run(tmp_path) as run:
         train_epoch(run, score=2.0, save_every=3)
@@ -172,6 +187,85 @@ def test_run_best_of_equal_values_by_the_loss(tmp_path, losses, best_epoch):
             run.progress.epoch += 1
             run.save({"val/score": 1.0} | ({} if loss is None else {"val/loss": loss}))
     assert run.progress.best_epoch == best_epoch
+
+
+def lose_the_best(world: World, folder: Path) -> list[tuple[float | None, int]]:
+    """(best, best_epoch) after each of four epochs. The disk is full when the first best model is written."""
+    known = []
+    written = at_call(1, checkpoint.save_model, Mock(side_effect=OSError(28, "No space left on device")))
+    with pytest.MonkeyPatch.context() as patch, started_run(folder, world=world) as run:
+        patch.setattr(checkpoint, "save_model", written)
+        for score in (90.0, 50.0, 40.0, 60.0):
+            train_epoch(run, score=score)
+            known.append((run.progress.best, run.progress.best_epoch))
+            best = [step_of(path) // SHORT_STEPS for path in (folder / "a").glob("checkpoints/best-*")]
+            assert not world.is_main or best == [epoch for _, epoch in known[-1:] if epoch]
+    return known
+
+
+@pytest.mark.parametrize("n_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_run_best_is_what_is_on_disk(tmp_path, n_ranks):
+    known = in_world(2, lose_the_best, tmp_path) if n_ranks == 2 else [lose_the_best(ALONE, tmp_path)]
+    assert known == [[(None, 0), (50, 2), (50, 2), (60, 4)]] * n_ranks
+
+
+def test_run_best_that_was_removed_is_forgotten(tmp_path):
+    with started_run(tmp_path) as run:
+        train_epoch(run, score=90.0)
+    shutil.rmtree(newest(tmp_path / "a", "best"))
+    with started_run(tmp_path, resume="auto") as run:
+        train_epoch(run, score=50.0)
+    assert step_of(newest(tmp_path / "a", "best")) == 2 * SHORT_STEPS
+
+
+def train_until_the_loader_fails(run: Run, problem: str = "") -> None:
+    """Three steps, and then the error of the loader."""
+
+    def batches() -> Iterator[int]:
+        yield from range(3)
+        raise UserError("the server is gone")
+
+    for _ in run.guard(batches()):
+        run.progress.step += 1
+        run.progress.epoch_step += 1
+        if problem == "nan":
+            nn.init.constant_(run._state["model"].weight, nan)
+        if problem == "saved before":
+            run.save()
+
+
+@pytest.mark.parametrize(
+    ("problem", "saved", "printed"),
+    [
+        ("", ["last-000001"], r"the loader failed: step 3 is saved in .*/a\n"),
+        ("nan", [], "warning: the loader failed, and step 3 is not saved: .*weight.* is not finite at step 3; .*"),
+        ("disk", [], "warning: .*last-000001 was not written: .*"),
+        ("saved before", ["last-000002", "last-000003"], ""),
+    ],
+)
+def test_run_loader_that_fails_costs_no_step(tmp_path, monkeypatch, capsys, problem, saved, printed):
+    """The error of the loader is raised, whatever comes of saving."""
+    if problem == "disk":
+        monkeypatch.setattr(checkpoint, "save_model", Mock(side_effect=OSError(28, "No space left on device")))
+    with started_run(tmp_path) as run, pytest.raises(UserError, match="the server is gone"):
+        train_until_the_loader_fails(run, problem)
+    assert checkpoints(tmp_path / "a") == saved
+    lines = capsys.readouterr().out.splitlines(keepends=True)
+    assert re.fullmatch(printed, "".join(line for line in lines[1:] if "validation rows" not in line), re.DOTALL)
+    assert all(step_of(path) == 3 for path in (tmp_path / "a").glob("checkpoints/*3"))
+
+
+def test_run_loader_that_fails_on_a_rank_of_two(tmp_path, monkeypatch, capsys):
+    """Saving needs both, and the other one waits in its step."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with started_run(tmp_path) as run:
+        run._world = World(1, 2, 2, CPU)
+        with pytest.raises(UserError, match="the server is gone"):
+            train_until_the_loader_fails(run)
+    line = "warning: [rank 1] the loader failed: steps 0 to 3 are in no checkpoint and lost\n"
+    assert line in capsys.readouterr().out
+    assert checkpoints(tmp_path / "a") == []
 
 
 @pytest.mark.parametrize(("n_rows", "is_told"), [(199, True), (200, False)])

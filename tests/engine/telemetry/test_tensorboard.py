@@ -1,5 +1,6 @@
 import io
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -95,7 +96,7 @@ def test_log_of_infinite_numbers(board, tmp_path):
 def test_log_on_a_full_disk_warns_once(board, tmp_path, monkeypatch, capsys):
     log = board()
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", FULL)
+        patch.setattr(tensorboard, "open_to_append", FULL)
         patch.setattr(tensorboard.SummaryWriter, "add_scalar", FULL)
         for step in range(3):
             log.write(step, {"train/loss": 1.0})
@@ -107,6 +108,19 @@ def test_log_on_a_full_disk_warns_once(board, tmp_path, monkeypatch, capsys):
     board().write(10, {"train/loss": 1.0})
     assert capsys.readouterr().out.count("training goes on") == 1
     assert [point["step"] for point in metrics_of(tmp_path)] == [9, 10]
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_log_is_a_file_of_its_own(board, tmp_path, capsys, kind):
+    """The folder of a run that is resumed may be a stranger's."""
+    path, victim = tmp_path / "metrics.jsonl", tmp_path / "victim"
+    victim.write_text("mine")
+    path.symlink_to(victim) if kind == "link" else os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    board().write(1, {"train/loss": 1.0})
+    os.close(reader)
+    assert victim.read_text() == "mine"
+    assert capsys.readouterr().out.count("warning: cannot log to") == 1
 
 
 def test_log_progress_lines(board, clock, capsys):

@@ -49,6 +49,42 @@ def test_parallel_ranks_share_weights_and_statistics():
     assert second == (weights, {"loss": 2.0}, 0.5, 5, [0, 1])
 
 
+def train_sparse(world: World) -> list[float]:
+    """The weights after a step of rank r on row r, of an embedding with sparse gradients."""
+    model = nn.Sequential(nn.EmbeddingBag(4, 1, sparse=True, mode="sum"), nn.Linear(1, 1))
+    nn.init.ones_(model[0].weight)
+    nn.init.ones_(model[1].weight)
+    ddp = wrap_in_ddp(model, Dist(), world, ROWS)
+    assert all(parameter.grad is None or not parameter.grad.any() for parameter in model.parameters())
+    ddp(torch.tensor([[world.rank]])).sum().backward()
+    torch.optim.SGD(model[:1].parameters(), lr=1.0).step()
+    return model[0].weight.flatten().tolist()
+
+
+@pytest.mark.slow
+def test_parallel_sparse_gradients():
+    assert in_world(2, train_sparse) == [[0.5, 0.5, 1, 1]] * 2
+
+
+class Unused(nn.Sequential):
+    """The loss uses the first of its parts."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self[0](x)
+
+
+def leave_out_a_branch(world: World) -> None:
+    ddp = wrap_in_ddp(Unused(nn.Linear(1, 1), nn.Linear(1, 1)), Dist(), world, ROWS)
+    for _ in range(2):
+        ddp(torch.ones(1, 1)).sum().backward()
+
+
+@pytest.mark.slow
+def test_parallel_branch_without_gradients_is_one_line():
+    with pytest.raises(AssertionError, match=r"UserError: DDP: a step left out .*dist.find_unused_parameters=true"):
+        in_world(2, leave_out_a_branch)
+
+
 def test_parallel_alone_and_other_strategies(monkeypatch, capsys):
     assert averages(ALONE)[1:] == ({"loss": 1.5}, 0.0, 5, [1, 0])
     assert not capsys.readouterr().out

@@ -17,6 +17,7 @@ from fastgpu.process.seeds import reseed
 from fastgpu.process.world import World
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.rows.rows import Rows
+from fastgpu.training.parallel import compile_module
 
 POOL_S = 0.1
 """Larger pools are cut until one takes this long to train on or to supply; measuring whole ones would take minutes."""
@@ -109,9 +110,10 @@ class Bench:
 
 
 def _make_loop(parts: train.Training, batch: Rows, world: World) -> Loop:
-    local_parts = parts._replace(ddp=parts.model)
+    local = parts.ddp if world.world_size == 1 else parts.model
     if world.world_size > 1 and parts.config.train.compile:  # so far only DDP around the model is compiled
-        parts.model.compile()
+        local = compile_module(local)
+    local_parts = parts._replace(ddp=local)
     rng = reseed(world.device, parts.config.run.seed, world.rank)
     return Loop(
         transform=lambda rows: parts.workload.transform(rows, rng),

@@ -235,9 +235,11 @@ class Meter:
             return []
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")
-            work()
-            torch.cuda.set_sync_debug_mode("default")
+            try:
+                torch.cuda.set_sync_debug_mode("warn")
+                work()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
         syncs = [each for each in caught if "called a synchronizing" in str(each.message)]
         return list(dict.fromkeys(f"{os.path.relpath(sync.filename)}:{sync.lineno}" for sync in syncs))
 

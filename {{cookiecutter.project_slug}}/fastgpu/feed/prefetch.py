@@ -40,6 +40,7 @@ from fastgpu.feed.loader import Loader, Passes, PoolLoader
 from fastgpu.feed.sizes import count_readers
 from fastgpu.process import config
 from fastgpu.process.launch import HangError, read_launch
+from fastgpu.process.world import with_index
 from fastgpu.rows.contract import Dataset, Out, Pool, PoolPlan, Reads
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import RaggedArray, Rows
@@ -96,7 +97,7 @@ class PrefetchLoader(PoolLoader):
         self._timeout_s = loader.timeout_s
         self._hang_error = HangError(f"no rows have come from {source.name} in loader.timeout_s ({loader.timeout_s} s)")
         self._n_threads = max(1, n_readers)
-        self._device = device
+        self._device = device = with_index(device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._slots = [self._make_slot(source) for _ in range(loader.prefetch_pools + 1)]
         if self._stream:

@@ -42,7 +42,8 @@ class Run(Section):
     """Seed of the weights, the order of the rows and the augmentation."""
     resume: Literal["never", "auto"] = "never"
     """auto: continue from the last checkpoint if there is one. On the command line, also a run folder, such as
-    runs/first: the run continues with its recorded config; other `key=value` arguments override it."""
+    runs/first: the run continues with its recorded config; other `key=value` arguments override it. Both choose each
+    value that is auto again for this machine, and print a change, such as of train.precision."""
     checkpoint_every_steps: CountOrZero = 0
     """Also save inside an epoch, after every so many steps of the run. 0: save only after each epoch."""
     deterministic: bool = False
@@ -140,7 +141,7 @@ class Train(Section):
     precision: Precision | Auto = "auto"
     """auto: bf16 on a GPU that supports it, fp16 on an older GPU, fp32 on a CPU."""
     compile: bool = False
-    """Use torch.compile: the first step is slow, the others are faster."""
+    """Use torch.compile for the steps: the first one is slow, the others are faster. Validation is not compiled."""
     ema: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Validate and save for use an exponential moving average of the weights with this decay, such as 0.999. The decay
     after n steps is at most n / (n + 9). 0: the weights themselves."""

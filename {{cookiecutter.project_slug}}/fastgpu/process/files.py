@@ -4,11 +4,12 @@ import fcntl
 import os
 import re
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 from uuid import uuid4
 
 from fastgpu.process.launch import ESCAPES, UserError
@@ -49,6 +50,16 @@ def new_file(target: Path, *, replace: bool = False) -> Iterator[Path]:
     finally:
         partial.unlink(missing_ok=True)
     flush(target.parent)
+
+
+def open_to_append(path: Path) -> TextIO:
+    """Open a file of text. Raises OSError if something else is there, such as a link to a file of the user's."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    descriptor = os.open(path, flags, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"{path} is not a regular file")
+    return os.fdopen(descriptor, "a", encoding="utf-8")
 
 
 def flush(path: Path) -> None:

@@ -119,10 +119,14 @@ class _Terminal(io.TextIOWrapper):
         return super().write(text.translate(ESCAPES))
 
 
-def warn(text: str) -> None:
-    """Print a warning once for the whole job. Every warning of the project goes through here."""
-    if read_launch().rank == 0:
-        say(f"warning: {text}")
+def warn(text: str, *, own: bool = False) -> None:
+    """Print a warning, once for the whole job. Every warning of the project goes through here.
+
+    own: it is about this rank or its node, so every rank that calls prints it, with its number.
+    """
+    launch = read_launch()
+    if own or launch.rank == 0:
+        say(f"warning: [rank {launch.rank}] {text}" if own and launch.world_size > 1 else f"warning: {text}")
 
 
 def attempt(function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> Callable[[], T]:

@@ -3,6 +3,8 @@
 import numpy as np
 import torch
 
+from fastgpu.process.world import with_index
+
 
 def make_seed(seed: int, *key: int) -> int:
     """Derive a seed of 64 bits from the seed of the run. key: what it is for, such as (epoch, step, rank).
@@ -21,5 +23,5 @@ def reseed(device: torch.device, seed: int, *key: int) -> torch.Generator:
     derived = make_seed(seed, *key)
     rng = torch.default_generator.manual_seed(derived)
     if device.type == "cuda":
-        rng = torch.cuda.default_generators[device.index].manual_seed(derived)
+        rng = torch.cuda.default_generators[with_index(device).index].manual_seed(derived)
     return rng

@@ -26,6 +26,9 @@ class World:
     local_world_size: int
     device: torch.device
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "device", with_index(self.device))
+
     @property
     def is_main(self) -> bool:
         return self.rank == 0
@@ -118,15 +121,19 @@ class World:
 
 
 @contextmanager
-def init_distributed(settings: Dist, launch: Launch | None = None) -> Iterator[World]:
-    """Choose the device, join the process group, and leave it when all ranks leave it.
+def init_distributed(
+    settings: Dist, launch: Launch | None = None, *, deterministic: bool | None = None
+) -> Iterator[World]:
+    """Choose the device and its kernels, join the process group, and leave it when all ranks leave it.
 
-    A single process creates no process group and opens no port. launch: None stands for what torchrun set. Raises
-    UserError if the device is not available or, with gloo, as soon as another rank is gone; with nccl the watchdog of
-    torch ends the process then.
+    A single process creates no process group and opens no port. launch: None stands for what torchrun set.
+    deterministic: see `choose_kernels`; None: torch's defaults. Raises UserError if the device is not available or,
+    with gloo, as soon as another rank is gone; with nccl the watchdog of torch ends the process then.
     """
     launch = launch or read_launch()
     device = _choose_device(launch, settings.device)
+    if deterministic is not None:
+        choose_kernels(device, deterministic=deterministic)
     world = World(launch.rank, launch.world_size, launch.local_world_size, device)
     if world.world_size == 1:
         yield world
@@ -155,11 +162,20 @@ def init_distributed(settings: Dist, launch: Launch | None = None) -> Iterator[W
         _destroy_process_group()
         raise
     except RuntimeError as error:
+        text = str(error)
+        if "find_unused_parameters" in text:
+            raise UserError(
+                "DDP: a step left out parameters of the model, such as a branch that the loss does not use; "
+                "set dist.find_unused_parameters=true, or remove them"
+            ) from None
         # gloo raises a plain RuntimeError, whose message begins with a path of its sources.
-        if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
+        is_gloo = "/gloo/" in text
+        if not isinstance(error, dist.DistError) and not is_gloo:
             raise
-        cure = "see the message of the rank that failed, or raise dist.timeout_s"
-        raise UserError(f"the other ranks are gone or hang; {cure}") from None
+        lost = "the other ranks are gone or hang; see the message of the rank that failed, or raise dist.timeout_s"
+        # Errors of NCCL end with their cause, such as two ranks on one GPU.
+        *_, cause = ["", *text.partition("Exception raised from")[0].strip().splitlines()]
+        raise UserError(lost if is_gloo or not cause else f"{cause}; if there is no other cause, {lost}") from None
     _destroy_process_group()
 
 
@@ -189,8 +205,17 @@ def _choose_device(launch: Launch, device: str) -> torch.device:
     return chosen
 
 
+def with_index(device: torch.device) -> torch.device:
+    """The device with its number: `cuda` alone means the current GPU. torch.cuda.set_device takes no other."""
+    is_current = device.type == "cuda" and device.index is None
+    return torch.device("cuda", torch.cuda.current_device()) if is_current else device
+
+
 def choose_kernels(device: torch.device, *, deterministic: bool) -> None:
-    """Let a GPU use its fastest kernels, or only those that give the same bits in every run. Call it at the start."""
+    """Let a GPU use its fastest kernels, or only those that give the same bits in every run.
+
+    Call it before NCCL starts, which reads its algorithms once.
+    """
     is_fast = device.type == "cuda" and not deterministic
     # The kernels of each convolution are tried once, and the fastest is kept.
     torch.backends.cudnn.benchmark = is_fast
@@ -200,3 +225,5 @@ def choose_kernels(device: torch.device, *, deterministic: bool) -> None:
     if deterministic:
         # Without this variable torch refuses matrix products on a GPU.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # NVLink SHARP sums gradients in an order that changes (https://github.com/NVIDIA/nccl/issues/1497).
+        os.environ.setdefault("NCCL_ALGO", "^NVLS")

@@ -15,6 +15,7 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
+from fastgpu.process.files import open_to_append
 from fastgpu.process.launch import UserError, say, warn
 from fastgpu.process.world import World
 from fastgpu.telemetry.clock import Throughput
@@ -95,7 +96,7 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
             values = {**values, **interval.scalars()}
             point |= interval._asdict()
         with self._forgiving():
-            with (self._folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            with open_to_append(self._folder / "metrics.jsonl") as file:
                 # JSON has no NaN and no Infinity, which the gradient norm of a first fp16 step may be.
                 finite = {tag: value if isfinite(value) else None for tag, value in values.items()}
                 file.write(json.dumps({**point, **finite}, allow_nan=False) + "\n")

@@ -1,12 +1,14 @@
 """The precision and the learning rates of an optimizer step. The step itself is in train.py."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from fastgpu.process.config import Auto, Precision
-from fastgpu.process.launch import warn
+from fastgpu.process.launch import SharedError
+from fastgpu.rows.rows import Rows
 
 
 class MixedPrecision(NamedTuple):
@@ -38,13 +40,33 @@ def mixed_precision(
 
 def note_groups(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
     """Note in each group of parameters how it was made, which a resumed run compares (checkpoint.py), and its rate as
-    `initial_lr`, as torch's schedulers do: the schedule is a factor of it. Warns of parameters that no group has.
+    `initial_lr`, as torch's schedulers do: the schedule is a factor of it. Raises UserError like `check_groups`.
     """
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    for group in groups:
-        group.setdefault("initial_lr", group["lr"])  # a scheduler may have set it, and changed the rate
-        group["made_with"] = {name: value for name, value in group.items() if name != "params"}
-    grouped = {id(parameter) for group in groups for parameter in group["params"]}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])  # a scheduler may have set it, and changed the rate
+            group["made_with"] = {name: value for name, value in group.items() if name != "params"}
+    check_groups(model, optimizers)
+
+
+def check_groups(model: nn.Module, state: Iterable[object]) -> None:
+    """Raise SharedError if a parameter needs gradients and no group of an optimizer has it: it would never change.
+
+    That is so after `requires_grad_(True)` on a part that was frozen when the groups were made. state: optimizers, and
+    other parts of a checkpoint.
+    """
+    optimizers = [each for each in state if isinstance(each, torch.optim.Optimizer)]
+    grouped = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
     named = model.named_parameters()
     if missing := [name for name, each in named if each.requires_grad and id(each) not in grouped]:
-        warn(f"no group of the optimizer has {', '.join(missing)}: training does not change them")
+        raise SharedError(
+            f"no group of the optimizer has {', '.join(missing)}, so training would not change them: add them in "
+            "make_optimizer, or freeze them; docs/code.md has a recipe for parts that are set free later"
+        )
+
+
+def cut_batch(batch: Rows, n_parts: int) -> Iterable[Rows]:
+    """Micro-batches of equal size. Raises SharedError if there are none: the mean of their losses would be another."""
+    if len(batch) % n_parts or not len(batch):
+        raise SharedError(f"optim.accumulation_steps is {n_parts}, which does not divide a batch of {len(batch)} rows")
+    return batch.batches(len(batch) // n_parts)
