@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from fastgpu.process.launch import UserError
+from fastgpu.storage import file as module
 from fastgpu.storage import store as store_module
 from fastgpu.storage.file import OpenFile
 from fastgpu.storage.store import HDF5Dataset, open_store
@@ -271,6 +272,32 @@ def test_file_descriptor_of_each_reader_thread(dense_file, monkeypatch, n_open, 
         assert all(threads.map(read, range(6)))
     assert len({descriptor for (descriptor, *_), _ in preadv.call_args_list}) == n_descriptors
     assert n_open() == n_before  # those of threads that have ended are closed
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+@pytest.mark.parametrize("options", [{}, {"fletcher32": True}])
+def test_file_on_a_file_system_without_locks(dense_file, monkeypatch, number, options):
+    path = dense_file(40, **options)
+    real = h5py.File
+
+    def open_file(*arguments, locking=None, **more):
+        if locking is not False:
+            raise OSError(number, "unable to lock file")
+        return real(*arguments, locking=locking, **more)
+
+    monkeypatch.setattr(h5py, "File", open_file)
+    assert rows_are_in_order(open_store("data.train", path, DENSE_FIELDS))
+
+
+def test_file_limit_that_cannot_be_raised(monkeypatch, dense_file):
+    def refuse(*_):
+        raise ValueError("current limit exceeds maximum limit")
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 2**63 - 1))
+    monkeypatch.setattr(resource, "setrlimit", refuse)
+    monkeypatch.setattr(module, "FEW_FILES", 0)
+    assert rows_are_in_order(open_store("data.train", dense_file(40), DENSE_FIELDS))
+    assert module._limit_of_files(1) == 256
 
 
 def test_file_read_past_the_end_is_an_error(tmp_path):

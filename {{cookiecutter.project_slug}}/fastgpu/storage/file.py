@@ -1,5 +1,6 @@
 """One HDF5 file that is open for reading: its bytes by system calls, by a mapping of the file, or through h5py."""
 
+import errno
 import mmap
 import os
 import random
@@ -24,8 +25,13 @@ FEW_FILES, OWN_FILES, MANY_FILES = 1 / 16, 1 / 4, 3 / 4
 """Shares of the descriptors that a process may have. Files of the first share may have several each, for a mapping or
 for h5py; up to the second one, each reader thread opens them for itself. Files beyond the third one are refused: the
 rest is for checkpoints and for connections between ranks."""
+O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+KNOWS_PAGE_CACHE = hasattr(os, "RWF_NOWAIT") and hasattr(os, "posix_fadvise")
+"""Whether the system tells what is in the page cache, as Linux does. Others read everything by system calls."""
 N_SEEN, SEEN_BYTES = 64, 64
 """So many places of a file, of so many bytes, are kept to compare: the ones that were read first."""
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""What a file system says that has no locks, as NFS without a lock daemon. Reading needs none."""
 RESTORE = "restore the file, then go on with run.resume=auto"
 
 _thread_local = threading.local()
@@ -55,9 +61,9 @@ class OpenFile:
             cure = "raise it by ulimit -n, or write some hundred files each into one: python convert.py repack"
             raise UserError(f"{path} is one file too many for the limit of {limit} open files; {cure}")
         self._is_among_few = number <= limit * FEW_FILES
-        if around_page_cache and self._is_among_few:
+        if around_page_cache and O_DIRECT and self._is_among_few:
             with suppress(OSError):  # raised by a file system that has no such reads
-                direct = FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT), "rb")
+                direct = FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC | O_DIRECT), "rb")
                 os.preadv(direct.fileno(), [mmap.mmap(-1, PAGE_BYTES)], 0)
                 self._source = direct
         self.is_direct = self._source is not self._raw
@@ -97,7 +103,7 @@ class OpenFile:
         if not hasattr(self._own, "file"):
             self._own.file = self._source
             with suppress(OSError):  # no more may be opened
-                flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if self.is_direct else 0)
+                flags = os.O_RDONLY | os.O_CLOEXEC | (O_DIRECT if self.is_direct else 0)
                 # This leads to the file that was opened, even if its path leads to another one by now.
                 own = FileIO(os.open(f"/proc/self/fd/{self._source.fileno()}", flags))
                 if own.fileno() <= _limit_of_files(own.fileno()) * OWN_FILES:
@@ -148,7 +154,7 @@ class OpenFile:
         page that was asked about: to ask is to use it, and to start to read it if it is missing. A wrong guess costs
         page faults.
         """
-        if self.is_direct or not count:
+        if self.is_direct or not count or not KNOWS_PAGE_CACHE:
             return None
         byte = offset + self._rng.randrange(count)
         descriptor = self._descriptor()
@@ -171,7 +177,7 @@ class OpenFile:
 
     def open_h5(self) -> h5py.File:
         """The file as h5py reads it, with a descriptor of its own. Raises what h5py raises."""
-        return h5py.File(self.path, "r")
+        return open_to_read(self.path)
 
     def read_h5(self, dataset: str, start: int, n_rows: int) -> np.ndarray:
         """The rows start, start + 1, ... as far as there are any, by the HDF5 library, which holds its one lock."""
@@ -184,11 +190,24 @@ class OpenFile:
             raise UserError(f"{self.path}: {dataset} from row {start} on cannot be read ({text}); {RESTORE}") from None
 
 
+def open_to_read(path: str) -> h5py.File:
+    """The file as h5py reads it. Raises what h5py raises: BlockingIOError if a process that writes it has locked it."""
+    try:
+        return h5py.File(path, "r")
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        return h5py.File(path, "r", locking=False)
+
+
 def _limit_of_files(number: int) -> int:
     """The most files that this process may open. number: of the newest one; the limit is raised before they run out."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if number > soft * FEW_FILES:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        except (OSError, ValueError):  # macOS has another limit below the one that it names
+            return soft
     return hard
 
 
