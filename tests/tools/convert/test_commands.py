@@ -124,7 +124,7 @@ def test_check_without_checksums(dense_file, convert):
 
 def test_check_compares_with_hdf5(dense_file, monkeypatch, convert):
     path = dense_file(2000, (1, 4, 4), 8)
-    assert convert("check", path).out.startswith(f"{path}: whole")
+    assert convert("check", path).out.startswith(f"{path}: readable\n")
     monkeypatch.setattr(Layout, "read_chunk", lambda layout, chunk: np.full(layout.field.shape, 1000))
     assert "/images: block 128 has other values than h5py reads" in convert("check", path, code=1).out
 
