@@ -141,7 +141,7 @@ def test_messages_of_storage(compare_messages, dense_file, ragged_file, tmp_path
 
     def opens_with_little_memory() -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(hdf5, "LARGE_BYTES", 100)
+            patch.setattr(hdf5, "GIB", 100)
             patch.setattr(hdf5, "free_host_bytes", lambda: 200)
             open_store("data.train", "ragged.h5", ITEMS)
 

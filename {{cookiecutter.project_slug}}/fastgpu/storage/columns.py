@@ -41,9 +41,6 @@ class InMemory:
         for start, places in ranges:
             out[index_of(places)] = rows[start : start + len(places)]
 
-    def read_all(self) -> np.ndarray:
-        return self.rows
-
     def cached_rows(self, ranges: Iterable[Range]) -> np.ndarray:
         """All rows, (rows, bytes) uint8."""
         return self.rows.reshape(len(self.rows), -1).view(np.uint8)

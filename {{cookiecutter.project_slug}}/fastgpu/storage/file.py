@@ -1,6 +1,5 @@
 """One HDF5 file that is open for reading: its bytes by system calls, by a mapping of the file, or through h5py."""
 
-import errno
 import mmap
 import os
 import random
@@ -30,8 +29,6 @@ KNOWS_PAGE_CACHE = hasattr(os, "RWF_NOWAIT") and hasattr(os, "posix_fadvise")
 """Whether the system tells what is in the page cache, as Linux does. Others read everything by system calls."""
 N_SEEN, SEEN_BYTES = 64, 64
 """So many places of a file, of so many bytes, are kept to compare: the ones that were read first."""
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""What a file system says that has no locks, as NFS without a lock daemon. Reading needs none."""
 RESTORE = "restore the file, then go on with run.resume=auto"
 
 _thread_local = threading.local()
@@ -194,9 +191,9 @@ def open_to_read(path: str) -> h5py.File:
     """The file as h5py reads it. Raises what h5py raises: BlockingIOError if a process that writes it has locked it."""
     try:
         return h5py.File(path, "r")
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
+    except BlockingIOError:
+        raise
+    except OSError:  # perhaps the file system has no locks, as NFS without a lock daemon: reading needs none
         return h5py.File(path, "r", locking=False)
 
 

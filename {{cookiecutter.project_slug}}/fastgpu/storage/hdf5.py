@@ -11,7 +11,7 @@ import h5py
 import numpy as np
 
 from fastgpu.process.launch import UserError
-from fastgpu.process.machine import format_bytes, free_host_bytes
+from fastgpu.process.machine import GIB, format_bytes, free_host_bytes
 from fastgpu.storage import remote
 from fastgpu.storage.file import OpenFile
 
@@ -21,8 +21,6 @@ SOURCES = "fastgpu_source"
 """Dataset of texts beside the fields of a file: where each of its rows came from. Training does not read it."""
 MAX_LINKS = 16
 """Maximum number of soft links on the way to an item, as in the HDF5 library."""
-LARGE_BYTES = 1 << 30
-"""Of smaller arrays, nobody asks whether there is memory for them."""
 Member = TypeVar("Member", h5py.Group, h5py.Dataset)
 
 
@@ -113,7 +111,7 @@ def _follow(root: h5py.Group, name: str, elsewhere: UserError) -> Any:
 
 def refuse_large(name: str, n_bytes: int) -> None:
     """Raise UserError if this process may not have so much memory."""
-    if n_bytes > LARGE_BYTES and n_bytes > (free := free_host_bytes()):
+    if n_bytes > GIB and n_bytes > (free := free_host_bytes()):
         raise UserError(f"{name} takes {format_bytes(n_bytes)} of memory, and {format_bytes(free)} are free")
 
 

@@ -92,7 +92,7 @@ class HDF5Dataset(Dataset):
         n_bytes = sum(len(each) * each.field.row_bytes for each in columns if isinstance(each, Layout))
         if n_bytes > COLUMN_BYTES or not all(isinstance(each, InMemory | Layout) for each in columns):
             return None
-        return np.concatenate([each.read_all() for each in columns])
+        return np.concatenate([each.rows if isinstance(each, InMemory) else each.read_all() for each in columns])
 
     def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Out]) -> None:
         ranges: dict[int, list[Range]] = {}
@@ -230,7 +230,7 @@ def _open(
         for matrix in fields.values():
             data = look_up(root, f"{matrix}/data", where)
             is_read = not isinstance(data, h5py.Dataset) or f"{matrix}/data" in fields.values()
-            if not is_read and data.ndim == 1 and (data[: 1 << 16] != 1).any():
+            if not is_read and data.ndim == 1 and dtype_of(data).kind in "buif" and (data[: 1 << 16] != 1).any():
                 warn(
                     f"{where}: {matrix}/data has values other than 1, which are not read: each stored item counts as "
                     "one, a 0, too; store only the items that count"
