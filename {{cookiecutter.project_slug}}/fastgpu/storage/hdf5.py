@@ -71,9 +71,11 @@ def find(root: h5py.Group, name: str, kind: type[Member], where: str) -> Member:
     return item
 
 
-def look_up(root: h5py.Group, name: str, where: str) -> h5py.Group | h5py.Dataset | None:
-    """The item that a path leads to, or None. Raises UserError if its bytes are in another file, which is not opened:
-    it may be private, or a pipe that never ends."""
+def look_up(root: h5py.Group, name: str, where: str) -> Any:
+    """The group or dataset that a path leads to, or None. Raises UserError if its bytes are in another file.
+
+    That one is not opened: it may be private, or a pipe that never ends.
+    """
     elsewhere = UserError(f"{where}: {name} takes its bytes from other files; name those files")
     item = _follow(root, name, elsewhere)
     for source in item.virtual_sources() if isinstance(item, h5py.Dataset) and item.is_virtual else ():

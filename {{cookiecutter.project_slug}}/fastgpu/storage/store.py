@@ -88,7 +88,7 @@ class HDF5Dataset(Dataset):
         return hashlib.sha256(b"".join(fingerprints)).hexdigest()[:12]
 
     def stored_column(self, name: str) -> np.ndarray | None:
-        columns = [part.get(name) for part in self.parts]
+        columns: list[Any] = [part.get(name) for part in self.parts]
         n_bytes = sum(len(each) * each.field.row_bytes for each in columns if isinstance(each, Layout))
         if n_bytes > COLUMN_BYTES or not all(isinstance(each, InMemory | Layout) for each in columns):
             return None
@@ -269,9 +269,9 @@ def _open_column(root: h5py.Group, name: str, where: str, file: OpenFile) -> Lay
     codec = ""
     if not isinstance(group, h5py.Group) or "indptr" not in group:
         data = find(root, name, h5py.Dataset, where)
-        indptr_data = look_up(data.parent, "indptr", where) if data.ndim == 1 else None
-        is_cut_by_indptr = isinstance(indptr_data, h5py.Dataset) and indptr_data.ndim == 1
-        if not is_cut_by_indptr or len(data) == len(indptr_data) - 1:  # one value per row
+        cuts = look_up(data.parent, "indptr", where) if data.ndim == 1 else None
+        is_cut = isinstance(cuts, h5py.Dataset) and cuts.ndim == 1 and len(cuts) != len(data) + 1
+        if not is_cut:  # one value per row, or a dataset like any other
             return open_layout(f"{where}: {name}", data, file)
     elif "values" in group:
         data = find(root, f"{name}/values", h5py.Dataset, where)
