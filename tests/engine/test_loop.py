@@ -5,6 +5,7 @@ import json
 import re
 import signal
 import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
@@ -21,7 +22,8 @@ from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
 from fastgpu.run import checkpoint
 from fastgpu.storage.store import HDF5Dataset
-from support.ranks import ALONE, in_world, run_train, train_command
+from support import PROJECT
+from support.ranks import ALONE, in_world, printed_by, run_train, train_command
 from support.runs import (
     at_call,
     build,
@@ -65,6 +67,37 @@ def test_loop_record_repeats_the_run(folder, capsys):
         assert written[section][key] == "auto" != chosen[f"{section}.{key}"]
     train("--config", "runs/a/config.yaml", "run.name=b")
     assert same_weights(run, folder / "runs/b")
+
+
+OTHER_SYSTEM = """
+import os, runpy, sys
+import h5py, pydantic.fields, psutil, pynvml, torch.utils.tensorboard, tqdm, yaml, zoneinfo
+from pathlib import Path
+
+for name in ("RWF_NOWAIT", "posix_fadvise", "O_DIRECT", "SEEK_HOLE", "SEEK_DATA", "sched_getaffinity", "nice"):
+    delattr(os, name)
+
+def refuse_proc(function):
+    def call(path, *arguments, **options):
+        if str(path).startswith(("/proc", "/sys")):
+            raise FileNotFoundError(path)
+        return function(path, *arguments, **options)
+    return call
+
+os.open, Path.read_text = refuse_proc(os.open), refuse_proc(Path.read_text)
+os.preadv = lambda file, buffers, offset, preadv=os.preadv: preadv(file, buffers, offset)  # it takes no flags
+sys.platform = "darwin"
+runpy.run_path("train.py", run_name="__main__")
+"""
+"""train.py as a system would run it that has none of the calls of Linux. Nothing here ever ran on such a one."""
+
+
+@pytest.mark.slow
+def test_loop_without_what_only_linux_has(tmp_path):
+    words = ["train.epochs=1", "data.tier=disk", "dist.device=cpu", f"run.folder={tmp_path}", "model.width=4"]
+    printed_by([sys.executable, "-c", OTHER_SYSTEM, *words, "run.name=other"], PROJECT)
+    printed_by(train_command(*words, "run.name=linux"), PROJECT)
+    assert same_weights(tmp_path / "other", tmp_path / "linux")
 
 
 def test_loop_signal_at_the_end_is_harmless(folder, monkeypatch, capsys):

@@ -223,6 +223,7 @@ def test_messages_of_datasets(compare_messages):
                     ("classes", "a gap", {"cat": 0, "dog": 2}),
                     ("n_classes", "a text", "10"),
                     ("n_classes", "too small", 0),
+                    ("n_classes", "too large", 1 << 40),
                 )
             },
             "classes that cannot be read": lambda: open_items(Failing(), "x"),

@@ -62,6 +62,14 @@ def test_sources_classes_are_groups_of_equal_weight(dense_file):
     assert val.selection is None
 
 
+def test_sources_classes_of_a_table_of_scalars():
+    """Each field is as large as any other."""
+    with h5py.File("a.h5", "w") as file:
+        file["x"], file["labels"] = np.zeros(90), np.arange(90) % 3
+    train, _ = open_both(fields={"labels": "labels", "x": "x"}, balance="classes")
+    assert train.selection.groups.groups.tolist() == train.column("labels").tolist() == [n % 3 for n in range(90)]
+
+
 @pytest.mark.parametrize("named", [["a.h5", "b.h5"], {"a.h5": 1, "b.h5": 3}])
 def test_sources_rows_by_index(ragged_file, named):
     for name, first in (("a.h5", 0), ("b.h5", 100)):

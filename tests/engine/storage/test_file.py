@@ -1,6 +1,7 @@
 import errno
 import fcntl
 import gc
+import math
 import mmap
 import os
 import resource
@@ -11,10 +12,12 @@ from io import FileIO
 from pathlib import Path
 from unittest.mock import Mock
 
+import h5py
 import numpy as np
 import pytest
 
 from fastgpu.process.launch import UserError
+from fastgpu.storage import file as module
 from fastgpu.storage import store as store_module
 from fastgpu.storage.file import OpenFile
 from fastgpu.storage.store import HDF5Dataset, open_store
@@ -119,17 +122,31 @@ def cut(path: str) -> None:
     os.truncate(path, Path(path).stat().st_size // 2)
 
 
-def overwrite_with_its_old_time(path: str) -> None:
-    old = Path(path).stat()
-    while Path(path).stat().st_ctime_ns == old.st_ctime_ns:  # which is that of the last tick of the kernel
-        with Path(path).open("r+b") as raw:
-            raw.write(b"x")
-        os.utime(path, ns=(old.st_mtime_ns, old.st_mtime_ns))
+def moves_ctime(change: Callable[[Path], object]) -> Callable[[str | Path], None]:
+    """A function that changes a file, again if need be: st_ctime is that of the last tick of the kernel."""
+
+    def call(path: str | Path) -> None:
+        old = Path(path).stat()
+        while Path(path).stat().st_ctime_ns == old.st_ctime_ns:
+            change(Path(path))
+        new = Path(path).stat()
+        assert (new.st_mtime_ns, new.st_size) == (old.st_mtime_ns, old.st_size)
+
+    return call
+
+
+def overwrite(path: Path, offset: int) -> None:
+    """Write to a file, and set st_mtime back."""
+    old = path.stat()
+    with path.open("r+b") as raw:
+        raw.seek(offset)
+        raw.write(b"x" * (old.st_size - offset))
+    os.utime(path, ns=(old.st_mtime_ns, old.st_mtime_ns))
 
 
 @pytest.mark.usefixtures("either_cached_or_not")
 @pytest.mark.parametrize("options", [{"chunk": 8}, {"chunk": None}, {"compression": "gzip"}])
-@pytest.mark.parametrize("change", [cut, overwrite_with_its_old_time])
+@pytest.mark.parametrize("change", [cut, moves_ctime(lambda path: overwrite(path, 0))])
 @pytest.mark.parametrize("n_checks_before", [0, 1])
 def test_file_changed_while_in_use_is_an_error(dense_file, monkeypatch, options, change, n_checks_before):
     path = dense_file(40, BIG, **options)
@@ -149,14 +166,49 @@ def test_file_changed_while_in_use_is_an_error(dense_file, monkeypatch, options,
         read_by_jobs(opened, np.arange(8))
 
 
+@pytest.mark.parametrize("options", [{"chunk": 8}, {"compression": "gzip"}])
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_file_written_anew_with_its_old_time(dense_file, monkeypatch, options, is_direct):
+    monkeypatch.setattr(store_module, "AROUND_PAGE_CACHE", 0.0 if is_direct else math.inf)
+    path = Path(dense_file(40, BIG, **options))
+    opened = open_store("data.train", str(path), {"images": "images"})
+    assert rows_are_in_order(opened)
+    with h5py.File(path) as file:
+        first_row = file["images"].id.get_chunk_info(0).byte_offset
+    moves_ctime(lambda path: overwrite(path, first_row))(path)
+    with pytest.raises(UserError, match="was changed while in use"):
+        read_by_jobs(opened, np.arange(8))
+
+
+def link_and_unlink(path: Path) -> None:
+    path.with_name("link").hardlink_to(path)
+    path.with_name("link").unlink()
+
+
+UNWRITTEN = {
+    "same mode": lambda path: path.chmod(path.stat().st_mode),
+    "other mode": lambda path: path.chmod(0o600),
+    "same owner": lambda path: os.chown(path, os.getuid(), os.getgid()),
+    "access time": lambda path: os.utime(path, ns=(7, path.stat().st_mtime_ns)),
+    "link made and removed": link_and_unlink,
+    "moved and back": lambda path: path.rename(path.with_name("moved")).rename(path),
+}
+
+
+@pytest.mark.usefixtures("either_cached_or_not")
+@pytest.mark.parametrize("name", UNWRITTEN)
+def test_file_with_the_same_bytes_is_read_on(dense_file, name):
+    path = Path(dense_file(40, BIG))
+    opened = open_store("data.train", str(path), {"images": "images"})
+    for _ in range(2):
+        moves_ctime(UNWRITTEN[name])(path)
+        assert rows_are_in_order(opened)
+
+
 @pytest.mark.parametrize(
     "change",
-    [
-        lambda path: path.chmod(0o600),
-        lambda path: path.with_name("link").hardlink_to(path),
-        lambda path: path.rename(path.with_name("moved")),
-    ],
-    ids=["mode", "link", "moved"],
+    [lambda path: path.with_name("link").hardlink_to(path), lambda path: path.rename(path.with_name("moved"))],
+    ids=["link", "moved"],
 )
 def test_file_renamed_is_read_to_its_end(dense_file, change):
     path = Path(dense_file(40, BIG))
@@ -220,6 +272,32 @@ def test_file_descriptor_of_each_reader_thread(dense_file, monkeypatch, n_open, 
         assert all(threads.map(read, range(6)))
     assert len({descriptor for (descriptor, *_), _ in preadv.call_args_list}) == n_descriptors
     assert n_open() == n_before  # those of threads that have ended are closed
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+@pytest.mark.parametrize("options", [{}, {"fletcher32": True}])
+def test_file_on_a_file_system_without_locks(dense_file, monkeypatch, number, options):
+    path = dense_file(40, **options)
+    real = h5py.File
+
+    def open_file(*arguments, locking=None, **more):
+        if locking is not False:
+            raise OSError(number, "unable to lock file")
+        return real(*arguments, locking=locking, **more)
+
+    monkeypatch.setattr(h5py, "File", open_file)
+    assert rows_are_in_order(open_store("data.train", path, DENSE_FIELDS))
+
+
+def test_file_limit_that_cannot_be_raised(monkeypatch, dense_file):
+    def refuse(*_):
+        raise ValueError("current limit exceeds maximum limit")
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 2**63 - 1))
+    monkeypatch.setattr(resource, "setrlimit", refuse)
+    monkeypatch.setattr(module, "FEW_FILES", 0)
+    assert rows_are_in_order(open_store("data.train", dense_file(40), DENSE_FIELDS))
+    assert module._limit_of_files(1) == 256
 
 
 def test_file_read_past_the_end_is_an_error(tmp_path):

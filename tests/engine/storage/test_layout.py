@@ -1,3 +1,5 @@
+import ctypes
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -124,6 +126,76 @@ def test_layout_filter_left_out_for_a_chunk(tmp_path):
         data.id.write_direct_chunk((8, 0), numbered(8, start=8).tobytes(), filter_mask=3)  # both left out
     store = open_store("data.train", str(tmp_path / "x.h5"), {"x": "x"})
     assert numbers_of(read_rows(store)["x"]) == list(range(16))
+
+
+@pytest.fixture
+def leave_partial_chunks_unfiltered() -> Callable[[h5p.PropDCID], None]:
+    """H5Pset_chunk_opts, which h5py does not have, of the library that comes with it."""
+    paths = [*(Path(h5py.__file__).parents[1] / "h5py.libs").glob("libhdf5-*")]
+    if not paths:
+        pytest.skip("this h5py comes without its own HDF5 library")
+    function = ctypes.CDLL(str(paths[0])).H5Pset_chunk_opts
+    function.argtypes = [ctypes.c_int64, ctypes.c_uint]
+
+    def call(plan: h5p.PropDCID) -> None:
+        assert function(plan.id, 2) >= 0
+
+    return call
+
+
+@pytest.mark.usefixtures("either_cached_or_not")
+@pytest.mark.parametrize("chunk", [(16, 8), (16, 3), (64, 8)], ids=str)
+@pytest.mark.parametrize("name", [*CODECS, "shuffled", "checksums"])
+def test_layout_partial_chunks_without_filters(tmp_path, leave_partial_chunks_unfiltered, name, chunk):
+    options = {"shuffled": {"shuffle": True}, "checksums": ONLY_H5PY["checksums"]} | CODECS
+    path = str(tmp_path / "x.h5")
+    values = np.random.default_rng(0).integers(0, 9, (60, 8)).astype("i4")
+    with h5py.File(path, "w", libver="latest") as file:
+        plan = file.create_dataset("y", (64, 8), "i4", chunks=chunk, **options[name]).id.get_create_plist()
+        leave_partial_chunks_unfiltered(plan)
+        space = h5s.create_simple((60, 8), (h5s.UNLIMITED, 8))
+        h5d.create(file.id, b"x", h5t.STD_I32LE, space, plan).write(h5s.ALL, h5s.ALL, values)
+    np.testing.assert_array_equal(read_rows(open_store("data.train", path, {"x": "x"}))["x"], values)
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 2)])
+@pytest.mark.parametrize("chunk", [None, 16])
+def test_layout_elements_that_are_arrays(tmp_path, shape, chunk):
+    values = np.random.default_rng(0).random((60, 5, *shape)).astype("f4")
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        chunks = (chunk, 5) if chunk else None
+        file.create_dataset("x", (60, 5), np.dtype(("f4", shape)), chunks=chunks)[:] = values
+    store = open_store("data.train", str(tmp_path / "x.h5"), {"x": "x"})
+    assert not by_h5py(store)
+    np.testing.assert_array_equal(read_rows(store)["x"], values)
+
+
+def test_layout_virtual_dataset_of_its_own_file(tmp_path):
+    path = str(tmp_path / "x.h5")
+    with h5py.File(path, "w") as file:
+        file.create_dataset("raw/x", data=numbered(40), chunks=(8, 1, 4, 2), compression="gzip")
+        file["newest"] = h5py.SoftLink("raw/x")
+        layout = h5py.VirtualLayout((40, 1, 4, 2), "u1")
+        layout[:8] = h5py.VirtualSource(".", "raw/x", (40, 1, 4, 2))[32:]
+        layout[8:] = h5py.VirtualSource(".", "newest", (40, 1, 4, 2))[:32]
+        file.create_virtual_dataset("x", layout)
+    rows = read_rows(open_store("data.train", path, {"x": "x", "raw": "newest"}))
+    assert numbers_of(rows["x"]) == [*range(32, 40), *range(32)]
+    assert numbers_of(rows["raw"]) == [*range(40)]
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_layout_decoding_stops_at_the_size(open_x, name):
+    """A few bytes of a chunk could stand for all of the memory."""
+    path = open_x(np.zeros((1 << 24, 1), np.uint8), chunk=1 << 24, **CODECS[name]).file.path
+    with h5py.File(path) as file:
+        filters = filters_of(file["x"])
+        _, raw = file["x"].id.read_direct_chunk((0, 0))
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="cannot be decoded|bytes instead of"):
+        decode(raw, filters, 0, 1000)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
 
 
 @pytest.mark.parametrize("name", [name for name in CODECS if name != "lzf, shuffled"])

@@ -1,3 +1,4 @@
+import os
 import re
 import shutil
 import subprocess
@@ -9,9 +10,10 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from h5py import h5d, h5p, h5s, h5t
 
 from fastgpu.process.launch import UserError
-from fastgpu.storage import store
+from fastgpu.storage import hdf5, store
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.storage.hdf5 import open_file
 from fastgpu.storage.meaning import check_meaning
@@ -46,6 +48,57 @@ def write_bad_fields(path: str) -> None:
         file.create_dataset("no chunk of many", (2**62,), "u1", chunks=(1,))
 
 
+ELSEWHERE = (
+    "link to a pipe",
+    "soft link to a link",
+    "behind a link/x",
+    "stored in a pipe",
+    "made of a pipe",
+    "made of a link",
+    "made of a virtual dataset",
+    "made of several names",
+)
+BAD_DIGESTS = {
+    "of another length": np.zeros((4, 32), np.uint8),
+    "that are one number": np.uint8(0),
+    "of another type": np.zeros((5, 32)),
+}
+BAD_PATHS = {"with a 0": "a\0b.h5", "with half of a character": "a\ud800.h5", "that is too long": "a" * 5000}
+
+
+def write_elsewhere(path: str, *, pipe: str = "pipe.h5") -> None:
+    """Write a file whose datasets lead to a pipe, or to other places where their bytes should not be read."""
+    wide = h5s.UNLIMITED
+    with h5py.File(path, "w") as file:
+        file["x"] = np.arange(8)
+        file["x%b"] = np.arange(8)  # HDF5 would look for x0, x1, ...
+        file["link to a pipe"] = h5py.ExternalLink(pipe, "x")
+        file["soft link to a link"] = h5py.SoftLink("/link to a pipe")
+        file["behind a link"] = h5py.ExternalLink(pipe, "/")
+        file["round and round"] = h5py.SoftLink("round and round")
+        file.create_dataset("stored in a pipe", (8,), "u1", external=[(pipe, 0, 8)])
+        for name, source in {
+            "made of a pipe": h5py.VirtualSource(pipe, "x", (8,), "i8", maxshape=(None,)),
+            "made of a link": h5py.VirtualSource(".", "link to a pipe", (8,), "i8", maxshape=(None,)),
+            "made of a virtual dataset": h5py.VirtualSource(".", "made of a pipe", (8,), "i8", maxshape=(None,)),
+        }.items():
+            layout = h5py.VirtualLayout((8,), "i8", maxshape=(None,))
+            layout[0:wide] = source[0:wide]
+            file.create_virtual_dataset(name, layout)
+        blocks, plan = h5s.create_simple((8,), (wide,)), h5p.create(h5p.DATASET_CREATE)
+        blocks.select_hyperslab((0,), (wide,), (8,), (8,))
+        plan.set_virtual(blocks, b".", b"x%b", h5s.create_simple((8,)))
+        h5d.create(file.id, b"made of several names", h5t.STD_I64LE, blocks, plan)
+        file.create_group("sums/fastgpu_sha256")["x"] = h5py.ExternalLink(pipe, "x")
+        file["sums/x"] = np.arange(8)
+        file["stored/x"] = np.arange(8)
+        file.create_dataset("stored/fastgpu_sha256/x", (1, 32), "u1", external=[(pipe, 0, 32)])
+        matrix = file.create_group("matrix")
+        matrix.attrs.update({"encoding-type": "csr_matrix", "shape": (2, 9)})
+        matrix["indptr"], matrix["indices"] = [0, 1, 2], [3, 4]
+        matrix.create_dataset("data", (2,), "f4", external=[(pipe, 0, 8)])
+
+
 def described(name: str, attributes: Mapping[str, Sequence[object]]) -> ArrayDataset:
     """Rows with these attributes."""
     return ArrayDataset(name, {"x": np.zeros((2, 3), np.uint8)}, attributes)
@@ -78,7 +131,28 @@ def test_messages_of_storage(compare_messages, dense_file, ragged_file, tmp_path
         sources = described("a", {attribute: ours}), described("b", {attribute: theirs})
         return lambda: check_meaning("data.val", *sources)
 
+    def opens_with_digests(digests: np.ndarray) -> Callable[[], object]:
+        def call() -> None:
+            with h5py.File(dense_file(40, name="digests.h5"), "a") as file:
+                file["fastgpu_sha256/images"] = digests
+            open_store("data.train", "digests.h5", DENSE_FIELDS)
+
+        return call
+
+    def opens_with_little_memory() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(hdf5, "GIB", 100)
+            patch.setattr(hdf5, "free_host_bytes", lambda: 200)
+            open_store("data.train", "ragged.h5", ITEMS)
+
+    def reads_sources() -> None:
+        with h5py.File(dense_file(8, name="sources.h5"), "a") as file:
+            file.create_dataset("fastgpu_source", (8,), "S4", external=[("text.h5", 0, 32)])
+        open_store("data.train", "sources.h5", DENSE_FIELDS).sources(slice(None))
+
     monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe.h5")
+    write_elsewhere("elsewhere.h5")
     Path("text.h5").write_text("no")
     dense_file(10, (1, 2, 4), name="other.h5")
     dense_file(10, name="source.h5")
@@ -107,6 +181,19 @@ def test_messages_of_storage(compare_messages, dense_file, ragged_file, tmp_path
         "a matrix without indices": opens_damaged("indices", None),
         **{f"indptr {how}": opens_damaged("indptr", value) for how, value in BAD_INDPTR.items()},
         "a row longer than fits": opens_long_rows,
+        "a pipe": opens("pipe.h5"),
+        **{f"a path {how}": opens(path) for how, path in BAD_PATHS.items()},
+        **{f"a dataset {name}": opens("elsewhere.h5", {"x": name}) for name in ELSEWHERE},
+        "a link in circles": opens("elsewhere.h5", {"x": "round and round"}),
+        "a name that is no text": opens("elsewhere.h5", {"x": "\ud800"}),
+        "a group in another file": opens("elsewhere.h5::/behind a link", {"x": "x"}),
+        "checksums behind a link": opens("elsewhere.h5::/sums", {"x": "x"}),
+        "checksums in another file": opens("elsewhere.h5::/stored", {"x": "x"}),
+        "values of a matrix in another file": opens("elsewhere.h5", {"x": "matrix"}),
+        "sources in another file": reads_sources,
+        **{f"checksums {how}": opens_with_digests(digests) for how, digests in BAD_DIGESTS.items()},
+        "indptr that is one number": opens_damaged("indptr", np.int64(3)),
+        "indptr larger than memory": opens_with_little_memory,
         "other items": compares("item_ids", [7, 3, 9], [3, 7, 9]),
         "other classes": compares("class_names", ["a", "b"], ["b", "a"]),
         "fewer targets": compares("target_names", ["row", "column"], ["row"]),

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from h5py import h5a, h5s, h5t
 
+from fastgpu.process.launch import UserError
 from fastgpu.storage import store as module
 from fastgpu.storage.arrays import ArrayDataset
+from fastgpu.storage.columns import InMemory
 from fastgpu.storage.layout import DIGESTS
 from fastgpu.storage.store import open_store
 from support.rows import DENSE_FIELDS, numbered, numbers_of, read_by_jobs, read_rows
@@ -70,10 +72,53 @@ def test_store_keeps_small_columns_in_memory(tmp_path, monkeypatch):
     for is_small in (True, False):
         monkeypatch.setattr(module, "COLUMN_BYTES", 400 * is_small)
         store = open_store("data.train", str(tmp_path / "x.h5"), {"images": "/pixels", "labels": "labels"})
-        assert store.stored_column("images") is None
-        assert (store.stored_column("labels") is not None) == is_small
+        assert isinstance(store.parts[0]["labels"], InMemory) == is_small
+        assert not isinstance(store.parts[0]["images"], InMemory)
         rows = read_rows(store)
         assert numbers_of(rows["images"]) == rows["labels"].tolist() == list(range(50))
+
+
+def test_store_reads_any_small_column_when_asked(dense_file, monkeypatch):
+    paths = [dense_file(40, name="a.h5"), dense_file(30, name="b.h5", start=40)]
+    store = open_store("data.train", paths, DENSE_FIELDS)  # both of them are as long, so one is the largest
+    before = store.digest
+    assert numbers_of(store.column("images")) == list(range(70))
+    np.testing.assert_array_equal(store.column("labels"), np.arange(70) % 4)
+    assert store.digest == before
+    monkeypatch.setattr(module, "COLUMN_BYTES", 8 * 70 - 1)
+    assert store.stored_column("images") is None
+    with pytest.raises(UserError, match="images is not in memory: of HDF5 files, those of one shape up to 1 GiB"):
+        store.column("images")
+
+
+def test_store_warns_of_packed_numbers_once(dense_file, capsys):
+    def printed(**attributes: object) -> str:
+        paths = [dense_file(40, name=name) for name in ("a.h5", "b.h5")]
+        for path in paths:
+            with h5py.File(path, "a") as file:
+                file["labels"].attrs.update(attributes)
+        open_store("data.train", paths, DENSE_FIELDS)
+        return capsys.readouterr().out
+
+    packed = {"scale_factor": 2e-4, "add_offset": [0.05], "_FillValue": np.int16(-32767)}
+    warning = printed(**packed)
+    assert warning.count("warning: ") == 1
+    assert "a.h5: labels has scale_factor, add_offset, _FillValue, which are not applied" in warning
+    assert printed(scale_factor=1.0, add_offset=[0], _FillValue=np.float32("nan"), missing_value=[np.nan]) == ""
+
+
+def test_store_matrix_with_its_shape_as_a_dataset(ragged_file):
+    """As 10x Genomics writes it: items x rows, by columns."""
+    path = ragged_file(60)
+    expected = read_rows(open_store("data.train", path, {"items": "items"}))["items"]
+    for shape in ([1000, 60], [60, 1000]):
+        with h5py.File(path, "a") as file:
+            file["items"].attrs.clear()
+            file["items"].pop("shape", None)
+            file["items/shape"] = shape
+        store = open_store("data.train", path, {"items": "items"})
+        assert (len(store), store.fields["items"].n_items) == (60, 1000)
+        np.testing.assert_array_equal(read_rows(store)["items"].values, expected.values)
 
 
 @pytest.mark.usefixtures("all_cached")

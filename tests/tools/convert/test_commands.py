@@ -124,9 +124,62 @@ def test_check_without_checksums(dense_file, convert):
 
 def test_check_compares_with_hdf5(dense_file, monkeypatch, convert):
     path = dense_file(2000, (1, 4, 4), 8)
-    assert convert("check", path).out.startswith(f"{path}: whole")
+    assert convert("check", path).out.startswith(f"{path}: readable\n")
     monkeypatch.setattr(Layout, "read_chunk", lambda layout, chunk: np.full(layout.field.shape, 1000))
     assert "/images: block 128 has other values than h5py reads" in convert("check", path, code=1).out
+
+
+LEFT_OUT = {
+    "elsewhere": "elsewhere takes its bytes from other files; name those files",
+    "empty": "it is float64 (0,), no rows of numbers",
+    "nothing": "its name is no UTF-8, or it is a link that leads to nothing",
+    "one": "it is int64 (), no rows of numbers",
+    "text": "it is object (8,), no rows of numbers",
+}
+
+
+@pytest.mark.parametrize("command", ["info x.h5", "check x.h5", "repack x.h5 y.h5"])
+def test_commands_list_what_they_leave_out(dense_file, convert, command):
+    with h5py.File(dense_file(8, name="x.h5"), "a") as file:
+        file["elsewhere"] = h5py.ExternalLink("z.h5", "x")
+        file["nothing"] = h5py.SoftLink("/none")
+        file["empty"], file["one"], file["text"] = np.zeros(0), 1, np.array(["a"] * 8, object)
+        file["other/x"] = np.zeros(8)
+    shown = convert(command).out
+    assert "whole" not in shown
+    for name, why in LEFT_OUT.items():
+        assert f"/{name} is left out: {why}" in shown
+    if command.startswith("repack"):
+        assert "warning: x.h5: the rows in /other are left out\n" in shown
+        assert "is left out" not in convert(command, "--force --fields images").out  # as that was asked for
+
+
+def test_check_goes_on_after_a_dataset_that_cannot_be_read(dense_file, tmp_path, convert):
+    convert("repack", dense_file(100), "a.h5")
+    with h5py.File(tmp_path / "a.h5", "a") as file:
+        file.create_dataset("begun", (40,), "u1", chunks=(10,))
+        file["fastgpu_sha256"].pop("labels")
+        file["fastgpu_sha256/labels"] = 1
+    damage(tmp_path / "a.h5", "images", 3)
+    printed = convert("check a.h5", code=1).out
+    assert "a.h5: /begun: 4 of 4 chunks were never written" in printed
+    assert "a.h5: /labels: its checksums are int64 () instead of uint8 (1, 32)" in printed
+    assert "rows 3 to 3: " in printed
+
+
+def test_check_reads_where_rows_came_from(dense_file, tmp_path, convert):
+    with h5py.File(dense_file(100), "a") as file:
+        file["fastgpu_source"] = np.array([f"{n}.png" for n in range(100)], "S6")
+    convert("repack rows.h5 a.h5")
+    assert convert("check a.h5").out == "a.h5: whole\n"
+    damage(tmp_path / "a.h5", "fastgpu_source", 0)
+    assert "a.h5: /fastgpu_source cannot be read" in convert("check a.h5", code=1).out
+
+
+@pytest.mark.parametrize("command", ["info pipe", "check pipe", "repack pipe y.h5", "arrays x=pipe y.h5"])
+def test_commands_read_no_pipe(tmp_path, convert, command):
+    os.mkfifo(tmp_path / "pipe")
+    assert "pipe is a pipe, a socket or a device, which is not read" in convert(command, code=2).err
 
 
 def test_info_shows_layout_and_rows(tmp_path, convert):

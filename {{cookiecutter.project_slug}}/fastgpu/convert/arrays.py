@@ -11,7 +11,8 @@ from fastgpu.convert.reader import explain_errors, list_first
 from fastgpu.process.launch import UserError, warn
 from fastgpu.rows.rows import OFFSET_DTYPE, Field, RaggedArray
 from fastgpu.storage.arrays import ArrayDataset
-from fastgpu.storage.hdf5 import refuse_other_files
+from fastgpu.storage.file import open_to_read
+from fastgpu.storage.hdf5 import check_path, look_up
 
 
 def open_arrays(sources: Sequence[str], *, channels_last: bool = False) -> ArrayDataset:
@@ -66,17 +67,23 @@ def load(path: str) -> Any:
     """An array, {name: array}, or a sparse matrix of scipy in CSR format, each place of it once and none of 0."""
     file, _, member = path.partition("::")
     with explain_errors(path, "NumPy arrays of numbers, or a sparse matrix"):
+        check_path(file, path)
         is_h5 = h5py.is_hdf5(file)
-        content = h5py.File(file)[member or "/"] if is_h5 else np.load(file, mmap_mode="r", allow_pickle=False)
+        content = (
+            look_up(open_to_read(file), member or "/", file)
+            if is_h5
+            else np.load(file, mmap_mode="r", allow_pickle=False)
+        )
         if member and not is_h5:
             if isinstance(content, np.ndarray):
                 raise UserError(f"{file} is one array: name it without ::{member}")
             if member not in content:
                 raise UserError(f"{file} has no array {member}; its arrays are {list_first([*content])}")
             content = content[member]
-        members = content.values() if isinstance(content, h5py.Group) else ()
-        for item in (content, *members) if is_h5 else ():
-            refuse_other_files(item, file, f"{file}: {item.name}")
+        if content is None:
+            raise KeyError(f"it has no {member}")
+        if isinstance(content, h5py.Group):
+            content = {name: look_up(content, name, file) for name in content}
         if hasattr(content, "dtype"):  # TypeError: HDF5 has types that NumPy does not have
             return content
         if is_h5 or not {"shape", "data", "format"} <= {*content}:

@@ -9,7 +9,7 @@ from fastgpu.convert.reader import list_first, split_rows
 from fastgpu.convert.summary import damaged, describe_rows, fields_of, inspect
 from fastgpu.convert.writing import write_files
 from fastgpu.dataset.source import open_dataset
-from fastgpu.process.launch import UserError
+from fastgpu.process.launch import UserError, warn
 from fastgpu.rows.contract import Dataset
 from fastgpu.storage.store import expand, open_store
 
@@ -52,6 +52,10 @@ def repack(args: Namespace) -> None:
     fields = named or groups.get(group, {})
     if not fields:
         raise UserError(f"{args.source[0]} has no rows in {group}, but {', '.join(sorted(groups)) or 'no numbers'}")
+    left_out = [each.text for each in next(iter(stored.values())) if each.is_left_out]
+    left_out += [f"the rows in {other} are left out" for other in sorted(groups.keys() - {group})]
+    for text in () if named else left_out:
+        warn(f"{args.source[0]}: {text}")
     for path, datasets in stored.items():
         if any(each.has_digests for each in datasets) and (damages := damaged(path)):
             raise UserError(f"{damages[0]}; `python convert.py check` lists all damaged blocks")
@@ -78,8 +82,10 @@ def check(args: Namespace) -> int:
         if damages := damaged(path):
             exit_code = 1
             print(list_first(damages, "\n"))
-        print(f"{path}: {len(damages):,} blocks are damaged" if damages else f"{path}: whole")
-        for each in inspect(path):
-            if not each.has_digests:
-                print(f"  {each.path} was read, but has no checksums; `python convert.py repack` writes them")
+        unchecked = [each for each in inspect(path) if not each.has_digests]
+        state = f"{len(damages):,} blocks are damaged" if damages else "readable" if unchecked else "whole"
+        print(f"{path}: {state}")
+        for each in unchecked:
+            checksums = f"{each.path} was read, but has no checksums; `python convert.py repack` writes them"
+            print(f"  {each.text if each.is_left_out else checksums}")
     return exit_code

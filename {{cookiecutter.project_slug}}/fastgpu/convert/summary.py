@@ -18,56 +18,88 @@ from fastgpu.process.machine import available_cpus
 from fastgpu.rows.contract import Dataset
 from fastgpu.storage.file import OpenFile, split_group
 from fastgpu.storage.filters import filters_of
-from fastgpu.storage.hdf5 import dtype_of, find, open_file
+from fastgpu.storage.hdf5 import SOURCES, dtype_of, find, look_up, open_file
 from fastgpu.storage.layout import DIGESTS, Layout, open_layout
 
 
 class Stored(NamedTuple):
-    """One dataset of numbers in a file: its path, whether its blocks have checksums, and how its rows lie, in words."""
+    """A dataset of a file: its path, how its rows lie, or why it is left out, in words, and whether its blocks have
+    checksums."""
 
     path: PurePosixPath
-    has_digests: bool
     text: str
+    has_digests: bool = False
+    is_left_out: bool = False
+
+
+class Contents(NamedTuple):
+    """What is in an open file or a group of it; see `inspect`."""
+
+    file: OpenFile
+    datasets: dict[str, h5py.Dataset]
+    """{path: dataset of numbers with rows}"""
+    sources: list[h5py.Dataset]
+    """Where rows came from."""
+    left_out: dict[str, str]
+    """{path of anything else: why it is not read}"""
 
 
 @contextmanager
-def _open(path: str) -> Iterator[tuple[OpenFile, list[h5py.Dataset]]]:
-    """A file, and the datasets of numbers with rows in it or its group; see `inspect`. Links are not followed."""
-    datasets: list[h5py.Dataset] = []
-
-    def note(name: str, item: h5py.Group | h5py.Dataset) -> None:
-        has_rows = isinstance(item, h5py.Dataset) and item.ndim and len(item) and dtype_of(item).kind in "buif"
-        if not has_rows or not isinstance(name, str) or DIGESTS in name.split("/"):  # bytes: a name that is not UTF-8
-            return
-        # The values of a CSR matrix of ones are a fill value, and no bytes in the file.
-        is_of_csr = name.rpartition("/")[2] == "data" and "indptr" in item.parent
-        if not (is_of_csr and item.fillvalue == 1 and not item.id.get_num_chunks()):
-            datasets.append(item)
-
+def _open(path: str) -> Iterator[Contents]:
     file_path, group = split_group(path)
     with open_file(file_path, file_path) as (file, h5):
-        find(h5, group, h5py.Group, file_path).visititems(note)
-        yield file, datasets
+        found = Contents(file, {}, [], {})
+        groups = [find(h5, group, h5py.Group, file_path)]
+        seen = {*groups}
+        for parent in groups:  # which grows
+            for name in parent:
+                place = f"{parent.name.rstrip('/')}/{name}"
+                try:
+                    item = look_up(parent, name, place) if isinstance(name, str) else None
+                except UserError as error:
+                    found.left_out[place] = str(error).partition(": ")[2]
+                    continue
+                if isinstance(item, h5py.Group) and name != DIGESTS and item not in seen:
+                    seen.add(item)
+                    groups.append(item)
+                elif isinstance(item, h5py.Dataset) and name == SOURCES:
+                    found.sources.append(item)
+                elif isinstance(item, h5py.Dataset) and item.ndim and len(item) and dtype_of(item).kind in "buif":
+                    # The values of a CSR matrix of ones are a fill value, and no bytes in the file.
+                    is_of_ones = name == "data" and "indptr" in parent and item.fillvalue == 1
+                    if not is_of_ones or item.id.get_num_chunks():
+                        found.datasets[place] = item
+                elif isinstance(item, h5py.Dataset):
+                    found.left_out[place] = f"it is {dtype_of(item)} {item.shape}, no rows of numbers up to 64 bits"
+                elif item is None:
+                    found.left_out[place] = "its name is no UTF-8, or it is a link that leads to nothing"
+        yield found
 
 
 def inspect(path: str) -> list[Stored]:
-    """The datasets of numbers in `file.h5`, or below the group of `file.h5::/group`. Raises UserError if unreadable."""
-    stored = []
-    with _open(path) as (_, datasets):
-        for data in datasets:
-            path_in_file = PurePosixPath(data.name)
-            has_digests = f"{DIGESTS}/{path_in_file.name}" in data.parent
+    """The datasets in `file.h5`, or below the group of `file.h5::/group`. Raises UserError if it is unreadable.
+
+    Those that are no rows of numbers, or are stored in other files, are left out.
+    """
+    with _open(path) as found:
+        stored = [
+            Stored(PurePosixPath(place), f"{place} is left out: {why}", is_left_out=True)
+            for place, why in found.left_out.items()
+        ]
+        for place, data in found.datasets.items():
+            has_digests = look_up(data.parent, f"{DIGESTS}/{data.name.rpartition('/')[2]}", place) is not None
             chunk = data.chunks or data.shape
             filters = " + ".join(name for _, _, name in filters_of(data)) or "plain"
             blocks = f"blocks {chunk} of {prod(chunk) * data.dtype.itemsize / 2**20:.2f} MiB, {filters}"
             checksums = "SHA-256" if has_digests else "no checksums (`python convert.py repack` writes them)"
-            text = f"{data.name}  {data.dtype} {data.shape}  {blocks}, {checksums}"
-            stored.append(Stored(path_in_file, has_digests, text))
-    return stored
+            text = f"{place}  {data.dtype} {data.shape}  {blocks}, {checksums}"
+            stored.append(Stored(PurePosixPath(place), text, has_digests))
+    return sorted(stored)
 
 
 def fields_of(stored: Sequence[Stored]) -> dict[str, dict[str, str]]:
     """{group: {field: dataset}} as `open_store` takes it. A ragged field belongs to the group that holds its group."""
+    stored = [each for each in stored if not each.is_left_out]
     ragged_groups = {each.path.parent for each in stored if each.path.name == "indptr"}
     fields: dict[str, dict[str, str]] = {}
     for each in stored:
@@ -102,11 +134,22 @@ def damaged(path: str) -> list[str]:
             return f"rows {start:,} to {start + n_rows - 1:,}: {reason}"
         return ""
 
-    with _open(path) as (file, datasets), ThreadPoolExecutor(available_cpus()) as pool:
-        layouts = [open_layout(f"{path}: {data.name}", data, file) for data in datasets]
+    with _open(path) as found, ThreadPoolExecutor(available_cpus()) as pool:
+        layouts, damages = [], []
+        for place, data in found.datasets.items():
+            try:
+                layouts.append(open_layout(f"{path}: {place}", data, found.file))
+            except UserError as error:
+                damages.append(str(error))
+        for data in found.sources:
+            try:
+                for chunk in data.iter_chunks() if data.chunks else [()]:
+                    data[chunk]
+            except OSError as error:
+                damages.append(f"{path}: {data.name} cannot be read ({error})")
         blocks = [(each, number) for each in layouts for number in range(-(-len(each) // each.chunk_rows))]
         lines = tqdm(pool.map(lambda block: check(*block), blocks), total=len(blocks), unit="blocks", disable=None)
-        return [line for line in lines if line]
+        return damages + [line for line in lines if line]
 
 
 def describe_rows(parts: Mapping[str, Dataset]) -> Iterator[str]:

@@ -57,8 +57,9 @@ def write_rows(
     filters = {} if compression == "none" else {"compression": compression}
     widest = max(fields.values(), key=lambda field: field.row_bytes)
     columns: dict[str, Column | RaggedColumn] = {}
-    # Without a cache, blocks are written at once, so that a full disk is told where it can be handled.
-    file = h5py.File(path, "w", libver="latest", rdcc_nbytes=0)
+    # Without a cache, blocks are written at once, so that a full disk is told where it can be handled. Nobody else
+    # knows the name of the file, and some file systems have no locks.
+    file = h5py.File(path, "w", libver="latest", rdcc_nbytes=0, locking=False)
     try:
         write_attributes(file, attributes)  # first: what HDF5 refuses should not cost a conversion
         for name, field in fields.items():

@@ -75,7 +75,7 @@ def write_files(
             raise UserError(f"{empty[0]} would have no rows: all of its images are broken")
         assert sum(written.values()) + len(broken) == n_rows, f"{sum(written.values())} of {n_rows} rows came"
         for name, part in parts.items():
-            with h5py.File(partial[name], "r+") as file:
+            with h5py.File(partial[name], "r+", locking=False) as file:
                 write_attributes(file, part.facts() if isinstance(part, Reader) else {})
                 if isinstance(part, Reader | HDF5Dataset):
                     write_sources(file, part.sources(np.concatenate(row_ids[name])))

@@ -22,6 +22,7 @@ the device, or calls `record_stream`. On a CPU, host and device memory are the s
 import atexit
 import faulthandler
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -289,7 +290,8 @@ class PrefetchLoader(PoolLoader):
             self._jobs.put((job, slot))
 
     def _read_rows(self) -> None:
-        os.nice(READERS_NICE)  # of this thread: the loop wakes up to queue a step that the device is waiting for
+        if sys.platform == "linux":  # elsewhere, the priority of a thread is that of its process
+            os.nice(READERS_NICE)  # so that the loop wakes up to queue a step that the device is waiting for
         while (item := self._jobs.get()) and not self._closing.is_set():
             self._do(*item)
 

@@ -21,8 +21,8 @@ def read_classes(name: str, source: object) -> dict[str, Any]:
             if hasattr(type(source), attribute) or hasattr(source, attribute):
                 known[attribute] = getattr(source, attribute)
         names, count = known.get("class_names", known.get("classes")), known.get("n_classes")
-        if count is not None and index(count) < 1:
-            raise ValueError("n_classes should be 1 or more")
+        if count is not None and not 1 <= index(count) <= 1 << 24:
+            raise ValueError("n_classes should be 1 to 16,777,216")
         read = {"class_names": names is not None and _to_names(names), "n_classes": count is not None and index(count)}
     except Exception as error:  # a property may raise anything
         why = f"{shorten(known)} ({type(error).__name__}: {error})"

@@ -9,8 +9,6 @@ from contextlib import suppress
 from functools import cached_property
 from io import FileIO
 from math import ceil
-from operator import attrgetter
-from pathlib import Path
 
 import h5py
 import numpy as np
@@ -26,7 +24,11 @@ FEW_FILES, OWN_FILES, MANY_FILES = 1 / 16, 1 / 4, 3 / 4
 """Shares of the descriptors that a process may have. Files of the first share may have several each, for a mapping or
 for h5py; up to the second one, each reader thread opens them for itself. Files beyond the third one are refused: the
 rest is for checkpoints and for connections between ranks."""
-OWNERS = attrgetter("st_mode", "st_uid", "st_gid", "st_nlink")
+O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+KNOWS_PAGE_CACHE = hasattr(os, "RWF_NOWAIT") and hasattr(os, "posix_fadvise")
+"""Whether the system tells what is in the page cache, as Linux does. Others read everything by system calls."""
+N_SEEN, SEEN_BYTES = 64, 64
+"""So many places of a file, of so many bytes, are kept to compare: the ones that were read first."""
 RESTORE = "restore the file, then go on with run.resume=auto"
 
 _thread_local = threading.local()
@@ -56,9 +58,9 @@ class OpenFile:
             cure = "raise it by ulimit -n, or write some hundred files each into one: python convert.py repack"
             raise UserError(f"{path} is one file too many for the limit of {limit} open files; {cure}")
         self._is_among_few = number <= limit * FEW_FILES
-        if around_page_cache and self._is_among_few:
+        if around_page_cache and O_DIRECT and self._is_among_few:
             with suppress(OSError):  # raised by a file system that has no such reads
-                direct = FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT), "rb")
+                direct = FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC | O_DIRECT), "rb")
                 os.preadv(direct.fileno(), [mmap.mmap(-1, PAGE_BYTES)], 0)
                 self._source = direct
         self.is_direct = self._source is not self._raw
@@ -66,32 +68,39 @@ class OpenFile:
         self._own.file = self._source
         self._status = os.fstat(self._raw.fileno())
         self.size = self._status.st_size
+        self._seen = {0: os.pread(self._raw.fileno(), SEEN_BYTES, 0)}
+        """{offset: bytes} that the file had there."""
         self._rng = random.Random(0)
         self._h5: h5py.File | None = None
 
     def check_unchanged(self) -> None:
-        """Raise UserError if somebody has written to the file since it was opened."""
+        """Raise UserError if somebody has written to the file since it was opened.
+
+        A write moves st_mtime, which its program can set back, and st_ctime, which it cannot. But st_ctime also moves
+        with mode, owner, attributes, links, names and a new atime. If nothing else has moved, what was read first is
+        read again: a file that was written anew is noticed, one where a few rows were written and st_mtime set back is
+        not. A file that is moved, removed or replaced is read to its end.
+        """
         old, new = self._status, os.fstat(self._raw.fileno())
-        # A program that writes can set st_mtime back, but not st_ctime. That changes with mode, owner and names, too:
-        # a file that is moved, removed or replaced is read to its end.
-        is_other = new.st_ctime_ns != old.st_ctime_ns
-        is_rewritten = is_other and OWNERS(new) == OWNERS(old) and self._has_its_name(new)
-        if is_rewritten or (new.st_mtime_ns, new.st_size) != (old.st_mtime_ns, old.st_size):
+        is_written = (new.st_mtime_ns, new.st_size) != (old.st_mtime_ns, old.st_size)
+        if new.st_ctime_ns != old.st_ctime_ns and not is_written:
+            seen = self._seen.copy().items()
+            is_written = any(os.pread(self._raw.fileno(), len(content), at) != content for at, content in seen)
+        if is_written:
             raise UserError(f"{self.path} was changed while in use; {RESTORE}")
         self._status = new
 
-    def _has_its_name(self, status: os.stat_result) -> bool:
-        """Whether the path still leads to this file."""
-        with suppress(OSError):
-            return os.path.samestat(Path(self.path).stat(), status)
-        return False
+    def _note(self, offset: int, content: np.ndarray | memoryview) -> None:
+        """Keep the first bytes of what was read, for `check_unchanged`."""
+        if len(self._seen) < N_SEEN:
+            self._seen[offset] = content[:SEEN_BYTES].tobytes()
 
     def _descriptor(self) -> int:
         """The descriptor of this thread, which is closed when the thread ends; a common one if there are many files."""
         if not hasattr(self._own, "file"):
             self._own.file = self._source
             with suppress(OSError):  # no more may be opened
-                flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if self.is_direct else 0)
+                flags = os.O_RDONLY | os.O_CLOEXEC | (O_DIRECT if self.is_direct else 0)
                 # This leads to the file that was opened, even if its path leads to another one by now.
                 own = FileIO(os.open(f"/proc/self/fd/{self._source.fileno()}", flags))
                 if own.fileno() <= _limit_of_files(own.fileno()) * OWN_FILES:
@@ -104,6 +113,7 @@ class OpenFile:
         Raises UserError if the file ends before the targets are full.
         """
         descriptor = self._raw.fileno() if self.is_direct else self._descriptor()
+        start, first = offset, targets[0]
         missing = sum(target.nbytes for target in targets)
         while (n_read := os.preadv(descriptor, targets, offset)) < missing:
             if n_read == 0:
@@ -113,6 +123,7 @@ class OpenFile:
             while n_read >= targets[0].nbytes:  # a signal or the limit of 2 GiB ended the call early
                 n_read -= targets.pop(0).nbytes
             targets[0] = targets[0][n_read:]
+        self._note(start, first)
 
     def read(self, offset: int, count: int) -> np.ndarray:
         """(count,) uint8 in scratch memory of this thread. They are valid until the thread calls `read` again."""
@@ -128,7 +139,9 @@ class OpenFile:
         n_read = os.preadv(self._descriptor(), [memory.data], begin)
         if n_read < needed:  # a signal or the limit of 2 GiB ended the call early, or the file was cut
             self.preadv([memory[n_read:needed].data], begin + n_read)
-        return memory[offset - begin : needed]
+        content = memory[offset - begin : needed]
+        self._note(offset, content)
+        return content
 
     def cached(self, offset: int, count: int) -> np.ndarray | None:
         """(count,) uint8, a view of the mapped file, if those bytes are in the page cache.
@@ -138,13 +151,17 @@ class OpenFile:
         page that was asked about: to ask is to use it, and to start to read it if it is missing. A wrong guess costs
         page faults.
         """
-        if self.is_direct or not count:
+        if self.is_direct or not count or not KNOWS_PAGE_CACHE:
             return None
         byte = offset + self._rng.randrange(count)
         descriptor = self._descriptor()
         try:
             is_cached = os.preadv(descriptor, [bytearray(1)], byte, os.RWF_NOWAIT)  # 0: it was cut just now
-            return self.mapped[offset : offset + count] if is_cached and self._is_among_few else None
+            if not is_cached or not self._is_among_few:
+                return None
+            content = self.mapped[offset : offset + count]
+            self._note(offset, content)
+            return content
         except OSError:  # not in memory, or on a network, of which Linux does not tell
             for start in range(offset, offset + count, READ_AHEAD_BYTES):
                 os.posix_fadvise(descriptor, start, READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
@@ -157,7 +174,7 @@ class OpenFile:
 
     def open_h5(self) -> h5py.File:
         """The file as h5py reads it, with a descriptor of its own. Raises what h5py raises."""
-        return h5py.File(self.path, "r")
+        return open_to_read(self.path)
 
     def read_h5(self, dataset: str, start: int, n_rows: int) -> np.ndarray:
         """The rows start, start + 1, ... as far as there are any, by the HDF5 library, which holds its one lock."""
@@ -170,11 +187,24 @@ class OpenFile:
             raise UserError(f"{self.path}: {dataset} from row {start} on cannot be read ({text}); {RESTORE}") from None
 
 
+def open_to_read(path: str) -> h5py.File:
+    """The file as h5py reads it. Raises what h5py raises: BlockingIOError if a process that writes it has locked it."""
+    try:
+        return h5py.File(path, "r")
+    except BlockingIOError:
+        raise
+    except OSError:  # perhaps the file system has no locks, as NFS without a lock daemon: reading needs none
+        return h5py.File(path, "r", locking=False)
+
+
 def _limit_of_files(number: int) -> int:
     """The most files that this process may open. number: of the newest one; the limit is raised before they run out."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if number > soft * FEW_FILES:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        except (OSError, ValueError):  # macOS has another limit below the one that it names
+            return soft
     return hard
 
 

@@ -63,6 +63,14 @@ def decode(data: Bytes, filters: Sequence[Filter], skipped: int, size: int) -> B
     return data
 
 
+def _inflate(data: Bytes, parameters: tuple[int, ...], size: int) -> bytes:
+    stream = zlib.decompressobj()
+    decoded = stream.decompress(data, size + 1)  # and no more: a few bytes could stand for all of the memory
+    if not stream.eof:
+        raise ValueError(f"it does not end after {size} bytes")
+    return decoded
+
+
 def _unshuffle(data: Bytes, parameters: tuple[int, ...], size: int) -> bytes:
     width = parameters[0]  # bytes of an element; the file has the first bytes of all elements, then the second bytes
     n_whole_bytes = len(data) // width * width
@@ -71,7 +79,7 @@ def _unshuffle(data: Bytes, parameters: tuple[int, ...], size: int) -> bytes:
 
 
 DECODERS: dict[int, Callable[[Any, tuple[int, ...], int], Bytes]] = {
-    1: lambda data, parameters, size: zlib.decompress(data, bufsize=size),
+    1: _inflate,
     2: _unshuffle,
 }
 """{number of a filter that `decode` knows: function of (bytes, parameters, number of bytes that should come out)}"""

@@ -1,6 +1,7 @@
 """Open HDF5 files with h5py, find what they should have, and say in one line what is wrong with them."""
 
 import json
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -10,6 +11,7 @@ import h5py
 import numpy as np
 
 from fastgpu.process.launch import UserError
+from fastgpu.process.machine import GIB, format_bytes, free_host_bytes
 from fastgpu.storage import remote
 from fastgpu.storage.file import OpenFile
 
@@ -17,6 +19,8 @@ OR_CONVERT = "or convert it once: python convert.py --help says how"
 """The cure for files of images, tables and arrays."""
 SOURCES = "fastgpu_source"
 """Dataset of texts beside the fields of a file: where each of its rows came from. Training does not read it."""
+MAX_LINKS = 16
+"""Maximum number of soft links on the way to an item, as in the HDF5 library."""
 Member = TypeVar("Member", h5py.Group, h5py.Dataset)
 
 
@@ -29,6 +33,8 @@ def open_file(path: str, where: str, *, around_page_cache: bool = False) -> Iter
     """
     try:
         is_remote = remote.is_url(path)
+        if not is_remote:
+            check_path(path, where)
         file = remote.open_remote(path, where) if is_remote else OpenFile(path, around_page_cache=around_page_cache)
         with file.open_h5() as h5:
             yield file, h5
@@ -39,33 +45,85 @@ def open_file(path: str, where: str, *, around_page_cache: bool = False) -> Iter
     except BlockingIOError:
         cure = "wait for that to end, or set HDF5_USE_FILE_LOCKING=FALSE if there is none"
         raise UserError(f"{where} is locked by a process that writes it; {cure}") from None
-    except (OSError, RuntimeError, KeyError) as error:  # all that h5py raised in 4,000 damaged files
+    except (OSError, RuntimeError, KeyError, MemoryError) as error:  # all that h5py raised in 4,000 damaged files
         reason = " ".join(str(error).split())
         raise UserError(f"{where} cannot be read as HDF5: {reason}; copy or write it again, {OR_CONVERT}") from None
 
 
+def check_path(path: str, where: str) -> None:
+    """Raise UserError for pipes and devices, which may never end, and for names that nothing can have."""
+    try:
+        mode = Path(path).stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except (OSError, ValueError) as error:  # it is too long, or has a 0 or half of a character in it
+        raise UserError(f"{where[:200]!r} cannot be opened: {getattr(error, 'strerror', error)}") from None
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise UserError(f"{where} is a pipe, a socket or a device, which is not read; name a file")
+
+
 def find(root: h5py.Group, name: str, kind: type[Member], where: str) -> Member:
     """A group or a dataset of a file. Raises UserError if there is none, or if its bytes are in another file."""
-    item = root.get(name)
+    item = look_up(root, name, where)
     if not isinstance(item, kind):
         names = ", ".join(sorted(map(str, root))) or "nothing"  # one that is not UTF-8 is bytes
         raise UserError(f"{where} has no {kind.__name__.lower()} {name}; it has {names}")
-    refuse_other_files(item, root.file.filename, f"{where}: {name}")
     return item
 
 
-def refuse_other_files(item: h5py.Group | h5py.Dataset, path: str, where: str) -> None:
-    """Raise UserError if the bytes of an item of the file `path` are in other files."""
-    is_elsewhere = isinstance(item, h5py.Dataset) and (item.is_virtual or item.external)
-    if is_elsewhere or item.file.filename != path:
-        raise UserError(f"{where} takes its bytes from other files; name those files")
+def look_up(root: h5py.Group, name: str, where: str) -> Any:
+    """The group or dataset that a path leads to, or None. Raises UserError if its bytes are in another file.
+
+    That one is not opened: it may be private, or a pipe that never ends.
+    """
+    elsewhere = UserError(f"{where}: {name} takes its bytes from other files; name those files")
+    item = _follow(root, name, elsewhere)
+    for source in item.virtual_sources() if isinstance(item, h5py.Dataset) and item.is_virtual else ():
+        is_here = source.file_name == "." and "%" not in source.dset_name  # a % stands for several names
+        part = _follow(root["/"], source.dset_name, elsewhere) if is_here else None
+        if not isinstance(part, h5py.Dataset) or part.is_virtual:
+            raise elsewhere
+    return item
+
+
+def _follow(root: h5py.Group, name: str, elsewhere: UserError) -> Any:
+    """The item that a path leads to. HDF5 would take all steps at once, and tell afterwards where they led."""
+    item: Any = root["/"] if name.startswith("/") else root
+    steps = name.split("/")[::-1]
+    n_links = 0
+    while steps and n_links <= MAX_LINKS:
+        if (step := steps.pop()) in ("", "."):
+            continue
+        try:
+            link = item.get(step, getlink=True) if isinstance(item, h5py.Group) else None
+        except (TypeError, ValueError):  # a link that h5py does not know; a name that is no text
+            link = None
+        if isinstance(link, h5py.ExternalLink):
+            raise elsewhere
+        if isinstance(link, h5py.SoftLink):
+            n_links += 1
+            item = root["/"] if link.path.startswith("/") else item
+            steps += link.path.split("/")[::-1]
+        else:
+            item = item[step] if link else None
+    if isinstance(item, h5py.Dataset) and item.external:
+        raise elsewhere
+    return None if steps else item
+
+
+def refuse_large(name: str, n_bytes: int) -> None:
+    """Raise UserError if this process may not have so much memory."""
+    if n_bytes > GIB and n_bytes > (free := free_host_bytes()):
+        raise UserError(f"{name} takes {format_bytes(n_bytes)} of memory, and {format_bytes(free)} are free")
 
 
 def dtype_of(data: h5py.Dataset) -> np.dtype:
-    """The type as h5py shows it. Numbers for which NumPy or torch have no type are opaque bytes."""
+    """The type as h5py shows it, of one number if each element is an array of them. Numbers for which NumPy or torch
+    have no type are opaque bytes."""
     with suppress(TypeError):
-        if data.dtype.kind not in "buif" or data.dtype.itemsize <= 8:
-            return data.dtype
+        dtype = data.dtype.base
+        if dtype.kind not in "buif" or dtype.itemsize <= 8:
+            return dtype
     return np.dtype((np.void, data.id.get_type().get_size()))
 
 

@@ -19,7 +19,7 @@ from fastgpu.rows.contract import PoolPlan
 from fastgpu.rows.rows import Field
 from fastgpu.storage.file import RESTORE, OpenFile
 from fastgpu.storage.filters import DECODERS, DECODING, Bytes, decode, filters_of
-from fastgpu.storage.hdf5 import dtype_of
+from fastgpu.storage.hdf5 import dtype_of, look_up, refuse_large
 from fastgpu.storage.remote import MAX_REQUESTS, RemoteFile
 
 BLOCK_BYTES = 2 << 20
@@ -53,20 +53,19 @@ class Layout:
         Raises UserError if the file is truncated.
         """
         self.name = name
-        self.field = Field(data.dtype.newbyteorder("="), data.shape[1:])
+        self._dtype = dtype_of(data)
+        self.field = Field(self._dtype.newbyteorder("="), data.shape[1:] + data.dtype.shape)
         # A dataset without chunks is cut into chunks of about BLOCK_BYTES.
         self.chunk_rows = data.chunks[0] if data.chunks else max(1, BLOCK_BYTES // max(1, self.field.row_bytes))
-        digests = data.parent.get(f"{DIGESTS}/{data.name.rpartition('/')[2]}")
-        self.digests: np.ndarray | None = digests[:] if isinstance(digests, h5py.Dataset) else None
-        """(chunks, 32) uint8: the SHA-256 of each chunk; None if the file has none."""
         self._file = file
         self._path = data.name
-        self._dtype = data.dtype
         self._n_rows = len(data)
         self._n_items = n_items
         self._filters = filters_of(data)
         self._chunks = self._find_chunks(data)
         """(chunks, 3) int64: first byte, number of bytes in the file, and skipped filters (see `decode`)."""
+        self.digests = self._read_digests(data)
+        """(chunks, 32) uint8: the SHA-256 of each chunk; None if the file has none."""
         self._is_local = np.full(len(self._chunks), not isinstance(file, RemoteFile))
         """(chunks,) bool: whether a chunk is known to be on this machine."""
         self._fetching: dict[int, threading.Lock] = {}
@@ -74,7 +73,18 @@ class Layout:
     def __len__(self) -> int:
         return self._n_rows
 
+    def _read_digests(self, data: h5py.Dataset) -> np.ndarray | None:
+        digests = look_up(data.parent, f"{DIGESTS}/{data.name.rpartition('/')[2]}", self.name)
+        if not isinstance(digests, h5py.Dataset):
+            return None
+        expected = (len(self._chunks), 32)
+        if digests.shape != expected or digests.dtype != np.uint8:
+            found = f"are {digests.dtype} {digests.shape} instead of uint8 {expected}"
+            raise UserError(f"{self.name}: its checksums {found}; delete {digests.name}, or write the file again")
+        return digests[:]
+
     def _find_chunks(self, data: h5py.Dataset) -> np.ndarray:
+        refuse_large(self.name, 64 * (self._n_rows // self.chunk_rows))
         first_rows = np.arange(0, self._n_rows, self.chunk_rows)
         chunks = np.zeros((len(first_rows), 3), np.int64)
         value_bytes = data.id.get_type().get_size()
@@ -87,9 +97,9 @@ class Layout:
 
         if data.chunks:
             data.id.chunk_iter(note)
-        else:
-            row_bytes = math.prod(self.field.shape) * value_bytes
-            chunks[:, 0] = (data.id.get_offset() or 0) + first_rows * row_bytes
+        elif (offset := data.id.get_offset()) is not None:  # otherwise only the HDF5 library knows where they are
+            row_bytes = math.prod(data.shape[1:]) * value_bytes
+            chunks[:, 0] = offset + first_rows * row_bytes
             chunks[:, 1] = np.diff(first_rows, append=self._n_rows) * row_bytes
         if (chunks[:, 0] + chunks[:, 1]).max(initial=0) > self._file.size:
             raise UserError(f"{self.name}: the file is truncated: copy or write it again")
@@ -106,7 +116,10 @@ class Layout:
 
     def read_all(self, dtype: np.dtype | None = None) -> np.ndarray:
         """All rows, (rows, *shape), as `dtype` if it is given. For small fields that are kept in memory."""
-        out = np.empty((self._n_rows, *self.field.shape), dtype or self.field.dtype)
+        dtype = dtype or self.field.dtype
+        row_bytes = math.prod(self.field.shape) * dtype.itemsize
+        refuse_large(self.name, self._n_rows * row_bytes + self.chunk_rows * self.field.row_bytes)
+        out = np.empty((self._n_rows, *self.field.shape), dtype)
         if not self._is_local.all():
             with ThreadPoolExecutor(MAX_REQUESTS) as threads:  # at the start of a run there are no reader threads yet
                 for _ in threads.map(self._fetch_chunk, range(len(self._chunks))):
@@ -197,10 +210,14 @@ class CompressedRows(Layout):
 
     def read_chunk(self, chunk: int, content: np.ndarray | None = None) -> np.ndarray:
         offset, n_bytes, skipped = self._chunks[chunk].tolist()
+        size = self.chunk_rows * self.field.row_bytes
+        if n_bytes == size and not skipped and self._n_rows < (chunk + 1) * self.chunk_rows:
+            # A last chunk that is not full may be without filters (H5Pset_chunk_opts). Only the library can tell.
+            return super().read_chunk(chunk)
         content = self._file.read(offset, n_bytes) if content is None else content
         try:
             with DECODING:
-                decoded = decode(content.data, self._filters, skipped, self.chunk_rows * self.field.row_bytes)
+                decoded = decode(content.data, self._filters, skipped, size)
         except ValueError as error:
             raise UserError(f"{self.name}: block {chunk} is damaged: it {error}; {RESTORE}") from None
         return self._as_rows(decoded)
@@ -264,21 +281,24 @@ class PlainRows(Layout):
 def open_layout(name: str, data: h5py.Dataset, file: OpenFile, n_items: int | None = None) -> Layout:
     """The rows of an HDF5 dataset; see `Layout` for the arguments. Raises UserError if a person has to change it."""
     dtype = dtype_of(data)
+    kind = data.id.get_create_plist().get_layout()
     if not data.ndim or dtype.kind not in "buif":
         raise UserError(f"{name} is {dtype} {data.shape}; allowed are rows of bool, integers and floats up to 64 bits")
-    is_compact = data.id.get_create_plist().get_layout() == h5py.h5d.COMPACT
     if data.chunks:
         n_chunks = math.prod(-(-length // chunk) for length, chunk in zip(data.shape, data.chunks, strict=True))
         n_missing = n_chunks - data.id.get_num_chunks()
         if n_missing:
             raise UserError(f"{name}: {n_missing} of {n_chunks} chunks were never written; write all, fill values too")
-    elif len(data) and data.id.get_offset() is None and not is_compact:
-        raise UserError(f"{name} was never written, or takes its bytes from other files; name those files")
+    elif len(data) and data.id.get_offset() is None and kind == h5py.h5d.CONTIGUOUS:
+        raise UserError(f"{name} was never written; write all of it, fill values too")
+    elif kind == h5py.h5d.VIRTUAL and isinstance(file, RemoteFile):
+        raise UserError(f"{name} is a virtual dataset, which is read of files on this machine only: download it")
     filters = filters_of(data)
     # h5py shows bfloat16 as float32, say: only values whose bytes are those that it shows can be read without it.
-    is_as_shown = data.id.get_type() == h5py.h5t.py_create(dtype, logical=True)
+    is_as_shown = data.id.get_type() == h5py.h5t.py_create(data.dtype, logical=True)
     has_whole_rows = not data.chunks or data.chunks[1:] == data.shape[1:]
-    is_known = is_as_shown and not is_compact and all(code in DECODERS for code, _, _ in filters)
+    has_place = kind in (h5py.h5d.CONTIGUOUS, h5py.h5d.CHUNKED)
+    is_known = is_as_shown and has_place and all(code in DECODERS for code, _, _ in filters)
     if is_known and has_whole_rows and math.prod(data.shape[1:]):
         return (CompressedRows if filters else PlainRows)(name, data, file, n_items)
     for code, _, filter_name in filters:

@@ -23,13 +23,15 @@ from fastgpu.rows.rows import MAX_VALUES, OFFSET_DTYPE, Field
 from fastgpu.storage import remote
 from fastgpu.storage.columns import Codec, DecodedColumn, InMemory, RaggedColumn
 from fastgpu.storage.file import OpenFile, split_group
-from fastgpu.storage.hdf5 import SOURCES, attributes_of, dtype_of, find, open_file
+from fastgpu.storage.hdf5 import SOURCES, attributes_of, check_path, dtype_of, find, look_up, open_file, refuse_large
 from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, MIN_BLOCKS, Layout, PlainRows, Range, open_layout
 from fastgpu.storage.meaning import check_meaning
 
 AROUND_PAGE_CACHE = 1.5
 """Files of more than this times the free memory are read around the page cache, which could keep a few blocks at most
 until the next epoch asks for them: under a third of them, if the blocks come in random order."""
+PACKING = {"scale_factor": "1.0", "add_offset": "0.0", "_FillValue": "nan", "missing_value": "nan"}
+"""{attribute of a netCDF variable that says which value a stored number stands for: one that changes nothing}"""
 
 
 class HDF5Dataset(Dataset):
@@ -69,8 +71,9 @@ class HDF5Dataset(Dataset):
         found = []
         for (path, group), n_rows in zip(self.files, self.part_rows, strict=True):
             with open_file(path, path) as (_, file):
-                data = file[group].get(SOURCES)
+                data = look_up(find(file, group, h5py.Group, path), SOURCES, path)
                 is_known = isinstance(data, h5py.Dataset) and data.shape == (n_rows,) and data.dtype.kind in "SO"
+                refuse_large(f"{path}: {SOURCES}", n_rows * data.dtype.itemsize if is_known else 0)
                 found.append(data[:] if is_known else np.zeros(n_rows, "S1"))
         return np.concatenate(found)
 
@@ -85,8 +88,11 @@ class HDF5Dataset(Dataset):
         return hashlib.sha256(b"".join(fingerprints)).hexdigest()[:12]
 
     def stored_column(self, name: str) -> np.ndarray | None:
-        arrays = [column.rows for part in self.parts if isinstance(column := part.get(name), InMemory)]
-        return np.concatenate(arrays) if len(arrays) == len(self.parts) else None
+        columns: list[Any] = [part.get(name) for part in self.parts]
+        n_bytes = sum(len(each) * each.field.row_bytes for each in columns if isinstance(each, Layout))
+        if n_bytes > COLUMN_BYTES or not all(isinstance(each, InMemory | Layout) for each in columns):
+            return None
+        return np.concatenate([each.rows if isinstance(each, InMemory) else each.read_all() for each in columns])
 
     def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Out]) -> None:
         ranges: dict[int, list[Range]] = {}
@@ -143,7 +149,10 @@ def open_store(
     n_bytes = sum(Path(path).stat().st_size for path in {path for path, _ in names} if Path(path).is_file())
     is_large = n_bytes > AROUND_PAGE_CACHE * free_host_bytes()
     remote.open_ahead(key, {path for path, _ in names if remote.is_url(path)}, cache)
-    first, *others = files = [_open(key, path, group, fields, around_page_cache=is_large) for path, group in names]
+    first, *others = files = [
+        _open(key, path, group, fields, around_page_cache=is_large, is_first=not number)
+        for number, (path, group) in enumerate(names)
+    ]
     for other in others:
         check_meaning(key, first, other)
         for field, found in other.fields.items():
@@ -171,6 +180,7 @@ def expand(key: str, path: str) -> list[tuple[str, str]]:
     pattern, group = split_group(path)
     if remote.is_url(pattern):
         return [(url, group) for url in remote.expand(key, pattern)]
+    check_path(pattern, f"{key}: {pattern}")
     is_pattern = glob.has_magic(pattern) and not Path(pattern).exists()
     files = sorted(glob.glob(pattern)) if is_pattern else [pattern]  # noqa: PTH207 (pathlib globs no absolute patterns)
     if not files:
@@ -198,17 +208,29 @@ def _pool_statistics(files: Sequence[HDF5Dataset]) -> dict[str, Any]:
     return {"mean": mean.tolist(), "std": np.sqrt(np.maximum(variance, 0)).tolist()}
 
 
-def _open(key: str, path: str, group: str, fields: Mapping[str, str], *, around_page_cache: bool) -> HDF5Dataset:
-    """The rows of one file, or of one group of a file."""
+def _open(
+    key: str, path: str, group: str, fields: Mapping[str, str], *, around_page_cache: bool, is_first: bool
+) -> HDF5Dataset:
+    """The rows of one file, or of one group of a file. is_first: of several, so that they are warned of once."""
     name = path if group == "/" else f"{path}::{group}"
     where = f"{key}: {name}"
     with open_file(path, f"{key}: {path}", around_page_cache=around_page_cache) as (file, h5):
         root = find(h5, group, h5py.Group, f"{key}: {path}")
         attributes = attributes_of(root)
         opened = {field: _open_column(root, dataset, where, file) for field, dataset in fields.items()}
+        for dataset in fields.values() if is_first else ():
+            known = attributes_of(look_up(root, dataset, where))
+            packed = [name for name, same in PACKING.items() if str(known.get(name, same)).strip("[]") not in same]
+            if packed:
+                warn(
+                    f"{where}: {dataset} has {', '.join(packed)}, which are not applied: its numbers are read as they "
+                    "are stored, missing ones too. To convert it once, save xarray.open_dataset(FILE)[NAME].values by "
+                    "numpy.save, then python convert.py arrays"
+                )
         for matrix in fields.values():
-            data = root.get(f"{matrix}/data")
-            if f"{matrix}/data" not in fields.values() and data is not None and (data[: 1 << 16] != 1).any():
+            data = look_up(root, f"{matrix}/data", where)
+            is_read = not isinstance(data, h5py.Dataset) or f"{matrix}/data" in fields.values()
+            if not is_read and data.ndim == 1 and dtype_of(data).kind in "buif" and (data[: 1 << 16] != 1).any():
                 warn(
                     f"{where}: {matrix}/data has values other than 1, which are not read: each stored item counts as "
                     "one, a 0, too; store only the items that count"
@@ -242,13 +264,14 @@ def _open_column(root: h5py.Group, name: str, where: str, file: OpenFile) -> Lay
     (https://anndata.readthedocs.io/en/stable/fileformat-prose.html); or a group of `indptr` and `values`, (N, *shape),
     which are the bytes of image files if it has the attribute `codec`.
     """
-    group = root.get(name)
+    group = look_up(root, name, where)
     n_items = None
     codec = ""
     if not isinstance(group, h5py.Group) or "indptr" not in group:
         data = find(root, name, h5py.Dataset, where)
-        is_cut_by_indptr = data.ndim == 1 and "indptr" in data.parent
-        if not is_cut_by_indptr or len(data) == len(data.parent["indptr"]) - 1:  # one value per row
+        cuts = look_up(data.parent, "indptr", where) if data.ndim == 1 else None
+        is_cut = isinstance(cuts, h5py.Dataset) and cuts.ndim == 1 and len(cuts) != len(data) + 1
+        if not is_cut:  # one value per row, or a dataset like any other
             return open_layout(f"{where}: {name}", data, file)
     elif "values" in group:
         data = find(root, f"{name}/values", h5py.Dataset, where)
@@ -272,8 +295,13 @@ def _read_n_items(group: h5py.Group, indices: h5py.Dataset, where: str) -> int:
     attributes = attributes_of(group)
     kind = attributes.get("encoding-type", "csr_matrix")
     shape = attributes.get("shape")
+    stored = look_up(group, "shape", where)
+    if shape is None and isinstance(stored, h5py.Dataset) and stored.shape == (2,):
+        # 10x Genomics writes (genes, cells), by columns. The rows are what indptr cuts, whichever axis that is.
+        shape = stored[:].tolist()
+        shape = shape[::-1] if shape[1] == find(group, "indptr", h5py.Dataset, where).size - 1 else shape
     n_items = shape[1] if isinstance(shape, list) and len(shape) == 2 else None
-    is_csr = kind == "csr_matrix" and dtype_of(indices).kind in "ui" and indices.ndim == 1
+    is_csr = kind == "csr_matrix" and dtype_of(indices).kind in "ui" and (indices.ndim, indices.dtype.shape) == (1, ())
     if is_csr and isinstance(n_items, int) and 1 <= n_items <= MAX_VALUES:
         return n_items
     raise UserError(
