@@ -5,12 +5,16 @@ import os
 import random
 import resource
 import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
 from functools import cached_property
 from io import FileIO
 from math import ceil
 from operator import attrgetter
 from pathlib import Path
+from typing import TypeVar
 
 import h5py
 import numpy as np
@@ -28,6 +32,10 @@ for h5py; up to the second one, each reader thread opens them for itself. Files 
 rest is for checkpoints and for connections between ranks."""
 OWNERS = attrgetter("st_mode", "st_uid", "st_gid", "st_nlink")
 RESTORE = "restore the file, then go on with run.resume=auto"
+MAX_SIDE_BY_SIDE = 16
+"""Threads that wait for a network while a run starts. Later, its reader threads do."""
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 _thread_local = threading.local()
 
@@ -79,6 +87,22 @@ class OpenFile:
         if is_rewritten or (new.st_mtime_ns, new.st_size) != (old.st_mtime_ns, old.st_size):
             raise UserError(f"{self.path} was changed while in use; {RESTORE}")
         self._status = new
+
+    def prepare(self, offset: int, count: int, check: Callable[[np.ndarray], None] | None = None) -> np.ndarray | None:
+        """Have these bytes on this machine, so that the other methods can read them. Thread-safe.
+
+        Returns those that were fetched just now, (count,) uint8. check: raises UserError if bytes that it is given are
+        damaged. A local file has nothing to do.
+        """
+        return None
+
+    def is_prepared(self, offset: int) -> bool:
+        """Whether this process has prepared the bytes from there on."""
+        return True
+
+    def is_local(self, offset: int, count: int) -> bool:
+        """Whether these bytes are on this machine, whichever process brought them."""
+        return True
 
     def _has_its_name(self, status: os.stat_result) -> bool:
         """Whether the path still leads to this file."""
@@ -176,6 +200,33 @@ def _limit_of_files(number: int) -> int:
     if number > soft * FEW_FILES:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard
+
+
+def side_by_side(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """The results of a function that waits for a network, in the order of the items. Raises the first error of them.
+
+    The threads are daemons, so that Ctrl-C ends the wait, and the process, at once.
+    """
+    todo = deque((item, Future[Result]()) for item in items)
+    outcomes = [outcome for _, outcome in todo]
+
+    def work() -> None:
+        with suppress(IndexError):  # nothing is left to do
+            while True:
+                item, outcome = todo.popleft()
+                try:
+                    outcome.set_result(function(item))
+                except BaseException as error:
+                    outcome.set_exception(error)
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(MAX_SIDE_BY_SIDE, len(todo)))]
+    for thread in threads:
+        thread.start()
+    wait(outcomes, return_when=FIRST_EXCEPTION)
+    todo.clear()
+    for thread in threads:  # one that runs compiled code while Python ends would abort the process
+        thread.join()
+    return [outcome.result() for outcome in outcomes if outcome.done()]
 
 
 def scratch(size: int, purpose: str) -> np.ndarray:

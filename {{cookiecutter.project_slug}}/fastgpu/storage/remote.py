@@ -10,6 +10,7 @@ import hashlib
 import io
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -42,6 +43,9 @@ OPENING_RETRIES, READING_RETRIES = 3, 10
 TIMES = {"connect_timeout": timedelta(seconds=10), "read_timeout": timedelta(seconds=30), "timeout": "10m"}
 CURE = "check the URL, and the credentials and the region in the environment"
 
+LOCKS = [threading.Lock() for _ in range(1024)]
+"""A thread that fetches bytes has the lock of their offset. So many that 64 threads rarely share one."""
+
 _opened: dict[str, "RemoteFile"] = {}
 
 
@@ -58,6 +62,7 @@ class RemoteFile(OpenFile):
         self._version = _version_of(head)
         self._process = os.getpid()
         self.n_requests, self.n_fetched_bytes = 1, 0
+        self._prepared: dict[int, int] = {}  # offset -> number of bytes
         copy = f"{folder}/{hashlib.sha256(f'{url} {self._version}'.encode()).hexdigest()[:16]}.h5"
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
@@ -80,6 +85,21 @@ class RemoteFile(OpenFile):
 
     def open_h5(self) -> h5py.File:
         return h5py.File(_Metadata(self), "r")
+
+    def prepare(self, offset: int, count: int, check: Callable[[np.ndarray], None] | None = None) -> np.ndarray | None:
+        if self._prepared.get(offset, 0) >= count:
+            return None
+        with LOCKS[offset // PAGE_BYTES % len(LOCKS)]:
+            if not self.is_local(offset, count):
+                return self.fetch(offset, count, check)
+            self._prepared[offset] = count
+        return None
+
+    def is_prepared(self, offset: int) -> bool:
+        return offset in self._prepared
+
+    def is_local(self, offset: int, count: int) -> bool:
+        return self.local_until(offset) >= offset + count
 
     def local_until(self, offset: int) -> int:
         """The first byte from `offset` on that the copy does not have."""

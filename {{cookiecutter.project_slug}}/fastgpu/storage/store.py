@@ -178,9 +178,9 @@ def expand(key: str, path: str) -> list[tuple[str, str]]:
     return [(file, group) for file in files]
 
 
-def is_remote(source: Dataset) -> bool:
-    """Whether rows come from a bucket or a web server."""
-    return isinstance(source, HDF5Dataset) and any(remote.is_url(path) for path, _ in source.files)
+def is_local(source: Dataset) -> bool:
+    """Whether all rows are on this machine, so that their readers wait for no network."""
+    return not isinstance(source, HDF5Dataset) or all(col.is_local for part in source.parts for col in part.values())
 
 
 def _pool_statistics(files: Sequence[HDF5Dataset]) -> dict[str, Any]:
