@@ -53,9 +53,13 @@ class OpenFile:
     that is mounted as a folder serves the reads of one descriptor one after the other, so each thread has its own.
     """
 
-    def __init__(self, path: str, *, around_page_cache: bool = False):
-        """around_page_cache: read directly from the disk (O_DIRECT), if the file system can."""
-        self.path = path
+    cure = ""
+    """What to do if the HDF5 library cannot read the file, if it is not to write the file again."""
+
+    def __init__(self, path: str | int, *, around_page_cache: bool = False):
+        """path: of a file, or the descriptor of one. around_page_cache: read directly from the disk (O_DIRECT), if the
+        file system can."""
+        self.path = str(path)
         self._raw = FileIO(path)
         self._source = self._raw
         # Descriptors are numbered from 0 on. Of many files, the later ones have to do with one each.
@@ -66,7 +70,7 @@ class OpenFile:
         self._is_among_few = number <= limit * FEW_FILES
         if around_page_cache and self._is_among_few:
             with suppress(OSError):  # raised by a file system that has no such reads
-                direct = FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT), "rb")
+                direct = FileIO(os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT), "rb")
                 os.preadv(direct.fileno(), [mmap.mmap(-1, PAGE_BYTES)], 0)
                 self._source = direct
         self.is_direct = self._source is not self._raw

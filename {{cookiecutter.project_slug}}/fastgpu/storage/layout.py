@@ -137,9 +137,7 @@ class Layout:
 
     def _prepare(self, chunk: int) -> np.ndarray | None:
         """See `OpenFile.prepare`."""
-        check = None
-        if self.digests is not None and type(self) is not Layout:
-            check = partial(self._check, chunk, self.digests[chunk].tobytes())
+        check = None if self.digests is None else partial(self._check, chunk, self.digests[chunk].tobytes())
         offset, n_bytes, _ = self._chunks[chunk].tolist()
         return self._file.prepare(offset, n_bytes, check)
 

@@ -22,7 +22,7 @@ from fastgpu.rows.contract import Dataset, Out, PoolPlan, Reads
 from fastgpu.rows.rows import MAX_VALUES, OFFSET_DTYPE, Field
 from fastgpu.storage import remote
 from fastgpu.storage.columns import Codec, DecodedColumn, InMemory, RaggedColumn
-from fastgpu.storage.file import OpenFile, split_group
+from fastgpu.storage.file import OpenFile, side_by_side, split_group
 from fastgpu.storage.hdf5 import SOURCES, attributes_of, dtype_of, find, open_file
 from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, MIN_BLOCKS, Layout, PlainRows, Range, open_layout
 from fastgpu.storage.meaning import check_meaning
@@ -81,7 +81,8 @@ class HDF5Dataset(Dataset):
     @cached_property
     def digest(self) -> str:
         """A hash of all rows if the files have checksums, else of some. Raises UserError."""
-        fingerprints = [column.fingerprint() for part in self.parts for column in part.values()]
+        columns = [column for part in self.parts for column in part.values()]
+        fingerprints = side_by_side(lambda column: column.fingerprint(), columns)
         return hashlib.sha256(b"".join(fingerprints)).hexdigest()[:12]
 
     def stored_column(self, name: str) -> np.ndarray | None:
@@ -143,7 +144,9 @@ def open_store(
     n_bytes = sum(Path(path).stat().st_size for path in {path for path, _ in names} if Path(path).is_file())
     is_large = n_bytes > AROUND_PAGE_CACHE * free_host_bytes()
     remote.open_ahead(key, {path for path, _ in names if remote.is_url(path)}, cache)
-    first, *others = files = [_open(key, path, group, fields, around_page_cache=is_large) for path, group in names]
+    is_remote = any(remote.is_url(path) for path, _ in names)
+    open_one = partial(_open, key, fields=fields, around_page_cache=is_large)
+    first, *others = files = side_by_side(open_one, names) if is_remote else [open_one(name) for name in names]
     for other in others:
         check_meaning(key, first, other)
         for field, found in other.fields.items():
@@ -198,8 +201,9 @@ def _pool_statistics(files: Sequence[HDF5Dataset]) -> dict[str, Any]:
     return {"mean": mean.tolist(), "std": np.sqrt(np.maximum(variance, 0)).tolist()}
 
 
-def _open(key: str, path: str, group: str, fields: Mapping[str, str], *, around_page_cache: bool) -> HDF5Dataset:
+def _open(key: str, file_and_group: tuple[str, str], fields: Mapping[str, str], around_page_cache: bool) -> HDF5Dataset:
     """The rows of one file, or of one group of a file."""
+    path, group = file_and_group
     name = path if group == "/" else f"{path}::{group}"
     where = f"{key}: {name}"
     with open_file(path, f"{key}: {path}", around_page_cache=around_page_cache) as (file, h5):
