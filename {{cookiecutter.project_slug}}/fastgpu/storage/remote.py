@@ -248,7 +248,7 @@ class _Metadata(io.RawIOBase):
         if content is None:
             number, begin = divmod(self._at, PIECE_BYTES)
             pieces = map(self._piece, range(number, -(-(self._at + count) // PIECE_BYTES)))
-            content = b"".join(pieces)[begin : begin + count]
+            content = np.frombuffer(b"".join(pieces)[begin : begin + count], np.uint8)
         out[:count] = content
         self._at += count
         return count
@@ -279,7 +279,7 @@ def open_ahead(key: str, urls: Iterable[str], folder: str) -> None:
 
 def expand(key: str, pattern: str) -> list[str]:
     """The URLs that a pattern such as s3://bucket/part-*.h5 matches. Raises UserError for none."""
-    bucket, name, query = _split(key, pattern)
+    bucket, name, query = _split(f"{key}: {pattern}", pattern)
     if not name or glob.has_magic(bucket):
         raise UserError(f"{key}: {pattern} should end in the name of a file, or in a pattern such as part-*.h5")
     if query or not glob.has_magic(name):
