@@ -4,6 +4,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote
 
 LISTING = '<?xml version="1.0"?><ListBucketResult><IsTruncated>false</IsTruncated>{}</ListBucketResult>'
 ENTRY = (
@@ -17,17 +18,25 @@ class Store:
 
     objects: dict[str, bytes] = field(default_factory=dict)
     tag: str = '"1"'
+    date: str = "Fri, 27 Nov 2026 00:00:00 GMT"
+    head_status: int = 200
+    query: str = ""  # GET is refused without it, as for a signed URL
     status: int = 503
     message: str = ""
     refused: int = 0  # answered by `status` and `message`
     cut: int = 0  # the connection ends in mid-body
     hanging: int = 0  # no answer comes
     flipped: int = 0  # a bit is another one
+    flipped_ends: int = 0  # the first and the last one are
+    replaced: int = 0  # all are those of a page
     ignores_ranges: bool = False
     ignores_tags: bool = False
     gets: list[tuple[str, str]] = field(default_factory=list)
     """(path, range) of each GET that was answered in full."""
     delay_s: float = 0.0
+    n_at_work: int = 0
+    max_at_work: int = 0
+    """Most GETs that were answered at the same time."""
 
     def strikes(self, fault: str) -> bool:
         n_left = getattr(self, fault)
@@ -54,11 +63,13 @@ def serve(store: Store) -> tuple[ThreadingHTTPServer, str]:
             self.wfile.write(body)
 
         def do_HEAD(self) -> None:
-            body = store.objects.get(self.path)
-            if body is None:
-                return self.answer(404)
-            modified = "Fri, 27 Nov 2026 00:00:00 GMT"
-            return self.answer(200, ETag=store.tag, Content_Length=str(len(body)), Last_Modified=modified)
+            body = store.objects.get(unquote(self.path.partition("?")[0]))
+            if body is None or store.head_status != 200:
+                return self.answer(404 if body is None else store.head_status)
+            return self.answer(200, **self.versions(), Content_Length=str(len(body)))
+
+        def versions(self) -> dict[str, str]:
+            return {name: text for name, text in (("ETag", store.tag), ("Last_Modified", store.date)) if text}
 
         def do_GET(self) -> None:
             path, _, query = self.path.partition("?")
@@ -66,10 +77,20 @@ def serve(store: Store) -> tuple[ThreadingHTTPServer, str]:
                 prefix = f"{path}/"
                 keys = sorted(key.removeprefix(prefix) for key in store.objects if key.startswith(prefix))
                 return self.answer(200, LISTING.format("".join(map(ENTRY.format, keys))).encode())
+            store.n_at_work += 1
+            store.max_at_work = max(store.max_at_work, store.n_at_work)
+            try:
+                self.answer_range(unquote(path), query)
+            finally:
+                store.n_at_work -= 1
+
+        def answer_range(self, path: str, query: str) -> None:
             if store.strikes("hanging"):
                 time.sleep(3)
             if store.strikes("refused"):
                 return self.answer(store.status, store.message.encode(), Content_Type="application/xml")
+            if store.query not in ("", query):
+                return self.answer(403)
             if self.headers["If-Match"] not in (None, store.tag) and not store.ignores_tags:
                 return self.answer(412)
             time.sleep(store.delay_s)
@@ -81,7 +102,11 @@ def serve(store: Store) -> tuple[ThreadingHTTPServer, str]:
             if store.strikes("flipped"):
                 middle = len(body) // 2
                 body = body[:middle] + bytes([body[middle] ^ 1]) + body[middle + 1 :]
-            headers = {"ETag": store.tag, "Last_Modified": "Fri, 27 Nov 2026 00:00:00 GMT"}
+            if store.strikes("flipped_ends"):
+                body = bytes([body[0] ^ 1]) + body[1:-1] + bytes([body[-1] ^ 1])
+            if store.strikes("replaced"):
+                body = (b"<html>" * len(body))[: len(body)]
+            headers = self.versions()
             if not store.ignores_ranges:
                 headers["Content_Range"] = f"bytes {begin}-{last}/{len(whole)}"
             if store.strikes("cut"):

@@ -47,7 +47,7 @@ from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import RaggedArray, Rows
 from fastgpu.storage import remote
 from fastgpu.storage.filters import DECODING
-from fastgpu.storage.store import HDF5Dataset, is_remote
+from fastgpu.storage.store import HDF5Dataset, is_local
 
 JOB_BYTES = 1 << 20
 """A job of a reader thread is at least so large, and a pool has at most 8 jobs for each thread."""
@@ -67,8 +67,6 @@ class _Slot:
     """The pool that it holds, or that is read into it."""
     n_jobs: int = 0
     """Jobs that have still to read a part of it. 0: it is free, or has been read."""
-    n_requests: int = 0
-    """Requests that the process had sent to buckets when this pool was planned."""
     items: list[tuple[np.ndarray, dict[str, RaggedArray]]] = field(default_factory=list)
     """Items that were read: their places in the pool and their ragged fields, which wait for the lengths of all."""
 
@@ -114,6 +112,10 @@ class PrefetchLoader(PoolLoader):
             # the loop itself reads: a Dataset may belong to its thread, as a connection to SQLite does.
             self._n_threads = 2 * source.n_workers
         self._source = source
+        self._n_local_threads = self._n_threads
+        if loader.num_readers == "auto" and not is_local(source):
+            # Those that have waited for the network would wait for a CPU when all rows are on this machine.
+            self._n_local_threads = min(self._n_threads, count_readers("auto", read_launch().local_world_size))
         self._busy_lock = threading.Lock()
         self._busy_since = time.perf_counter()
         self._reading_s = self._decoding_s = 0.0  # of all threads
@@ -278,7 +280,6 @@ class PrefetchLoader(PoolLoader):
         for name, lengths in source.stored_lengths.items():
             self._set_lengths(slot, name, lengths[row_ids])
         slot.plan = plan
-        slot.n_requests = remote.n_requests()
         slot.items.clear()
         out = slot.host.numpy()
         # Rows in the page cache are gathered in the order of the pool, others read in that of the file.
@@ -308,12 +309,10 @@ class PrefetchLoader(PoolLoader):
             self._inbox.put(error)
 
     def _hand_over(self, slot: _Slot) -> None:
-        if is_remote(self._source) and remote.n_requests() == slot.n_requests:
-            # All of this pool was on this machine: threads that have waited for a network would now wait for a CPU.
-            n_threads = min(self._n_threads, count_readers("auto", read_launch().local_world_size))
-            for _ in range(n_threads, self._n_threads):
+        if self._n_threads > self._n_local_threads and is_local(self._source):
+            for _ in range(self._n_local_threads, self._n_threads):
                 self._jobs.put(None)
-            self._n_threads = n_threads
+            self._n_threads = self._n_local_threads
         if slot.items:
             self._write_ragged(slot)
         if self._stream and slot.copied and slot.used:

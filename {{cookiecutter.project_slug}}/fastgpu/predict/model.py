@@ -21,7 +21,7 @@ import workloads
 from fastgpu.feed import Passes, PrefetchLoader
 from fastgpu.feed.sources import image_codecs
 from fastgpu.process.files import new_file
-from fastgpu.process.launch import UserError
+from fastgpu.process.launch import UserError, without_secrets
 from fastgpu.process.machine import available_cpus
 from fastgpu.rows import BlockSampler
 from fastgpu.rows.contract import Dataset, Out, PoolPlan, Reads
@@ -173,7 +173,8 @@ def places_of(rows: Dataset) -> dict[str, np.ndarray]:
         return {"file": np.array(list(map(str, rows.files)), object)}
     places: dict[str, np.ndarray] = {"row": np.arange(len(rows))}
     if isinstance(rows, HDF5Dataset):
-        names = np.array(["::".join(file) if file[1] != "/" else file[0] for file in rows.files], object)
+        files = ["::".join(file) if file[1] != "/" else file[0] for file in rows.files]
+        names = np.array(list(map(without_secrets, files)), object)
         if len(names) > 1:
             places = {"file": names.repeat(rows.part_rows), "row": np.concatenate([*map(np.arange, rows.part_rows)])}
         if any(sources := rows.sources(slice(None))):

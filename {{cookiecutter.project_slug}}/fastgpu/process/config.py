@@ -5,10 +5,13 @@ sections they need. The section `model` belongs to the workload, which declares 
 workloads/__init__.py). This module does not import torch, so a typing error in the config is reported at once.
 """
 
+import json
 import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+
+from fastgpu.process.launch import without_secrets
 
 Auto = Literal["auto"]
 Tier = Literal["device", "host", "disk"]
@@ -196,7 +199,8 @@ class Config(Section):
         return Config.model_validate(tree | {name: tree[name] | values for name, values in sections.items()})
 
     def flat(self) -> dict[str, Any]:
-        """{dotted key: value} of every key."""
+        """{dotted key: value} of every key, without the secrets of URLs."""
         sections = self.model_dump(exclude={"workload"})
         values = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
-        return {"workload": self.workload, **values}
+        text = json.dumps({"workload": self.workload, **values})
+        return json.loads(without_secrets(text))  # model.json and the logs have it

@@ -23,6 +23,10 @@ T = TypeVar("T")
 CONTROL = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 13), *range(14, 32), *range(127, 160))}
 ESCAPES = CONTROL | {0xDC00 + byte: f"\\x{byte:02x}" for byte in range(128, 256)}
 """How text is shown: terminals obey control characters, and bytes of a file name that are no text are surrogates."""
+USER = re.compile(r"(?<=://)[^\s/?#'\"]*:[^\s/?#'\"]*@|(?<=http://)[^\s/?#'\"]+@|(?<=https://)[^\s/?#'\"]+@")
+QUERY = re.compile(r"(https?://[^\s?'\"]+\?)(?:(?!:[:\s]|,\w+://)[^\s'\"])+", re.IGNORECASE)
+LEFT_OUT = "..."
+"""Stands for the query of a URL, which may hold a signature."""
 STARTED_S = time.time()
 """When this process started: this is one of the first modules that it imports."""
 EXIT_DELAY_S = 3.0
@@ -107,16 +111,21 @@ def say(text: str, file: TextIO | None = None) -> None:
     """Print a line to stdout, or to `file`. On a full disk or to a closed pipe, it and all later output is dropped."""
     file = file or sys.stdout
     try:
-        print(text, file=file, flush=True)
+        print(without_secrets(text), file=file, flush=True)
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())  # what Python has kept of it goes there, too
         if file is not sys.stderr:
             say(f"warning: stdout is lost from here on ({error.strerror}); training goes on", sys.stderr)
 
 
+def without_secrets(text: str) -> str:
+    """A text in which no URL has a password or a query. What is printed or recorded goes through here."""
+    return QUERY.sub(rf"\1{LEFT_OUT}", USER.sub("", text)) if "://" in text else text
+
+
 class _Terminal(io.TextIOWrapper):
     def write(self, text: str) -> int:
-        return super().write(text.translate(ESCAPES))
+        return super().write(without_secrets(text.translate(ESCAPES)))
 
 
 def warn(text: str, *, own: bool = False) -> None:

@@ -16,7 +16,7 @@ import yaml
 from fastgpu import TEMPLATE_VERSION
 from fastgpu.feed.sizes import Data
 from fastgpu.process.files import new_file
-from fastgpu.process.launch import STARTED_S, UserError, warn
+from fastgpu.process.launch import STARTED_S, UserError, warn, without_secrets
 from fastgpu.rows.contract import Dataset
 
 VERSIONS = {"template": TEMPLATE_VERSION, **{name: version(name) for name in ("torch", "numpy", "h5py")}}
@@ -58,7 +58,7 @@ def write_or_warn(path: Path, text: str | None) -> None:
             path.unlink(missing_ok=True)
             return
         with new_file(path, replace=True) as partial:
-            partial.write_text(text, encoding="utf-8")
+            partial.write_text(without_secrets(text), encoding="utf-8")
     except (OSError, UserError) as error:
         warn(f"cannot write {path} ({error}); training goes on")
 

@@ -1,4 +1,4 @@
-"""Columns: the rows of one field, each kind of which has `field`, `read` and `fingerprint`.
+"""Columns: the rows of one field, each kind of which has `field`, `read`, `fingerprint` and `is_local`.
 
 InMemory         an array
 Layout           a dataset of an HDF5 file (layout.py)
@@ -7,6 +7,7 @@ DecodedColumn    rows of one shape that are decoded from a ragged column, such a
 
 `read(ranges, out, plan)` copies the rows of each range to their places in `out`: (rows, *shape), or a RaggedArray. It
 is thread-safe. The plan is that of the pool (see `Dataset.read`). `fingerprint()` is a hash of the stored rows.
+`is_local` says whether all of them are on this machine.
 """
 
 import hashlib
@@ -41,6 +42,10 @@ class InMemory:
         for start, places in ranges:
             out[index_of(places)] = rows[start : start + len(places)]
 
+    @property
+    def is_local(self) -> bool:
+        return True
+
     def cached_rows(self, ranges: Iterable[Range]) -> np.ndarray:
         """All rows, (rows, bytes) uint8."""
         return self.rows.reshape(len(self.rows), -1).view(np.uint8)
@@ -61,6 +66,10 @@ class RaggedColumn:
 
     def __len__(self) -> int:
         return len(self.indptr) - 1
+
+    @property
+    def is_local(self) -> bool:
+        return self.values.is_local
 
     @property
     def lengths(self) -> np.ndarray:
@@ -120,6 +129,10 @@ class DecodedColumn(NamedTuple):
     @property
     def field(self) -> Field:
         return self.codec.field
+
+    @property
+    def is_local(self) -> bool:
+        return self.encoded.is_local
 
     def fingerprint(self) -> bytes:
         return self.encoded.fingerprint()

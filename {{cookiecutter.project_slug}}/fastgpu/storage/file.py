@@ -5,10 +5,14 @@ import os
 import random
 import resource
 import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
 from functools import cached_property
 from io import FileIO
 from math import ceil
+from typing import TypeVar
 
 import h5py
 import numpy as np
@@ -30,6 +34,10 @@ KNOWS_PAGE_CACHE = hasattr(os, "RWF_NOWAIT") and hasattr(os, "posix_fadvise")
 N_SEEN, SEEN_BYTES = 64, 64
 """So many places of a file, of so many bytes, are kept to compare: the ones that were read first."""
 RESTORE = "restore the file, then go on with run.resume=auto"
+MAX_SIDE_BY_SIDE = 16
+"""Threads that wait for a network while a run starts. Later, its reader threads do."""
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 _thread_local = threading.local()
 
@@ -47,9 +55,13 @@ class OpenFile:
     that is mounted as a folder serves the reads of one descriptor one after the other, so each thread has its own.
     """
 
-    def __init__(self, path: str, *, around_page_cache: bool = False):
-        """around_page_cache: read directly from the disk (O_DIRECT), if the file system can."""
-        self.path = path
+    cure = ""
+    """What to do if the HDF5 library cannot read the file, if it is not to write the file again."""
+
+    def __init__(self, path: str | int, *, around_page_cache: bool = False):
+        """path: of a file, or the descriptor of one. around_page_cache: read directly from the disk (O_DIRECT), if the
+        file system can."""
+        self.path = str(path)
         self._raw = FileIO(path)
         self._source = self._raw
         # Descriptors are numbered from 0 on. Of many files, the later ones have to do with one each.
@@ -60,7 +72,7 @@ class OpenFile:
         self._is_among_few = number <= limit * FEW_FILES
         if around_page_cache and O_DIRECT and self._is_among_few:
             with suppress(OSError):  # raised by a file system that has no such reads
-                direct = FileIO(os.open(path, os.O_RDONLY | os.O_CLOEXEC | O_DIRECT), "rb")
+                direct = FileIO(os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | O_DIRECT), "rb")
                 os.preadv(direct.fileno(), [mmap.mmap(-1, PAGE_BYTES)], 0)
                 self._source = direct
         self.is_direct = self._source is not self._raw
@@ -94,6 +106,22 @@ class OpenFile:
         """Keep the first bytes of what was read, for `check_unchanged`."""
         if len(self._seen) < N_SEEN:
             self._seen[offset] = content[:SEEN_BYTES].tobytes()
+
+    def prepare(self, offset: int, count: int, check: Callable[[np.ndarray], None] | None = None) -> np.ndarray | None:
+        """Have these bytes on this machine, so that the other methods can read them. Thread-safe.
+
+        Returns those that were fetched just now, (count,) uint8. check: raises UserError if bytes that it is given are
+        damaged. A local file has nothing to do.
+        """
+        return None
+
+    def is_prepared(self, offset: int) -> bool:
+        """Whether this process has prepared the bytes from there on."""
+        return True
+
+    def is_local(self, offset: int, count: int) -> bool:
+        """Whether these bytes are on this machine, whichever process brought them."""
+        return True
 
     def _descriptor(self) -> int:
         """The descriptor of this thread, which is closed when the thread ends; a common one if there are many files."""
@@ -206,6 +234,33 @@ def _limit_of_files(number: int) -> int:
         except (OSError, ValueError):  # macOS has another limit below the one that it names
             return soft
     return hard
+
+
+def side_by_side(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """The results of a function that waits for a network, in the order of the items. Raises the first error of them.
+
+    The threads are daemons, so that Ctrl-C ends the wait, and the process, at once.
+    """
+    todo = deque((item, Future[Result]()) for item in items)
+    outcomes = [outcome for _, outcome in todo]
+
+    def work() -> None:
+        with suppress(IndexError):  # nothing is left to do
+            while True:
+                item, outcome = todo.popleft()
+                try:
+                    outcome.set_result(function(item))
+                except BaseException as error:
+                    outcome.set_exception(error)
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(MAX_SIDE_BY_SIDE, len(todo)))]
+    for thread in threads:
+        thread.start()
+    wait(outcomes, return_when=FIRST_EXCEPTION)
+    todo.clear()
+    for thread in threads:  # one that runs compiled code while Python ends would abort the process
+        thread.join()
+    return [outcome.result() for outcome in outcomes if outcome.done()]
 
 
 def scratch(size: int, purpose: str) -> np.ndarray:

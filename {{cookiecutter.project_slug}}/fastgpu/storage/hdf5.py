@@ -31,6 +31,7 @@ def open_file(path: str, where: str, *, around_page_cache: bool = False) -> Iter
     around_page_cache: see `OpenFile`. Raises UserError, beginning with `where`, for what h5py raises, also in the
     block.
     """
+    file: OpenFile | None = None
     try:
         is_remote = remote.is_url(path)
         if not is_remote:
@@ -47,7 +48,8 @@ def open_file(path: str, where: str, *, around_page_cache: bool = False) -> Iter
         raise UserError(f"{where} is locked by a process that writes it; {cure}") from None
     except (OSError, RuntimeError, KeyError, MemoryError) as error:  # all that h5py raised in 4,000 damaged files
         reason = " ".join(str(error).split())
-        raise UserError(f"{where} cannot be read as HDF5: {reason}; copy or write it again, {OR_CONVERT}") from None
+        cure = (file and file.cure) or f"copy or write it again, {OR_CONVERT}"
+        raise UserError(f"{where} cannot be read as HDF5: {reason}; {cure}") from None
 
 
 def check_path(path: str, where: str) -> None:

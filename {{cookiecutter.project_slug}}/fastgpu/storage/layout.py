@@ -6,9 +6,7 @@ docs/data-path.md: `PlainRows`, `CompressedRows`, or `Layout`, by the HDF5 libra
 
 import hashlib
 import math
-import threading
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 
 import h5py
@@ -17,10 +15,10 @@ import numpy as np
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import PoolPlan
 from fastgpu.rows.rows import Field
-from fastgpu.storage.file import RESTORE, OpenFile
+from fastgpu.storage.file import RESTORE, OpenFile, side_by_side
 from fastgpu.storage.filters import DECODERS, DECODING, Bytes, decode, filters_of
 from fastgpu.storage.hdf5 import dtype_of, look_up, refuse_large
-from fastgpu.storage.remote import MAX_REQUESTS, RemoteFile
+from fastgpu.storage.remote import is_url
 
 BLOCK_BYTES = 2 << 20
 """Size of a block: random pieces of 2 MiB are read as fast as a cold disk can."""
@@ -66,9 +64,8 @@ class Layout:
         """(chunks, 3) int64: first byte, number of bytes in the file, and skipped filters (see `decode`)."""
         self.digests = self._read_digests(data)
         """(chunks, 32) uint8: the SHA-256 of each chunk; None if the file has none."""
-        self._is_local = np.full(len(self._chunks), not isinstance(file, RemoteFile))
-        """(chunks,) bool: whether a chunk is known to be on this machine."""
-        self._fetching: dict[int, threading.Lock] = {}
+        # Chunks at the beginning that are known to be on this machine.
+        self._n_local = len(self._chunks) if file.is_local(0, file.size) else 0
 
     def __len__(self) -> int:
         return self._n_rows
@@ -82,6 +79,14 @@ class Layout:
             found = f"are {digests.dtype} {digests.shape} instead of uint8 {expected}"
             raise UserError(f"{self.name}: its checksums {found}; delete {digests.name}, or write the file again")
         return digests[:]
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all rows are on this machine, so that no reader waits for a network."""
+        n_chunks = len(self._chunks)
+        while self._n_local < n_chunks and self._file.is_local(*self._chunks[self._n_local, :2].tolist()):
+            self._n_local += 1
+        return self._n_local == n_chunks
 
     def _find_chunks(self, data: h5py.Dataset) -> np.ndarray:
         refuse_large(self.name, 64 * (self._n_rows // self.chunk_rows))
@@ -120,11 +125,11 @@ class Layout:
         row_bytes = math.prod(self.field.shape) * dtype.itemsize
         refuse_large(self.name, self._n_rows * row_bytes + self.chunk_rows * self.field.row_bytes)
         out = np.empty((self._n_rows, *self.field.shape), dtype)
-        if not self._is_local.all():
-            with ThreadPoolExecutor(MAX_REQUESTS) as threads:  # at the start of a run there are no reader threads yet
-                for _ in threads.map(self._fetch_chunk, range(len(self._chunks))):
-                    pass
-        self.read([(0, range(self._n_rows))], out)
+
+        def read_chunk(start: int) -> None:
+            self.read([(start, range(start, min(start + self.chunk_rows, self._n_rows)))], out)
+
+        side_by_side(read_chunk, range(0, self._n_rows, self.chunk_rows))  # there are no reader threads yet
         return out
 
     def read(self, ranges: Iterable[Range], out: np.ndarray, plan: PoolPlan | None = None) -> None:
@@ -141,29 +146,14 @@ class Layout:
                 of_chunk = places[done : done + self.chunk_rows - row]
                 by_chunk.setdefault(chunk, []).append((row, of_chunk))
                 done += len(of_chunk)
-        self._read(by_chunk, out, self._fetch(by_chunk))
+        self._read(by_chunk, out)
         self._file.check_unchanged()
 
-    def _fetch(self, chunks: Iterable[int]) -> dict[int, np.ndarray]:
-        """{chunk: its bytes} of the chunks of a remote file that were not on this machine."""
-        contents = {chunk: self._fetch_chunk(chunk) for chunk in chunks if not self._is_local[chunk]}
-        return {chunk: content for chunk, content in contents.items() if content is not None}
-
-    def _fetch_chunk(self, chunk: int) -> np.ndarray | None:
-        """The bytes of a chunk; None if the copy has them, because somebody else has fetched them meanwhile."""
-        file = self._file
-        assert isinstance(file, RemoteFile)
-        begins, n_bytes, _ = self._chunks.T
-        begin = int(begins[chunk])
-        with self._fetching.setdefault(chunk, threading.Lock()):
-            end = file.local_until(begin)
-            self._is_local |= (begins >= begin) & (begins + n_bytes <= end)
-            if self._is_local[chunk]:
-                return None
-            check = None
-            if self.digests is not None and type(self) is not Layout:
-                check = partial(self._check, chunk, self.digests[chunk].tobytes())
-            return file.fetch(begin, int(n_bytes[chunk]), check)
+    def _prepare(self, chunk: int) -> np.ndarray | None:
+        """See `OpenFile.prepare`."""
+        check = None if self.digests is None else partial(self._check, chunk, self.digests[chunk].tobytes())
+        offset, n_bytes, _ = self._chunks[chunk].tolist()
+        return self._file.prepare(offset, n_bytes, check)
 
     def _check(self, chunk: int, digest: bytes, content: np.ndarray) -> None:
         """Raise UserError if the rows of a chunk, of which `content` has the bytes, have another SHA-256."""
@@ -172,22 +162,26 @@ class Layout:
         if hashlib.sha256(rows.data).digest() != digest:
             raise UserError(f"{self.name}: block {chunk} is damaged: its SHA-256 is another one; {RESTORE}")
 
-    def _read(self, by_chunk: dict[int, list[Range]], out: np.ndarray, fetched: dict[int, np.ndarray]) -> None:
+    def _read(self, by_chunk: dict[int, list[Range]], out: np.ndarray) -> None:
         """Copy rows to their places. by_chunk: {chunk: ranges of it}, whose rows are numbered from its first one.
-        fetched: {chunk: its bytes} of those that are in memory.
 
         Each chunk is read as a whole, once for all its ranges. The kernel is asked for all of them before the first is
         read, so that a few threads keep a disk busy.
         """
-        places_in_file = {chunk: self._chunks[chunk, :2].tolist() for chunk in by_chunk if chunk not in fetched}
-        contents = {**{chunk: self._file.cached(*place) for chunk, place in places_in_file.items()}, **fetched}
+        contents = {chunk: self._content(chunk) for chunk in by_chunk}
         for chunk, ranges in by_chunk.items():
             rows = self.read_chunk(chunk, contents[chunk])
             for row, places in ranges:
                 self._place(rows[row : row + len(places)], places, out)
 
+    def _content(self, chunk: int) -> np.ndarray | None:
+        """The bytes of a chunk, if they are in memory."""
+        return None  # of the HDF5 library, which has a way of its own to the bytes
+
     def read_chunk(self, chunk: int, content: np.ndarray | None = None) -> np.ndarray:
         """The rows of a chunk, (rows, *shape), which are valid until the next one. content: its bytes, if in memory."""
+        if content is None:  # else they are being prepared
+            self._prepare(chunk)
         return self._file.read_h5(self._path, chunk * self.chunk_rows, self.chunk_rows)
 
     def _as_rows(self, content: Bytes | np.ndarray) -> np.ndarray:
@@ -208,12 +202,16 @@ class Layout:
 class CompressedRows(Layout):
     """Rows in chunks that each reader thread decompresses for itself."""
 
+    def _content(self, chunk: int) -> np.ndarray | None:
+        content = self._prepare(chunk)
+        return self._file.cached(*self._chunks[chunk, :2].tolist()) if content is None else content
+
     def read_chunk(self, chunk: int, content: np.ndarray | None = None) -> np.ndarray:
         offset, n_bytes, skipped = self._chunks[chunk].tolist()
         size = self.chunk_rows * self.field.row_bytes
         if n_bytes == size and not skipped and self._n_rows < (chunk + 1) * self.chunk_rows:
             # A last chunk that is not full may be without filters (H5Pset_chunk_opts). Only the library can tell.
-            return super().read_chunk(chunk)
+            return super().read_chunk(chunk, content)
         content = self._file.read(offset, n_bytes) if content is None else content
         try:
             with DECODING:
@@ -234,13 +232,13 @@ class PlainRows(Layout):
     def read_chunk(self, chunk: int, content: np.ndarray | None = None) -> np.ndarray:
         return self._as_rows(self._file.read(*self._chunks[chunk, :2].tolist()) if content is None else content)
 
-    def _read(self, by_chunk: dict[int, list[Range]], out: np.ndarray, fetched: dict[int, np.ndarray]) -> None:
+    def _read(self, by_chunk: dict[int, list[Range]], out: np.ndarray) -> None:
         """Bytes in the page cache are copied out of a mapping of the file. Others are read by one preadv for each
         range, because page faults are far slower."""
         row_bytes = self.field.row_bytes
         pieces: list[tuple[np.ndarray | None, int, np.ndarray | range]] = []
         for chunk, ranges in by_chunk.items():
-            content = fetched.get(chunk)
+            content = self._prepare(chunk)
             for row, places in ranges:
                 begin, n_bytes = row * row_bytes, len(places) * row_bytes
                 offset = int(self._chunks[chunk, 0]) + begin
@@ -271,11 +269,14 @@ class PlainRows(Layout):
         row_bytes = self.field.row_bytes
         first = int(self._chunks[0, 0])
         is_one_piece = np.all(np.diff(self._chunks[:, 0]) == self.chunk_rows * row_bytes)
-        spans = ((first + start * row_bytes, len(places) * row_bytes) for start, places in ranges)
-        is_ready = self._has_long_rows and is_one_piece and self._is_local.all()
-        if is_ready and not any(self._file.cached(*span) is None for span in spans):
-            return self._file.mapped[first : first + self._n_rows * row_bytes].reshape(-1, row_bytes)
-        return None
+        if not (self._has_long_rows and is_one_piece):
+            return None
+        for start, places in ranges:
+            chunks = range(start // self.chunk_rows, (start + len(places) - 1) // self.chunk_rows + 1)
+            is_prepared = all(self._file.is_prepared(int(self._chunks[chunk, 0])) for chunk in chunks)
+            if not is_prepared or self._file.cached(first + start * row_bytes, len(places) * row_bytes) is None:
+                return None
+        return self._file.mapped[first : first + self._n_rows * row_bytes].reshape(-1, row_bytes)
 
 
 def open_layout(name: str, data: h5py.Dataset, file: OpenFile, n_items: int | None = None) -> Layout:
@@ -291,7 +292,7 @@ def open_layout(name: str, data: h5py.Dataset, file: OpenFile, n_items: int | No
             raise UserError(f"{name}: {n_missing} of {n_chunks} chunks were never written; write all, fill values too")
     elif len(data) and data.id.get_offset() is None and kind == h5py.h5d.CONTIGUOUS:
         raise UserError(f"{name} was never written; write all of it, fill values too")
-    elif kind == h5py.h5d.VIRTUAL and isinstance(file, RemoteFile):
+    elif kind == h5py.h5d.VIRTUAL and is_url(file.path):
         raise UserError(f"{name} is a virtual dataset, which is read of files on this machine only: download it")
     filters = filters_of(data)
     # h5py shows bfloat16 as float32, say: only values whose bytes are those that it shows can be read without it.

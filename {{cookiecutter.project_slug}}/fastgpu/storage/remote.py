@@ -1,169 +1,257 @@
-"""A file in a bucket or on a web server, which is read by way of a local copy with holes.
+"""A file in a bucket or on a web server, which is read by way of a local copy.
 
-Each part of it is fetched once, when a reader asks for it, and written to its place in the copy. From there on it is
-read like any local file. The file system keeps the account: what was never fetched is a hole (SEEK_HOLE). Whole pages
-are written, so that after a kill, too, a page is either a hole or right. All processes of a machine share the copy.
+Each part of it is fetched once, when a reader asks for it, and written to its place in the copy (local_copy.py). From
+there on it is read like any local file.
 """
 
+import atexit
 import glob
 import hashlib
 import io
 import os
-import tempfile
+import re
+import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from datetime import timedelta
 from fnmatch import filter as matching
 from functools import cache, lru_cache
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 import h5py
 import numpy as np
 
-from fastgpu.process.launch import UserError, warn
-from fastgpu.process.machine import MIB, format_bytes
-from fastgpu.storage.file import PAGE_BYTES, RESTORE, OpenFile
+from fastgpu.process.launch import LEFT_OUT, USER, UserError, warn, without_secrets
+from fastgpu.process.machine import MIB
+from fastgpu.storage.file import PAGE_BYTES, RESTORE, OpenFile, side_by_side
+from fastgpu.storage.local_copy import LocalCopy
 
 CACHE = "data/cache"
 """The folder of the copies, unless data.cache names another one."""
 PIECE_BYTES = 1 << 20
 """h5py reads the metadata in small parts, which are fetched in pieces of this size."""
-MAX_PAGE_BYTES = 4 << 20
-KEEP_FREE_BYTES = 1 << 30
-"""A copy leaves so much of its disk free."""
-MAX_REQUESTS = 16
-"""Requests at the same time while a run starts. Later, each reader thread sends one."""
-OPENING_RETRIES, READING_RETRIES = 3, 10
-"""How often a request is sent again: a wrong name is told soon, and a server that is overloaded is waited for."""
+OPENING_RETRIES = 3
+"""How often a request is sent again while a file is opened: a wrong name is told soon."""
+PATIENCE = timedelta(minutes=3)
+"""How long a server that is overloaded or gone is waited for later."""
+PAUSES = {"init_backoff": timedelta(seconds=0.5), "max_backoff": timedelta(seconds=15), "base": 2}
 TIMES = {"connect_timeout": timedelta(seconds=10), "read_timeout": timedelta(seconds=30), "timeout": "10m"}
 CURE = "check the URL, and the credentials and the region in the environment"
+CURES = {
+    "Range request not supported": "its server sends whole files only: download it, and name the file",
+    "Unable to recognise URL": "use s3://, gs://, az:// or https://",
+    "HTTP error: error": "check the host, the network, and the certificate of the server",
+}
+"""{part of an error that is no answer of the server: what to try}"""
+LOCKS = [threading.Lock() for _ in range(1024)]
+"""A thread that fetches bytes has the lock of their offset. There are so many that 64 threads rarely share one."""
+
+CLOSE_S = 1.0
 
 _opened: dict[str, "RemoteFile"] = {}
+_held = threading.local()
+"""`pages` are (file, first byte, bytes) that this thread has fetched and h5py is to read, if the copy lacks them."""
 
 
 class RemoteFile(OpenFile):
-    """An object that is open for reading. A fork cannot use it: the threads of the client are those of this process."""
+    """An object that is open for reading. A fork can read what is local."""
 
-    is_full = False
-    """Whether nothing more is written to any copy, because a disk is full."""
+    has_warned = False
+    """Whether it was said that a copy cannot be written."""
 
     def __init__(self, url: str, where: str, folder: str):
         """where: names it in messages. folder: of the copies. Raises UserError."""
-        self._bucket, _, self._name = url.rpartition("/")
-        head = _request(where, CURE, lambda obstore: obstore.head(_client(self._bucket, OPENING_RETRIES), self._name))
-        self._version = _version_of(head)
-        self._process = os.getpid()
+        bucket, self._name, query = _split(where, url)
+        self._bucket = bucket + query
+        self._version = _version_of(_request(where, self._find))
         self.n_requests, self.n_fetched_bytes = 1, 0
-        copy = f"{folder}/{hashlib.sha256(f'{url} {self._version}'.encode()).hexdigest()[:16]}.h5"
-        try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            self._page_bytes = find_page_bytes(folder)
-            if not self._page_bytes:
-                warn(f"the file system of {folder} (data.cache) has no holes, so {url} is fetched in each epoch")
-                copy = os.devnull
-            self._writer = io.FileIO(os.open(copy, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "r+")
-            if self._page_bytes:
-                self._writer.truncate(head["size"])
-        except OSError as error:
-            cure = "set data.cache to a folder on a disk of this machine"
-            raise UserError(f"{where} needs a local copy, but {folder} cannot be written ({error}); {cure}") from None
-        super().__init__(copy)
+        self._prepared: dict[int, int] = {}  # offset -> number of bytes
+        self._copy: LocalCopy | None = None
+        tag, size, modified = self._version
+        if tag is None and not modified.timestamp():  # obstore has 1970 for none
+            warn(f"{url} has neither an ETag nor a date, so data.cache keeps no copy: it is fetched in each epoch")
+        else:
+            self._copy = _open_copy(folder, where, without_secrets(url), self._version)
+        super().__init__(self._copy.descriptor if self._copy else os.devnull)
         self.path = url
-        self.size = head["size"]
+        self.size = size
+        # This runs after the end of the reader threads, which are made later.
+        atexit.register(self._close_h5)
+        if self._copy:
+            self.cure = f"if the file is whole there, its copy is damaged: rm {self._copy.path}*"
+
+    def _find(self, obstore: Any) -> Any:
+        """The size and the version of the object."""
+        client = _client(self._bucket, is_opening=True)
+        try:
+            return obstore.head(client, self._name)
+        except (FileNotFoundError, obstore.exceptions.BaseError) as error:
+            # A server may refuse HEAD alone, as it does for a URL that is signed for GET.
+            if not re.search("status code: (?!404)", str(error)):
+                raise
+            return obstore.get(client, self._name, options={"range": (0, 1)}).meta
 
     def check_unchanged(self) -> None:
-        """Each request does."""
+        """The object is compared by each request, so this is about the copy."""
+        if self._copy:
+            self._copy.check_unchanged()
 
     def open_h5(self) -> h5py.File:
+        try:
+            return h5py.File(_Metadata(self), "r")
+        except OSError:
+            if not (self._copy and self._copy.is_writable):
+                raise
+        self._copy.forget(min(PIECE_BYTES, self.size))  # it may be a page that a proxy has sent
         return h5py.File(_Metadata(self), "r")
 
-    def local_until(self, offset: int) -> int:
-        """The first byte from `offset` on that the copy does not have."""
-        return os.lseek(self._writer.fileno(), offset, os.SEEK_HOLE) if self._page_bytes else offset
+    def _close_h5(self) -> None:
+        """Close the file before Python ends: HDF5, which ends later, would call `_Metadata`."""
+        if self._h5:
+            thread = threading.Thread(target=self._h5.close, daemon=True)
+            thread.start()
+            thread.join(CLOSE_S)  # a reader that hangs has the lock of the HDF5 library
 
-    def fetch(self, offset: int, count: int, check: Callable[[np.ndarray], None] | None = None) -> np.ndarray:
-        """(count,) uint8: the bytes from `offset` on, which are written to the copy, too.
+    def is_prepared(self, offset: int) -> bool:
+        return offset in self._prepared
 
-        check: raises an error if they are damaged, so that they are not written. Raises UserError if they cannot be
-        had.
-        """
-        if os.getpid() != self._process:
-            raise UserError(f"{self.path} was opened before a fork, which cannot read it; open it in the fork")
-        page_bytes = self._page_bytes or PAGE_BYTES
-        begin = offset - offset % page_bytes
-        end = min(self.size, -(-(offset + count) // page_bytes) * page_bytes)
-        cure = f"{CURE}, then go on with run.resume=auto"
-        pages = _request(self.path, cure, lambda obstore: self._get(obstore, begin, end))
-        self.n_requests += 1
-        self.n_fetched_bytes += len(pages)
-        content = pages[offset - begin : offset - begin + count]
-        if check:
-            check(content)
-        if self._page_bytes and not RemoteFile.is_full:
-            self._write(pages, begin)
+    def is_local(self, offset: int, count: int) -> bool:
+        first, last = self._missing(*self._pages_of(offset, count))
+        return first == last
+
+    def prepare(self, offset: int, count: int, check: Callable[[np.ndarray], None] | None = None) -> np.ndarray | None:
+        """See `OpenFile`. Bytes are checked once in each process, whoever has fetched them. Raises UserError."""
+        if self._prepared.get(offset, 0) >= count:
+            return None
+        with LOCKS[offset // PAGE_BYTES % len(LOCKS)]:
+            content, is_kept = self._fetch(offset, count, check)
+            if is_kept:
+                self._prepared[offset] = count
         return content
 
-    def _get(self, obstore: Any, begin: int, end: int) -> np.ndarray:
-        tag = self._version[0]
-        match = {"if_match": tag} if tag and not tag.startswith("W/") else {}  # a weak one matches nothing
-        client = _client(self._bucket, READING_RETRIES)
-        found = None
-        with suppress(obstore.exceptions.PreconditionError):
-            found = obstore.get(client, self._name, options={"range": (begin, end), **match})
-        if found is None or _version_of(found.meta) != self._version:  # some servers do not know If-Match
-            _opened.pop(self.path, None)
-            raise UserError(f"{self.path} was changed while in use; {RESTORE}")
-        pages = np.frombuffer(found.bytes(), np.uint8)
-        if len(pages) != end - begin:
-            raise UserError(f"{self.path}: {len(pages)} bytes came instead of {end - begin}; {RESTORE}")
+    def _pages_of(self, offset: int, count: int) -> tuple[int, int]:
+        return offset - offset % PAGE_BYTES, min(self.size, -(-(offset + count) // PAGE_BYTES) * PAGE_BYTES)
+
+    def _missing(self, begin: int, end: int) -> tuple[int, int]:
+        return self._copy.missing(begin, end) if self._copy else (begin, end)
+
+    def _fetch(
+        self, offset: int, count: int, check: Callable[[np.ndarray], None] | None = None
+    ) -> tuple[np.ndarray | None, bool]:
+        """The bytes, or None if all were local, and whether all are from now on."""
+        begin, end = self._pages_of(offset, count)
+        first, last = self._missing(begin, end)
+        if first == last and not check:
+            return None, True
+        # If bytes that were local are damaged, all of them are fetched again.
+        for missing in dict.fromkeys([(first, last), (begin, end)]):
+            first, last = missing
+            pages = self._fill(begin, end, first, last)
+            content = pages[offset - begin : offset - begin + count]
+            _held.pages = self, begin, pages
+            try:
+                if check:
+                    check(content)
+                break
+            except UserError:
+                if missing == (begin, end):
+                    raise
+        if first == last:
+            return None, True
+        is_kept = self._keep(pages[first - begin : last - begin], first, offset, count)
+        if is_kept:
+            _held.pages = None
+        return content, is_kept
+
+    def _fill(self, begin: int, end: int, first: int, last: int) -> np.ndarray:
+        """The bytes from `begin` to `end`. Those from `first` to `last` are fetched."""
+        if (first, last) == (begin, end):
+            return self._get(begin, end)
+        pages = np.empty(end - begin, np.uint8)
+        for start, stop in ((begin, first), (last, end)):
+            if start < stop:
+                self.preadv([pages[start - begin : stop - begin].data], start)
+        if first < last:
+            pages[first - begin : last - begin] = self._get(first, last)
         return pages
 
-    def _write(self, pages: np.ndarray, begin: int) -> None:
+    def _get(self, begin: int, end: int) -> np.ndarray:
+        def get(obstore: Any) -> Any:
+            tag = self._version[0]
+            match = {"if_match": tag} if tag and not tag.startswith("W/") else {}  # a weak one matches nothing
+            try:
+                options = {"range": (begin, end), **match}
+                found = obstore.get(_client(self._bucket, is_opening=False), self._name, options=options)
+            except obstore.exceptions.PreconditionError:
+                return None
+            return found.bytes() if _version_of(found.meta) == self._version else None  # some do not know If-Match
+
+        content = _request(self.path, get, then=", then go on with run.resume=auto")
+        if content is None:
+            _opened.pop(self.path, None)
+            raise UserError(f"{self.path} was changed while in use; {RESTORE}")
+        if len(content) != end - begin:
+            raise UserError(f"{self.path}: {len(content)} bytes came instead of {end - begin}; {RESTORE}")
+        self.n_requests += 1
+        self.n_fetched_bytes += len(content)
+        return np.frombuffer(content, np.uint8)
+
+    def _keep(self, pages: np.ndarray, begin: int, offset: int, count: int) -> bool:
+        """Write pages to the copy; see `LocalCopy.write`. False: there is no room now."""
+        if not self._copy:
+            return False
         try:
-            disk = os.fstatvfs(self._writer.fileno())
-            free_bytes = disk.f_bavail * disk.f_frsize
-            if free_bytes < KEEP_FREE_BYTES + len(pages):
-                raise OSError(f"{format_bytes(free_bytes)} of its disk are free")
-            n_written = 0
-            while n_written < len(pages):
-                n_written += os.pwrite(self._writer.fileno(), pages[n_written:].data, begin + n_written)
+            self._copy.write(pages, begin, offset, count)
         except OSError as error:
-            RemoteFile.is_full = True
-            warn(f"data.cache stays as it is ({error}): what it does not have is fetched in each epoch")
+            if not RemoteFile.has_warned:
+                warn(f"data.cache cannot be written ({error}): what it does not have is fetched in each epoch")
+            RemoteFile.has_warned = True
+            return False
+        return True
+
+    def at_hand(self, offset: int, count: int) -> np.ndarray | None:
+        """(count,) uint8 for h5py, until this thread reads again. None: they have to be fetched."""
+        file, begin, pages = getattr(_held, "pages", None) or (None, 0, np.empty(0, np.uint8))
+        if file is self and begin <= offset and offset + count <= begin + len(pages):
+            return pages[offset - begin : offset - begin + count]
+        return self.read(offset, count) if self.is_local(offset, count) else None
 
     def read_piece(self, number: int) -> bytes:
         """A piece of the metadata."""
         begin = number * PIECE_BYTES
         count = min(PIECE_BYTES, self.size - begin)
-        is_local = self.local_until(begin) >= begin + count
-        return (self.read if is_local else self.fetch)(begin, count).tobytes()
+        content, _ = self._fetch(begin, count)
+        return (self.read(begin, count) if content is None else content).tobytes()
+
+    @property
+    def n_local_bytes(self) -> int:
+        return min(self.size, self._copy.n_local * PAGE_BYTES) if self._copy else 0
 
 
 class _Metadata(io.RawIOBase):
     """A remote file as h5py reads it."""
 
     def __init__(self, file: RemoteFile):
-        self._size = file.size
+        self._file = file
         self._piece = lru_cache(64)(file.read_piece)
         self._at = 0
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = offset + (0, self._at, self._size)[whence]
+        self._at = offset + (0, self._at, self._file.size)[whence]
         return self._at
 
     def readinto(self, out: Any) -> int:
-        n_read = 0
-        while n_read < len(out) and self._at < self._size:
+        count = max(0, min(len(out), self._file.size - self._at))
+        content = self._file.at_hand(self._at, count)
+        if content is None:
             number, begin = divmod(self._at, PIECE_BYTES)
-            part = self._piece(number)[begin : begin + len(out) - n_read]
-            out[n_read : n_read + len(part)] = part
-            self._at += len(part)
-            n_read += len(part)
-        return n_read
+            pieces = map(self._piece, range(number, -(-(self._at + count) // PIECE_BYTES)))
+            content = np.frombuffer(b"".join(pieces)[begin : begin + count], np.uint8)
+        out[:count] = content
+        self._at += count
+        return count
 
 
 def is_url(path: str) -> bool:
@@ -179,26 +267,28 @@ def open_remote(url: str, where: str, folder: str = CACHE) -> RemoteFile:
 
 
 def open_ahead(key: str, urls: Iterable[str], folder: str) -> None:
-    """Open files side by side and fetch the beginning of each, since h5py reads one file after the other."""
-    with ThreadPoolExecutor(MAX_REQUESTS) as threads:
-        for _ in threads.map(lambda url: open_remote(url, f"{key}: {url}", folder).read_piece(0), urls):
-            pass
+    """Open files side by side, and fetch both ends of each, where the metadata is: h5py reads one file at a time."""
+
+    def open_one(url: str) -> None:
+        file = open_remote(url, f"{key}: {url}", folder)
+        for number in sorted({0, max(0, file.size - 1) // PIECE_BYTES}):
+            file.read_piece(number)
+
+    side_by_side(open_one, urls)
 
 
 def expand(key: str, pattern: str) -> list[str]:
     """The URLs that a pattern such as s3://bucket/part-*.h5 matches. Raises UserError for none."""
-    bucket, _, name = pattern.rpartition("/")
+    bucket, name, query = _split(f"{key}: {pattern}", pattern)
     if not name or glob.has_magic(bucket):
         raise UserError(f"{key}: {pattern} should end in the name of a file, or in a pattern such as part-*.h5")
-    if not glob.has_magic(name):
+    if query or not glob.has_magic(name):
         return [pattern]
-    listed = _request(
-        f"{key}: {bucket}", CURE, lambda obstore: obstore.list_with_delimiter(_client(bucket, OPENING_RETRIES))
-    )
+    listed = _request(f"{key}: {bucket}", lambda obstore: obstore.list_with_delimiter(_client(bucket, is_opening=True)))
     names = sorted(matching([each["path"].rpartition("/")[2] for each in listed["objects"]], name))
     if not names:
         raise UserError(f"{key}: no file matches {pattern}")
-    return [f"{bucket}/{name}" for name in names]
+    return [f"{bucket}/{quote(name) if _is_http(bucket) else name}" for name in names]
 
 
 def n_requests() -> int:
@@ -209,47 +299,85 @@ def n_requests() -> int:
 def counters() -> dict[str, float]:
     """{tag: value}: what this process has fetched until now, and how much of its files is on this machine."""
     files = list(_opened.values())
-    n_local = sum(512 * os.fstat(file._writer.fileno()).st_blocks for file in files)
     counts = {
         "storage/requests": float(n_requests()),
         "storage/fetched_mib": sum(file.n_fetched_bytes for file in files) / MIB,
-        "storage/local_pct": 100 * n_local / max(1, sum(file.size for file in files)),
+        "storage/local_pct": 100 * sum(file.n_local_bytes for file in files) / max(1, sum(file.size for file in files)),
     }
     return counts if files else {}
 
 
-def find_page_bytes(folder: str) -> int:
-    """The unit in which the file system of a folder keeps account of holes. 0: it does not."""
-    with tempfile.TemporaryFile(dir=folder) as file:
-        descriptor, at = file.fileno(), 2 * MAX_PAGE_BYTES
-        os.truncate(descriptor, 2 * at)
-        os.pwrite(descriptor, bytes(1), at)
-        begin, end = os.lseek(descriptor, 0, os.SEEK_DATA), os.lseek(descriptor, at, os.SEEK_HOLE)
-    return max(PAGE_BYTES, end - at) if begin == at and end - at <= MAX_PAGE_BYTES else 0
+def _is_http(url: str) -> bool:
+    return url.lower().startswith(("http://", "https://"))
 
 
-def _request(where: str, cure: str, request: Callable[[Any], Any]) -> Any:
-    """What a request gives, called with obstore. Raises UserError for what it raises."""
+def _split(where: str, url: str) -> tuple[str, str, str]:
+    """(bucket, name, query) of a URL; without the second one, a client is made for the other two. Raises UserError."""
+    if USER.search(url):
+        variables = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, for example"
+        raise UserError(f"{where}: a user and a password in a URL are not sent; set {variables}, in the environment")
+    path, mark, query = url.partition("?") if _is_http(url) else (url, "", "")
+    if query == LEFT_OUT:
+        raise UserError(f"{where}: what follows the ? may be secret and was not recorded; give the whole URL again")
+    bucket, _, name = path.rpartition("/")
+    return bucket, unquote(name) if _is_http(url) else name, mark + query
+
+
+def _open_copy(folder: str, where: str, url: str, version: tuple[Any, ...]) -> LocalCopy:
+    of_url, of_version = (hashlib.sha256(f"{each}".encode()).hexdigest()[:16] for each in (url, version))
+    path = f"{folder}/{of_url}-{of_version}.h5"
+    try:
+        copy = LocalCopy(path, version[1])
+    except OSError as error:
+        cure = "set data.cache to a folder on a disk of this machine"
+        raise UserError(f"{where} needs a local copy, but {folder} cannot be written ({error}); {cure}") from None
+    stale = {*glob.glob(f"{glob.escape(folder)}/{of_url}-*.h5")} - {path}  # noqa: PTH207 (these are texts)
+    if stale:
+        names = " ".join(f"{each}*" for each in sorted(stale))
+        warn(f"{url} has changed since it was copied; if no run reads what it was: rm {names}")
+    return copy
+
+
+def _request(where: str, request: Callable[[Any], Any], then: str = "") -> Any:
+    """What a request gives, called with obstore. then: follows the cure. Raises UserError for what it raises."""
     if not find_spec("obstore"):
         raise UserError(f'{where} is read by obstore: pip install "obstore>=0.12"')
+    if _process() != os.getpid():  # the threads of obstore are not in a fork
+        cure = "use loader.num_workers=0, or copy the file to a disk"
+        raise UserError(f"{where} cannot be fetched by a fork of a process that has read URLs; {cure}")
     obstore = import_module("obstore")
     try:
+        if threading.current_thread() is threading.main_thread():
+            return side_by_side(request, [obstore])[0]  # Ctrl-C does not end a call of obstore
         return request(obstore)
     except UserError:
         raise
-    except FileNotFoundError:
-        raise UserError(f"{where} does not exist") from None
     except (obstore.exceptions.BaseError, ValueError, OSError) as error:
-        reason = " ".join(str(error).partition("\n\nDebug source")[0].split())[:300]
-        raise UserError(f"{where} cannot be read: {reason}; {cure}") from None
+        text, _, source = str(error).partition("\n\nDebug source")
+        if isinstance(error, FileNotFoundError) and "405" not in text:
+            raise UserError(f"{where} does not exist") from None
+        # Why a request was not sent is in the last words of obstore's data structures.
+        if source := source.partition("HttpError")[2]:
+            last = re.findall('"(.+?)"', source) or re.split("error: |source: ", source)
+            text = f"{text} ({' '.join(re.findall('[^(){}, ]+', ' '.join(last[-1].split())))})"
+        cure = next((cure for sign, cure in CURES.items() if sign in text), CURE)
+        text = without_secrets(" ".join(text.split()))[:300]
+        raise UserError(f"{where} cannot be read: {text}; {cure}{then}") from None
 
 
 @cache
-def _client(bucket: str, max_retries: int) -> Any:
+def _process() -> int:
+    """The process that uses obstore: this one, or the one that it is a fork of."""
+    return os.getpid()
+
+
+@cache
+def _client(bucket: str, *, is_opening: bool) -> Any:
     """It takes credentials, regions and endpoints from the environment."""
-    retries = {"max_retries": max_retries, "retry_timeout": timedelta(minutes=3)}
+    retries = {"max_retries": OPENING_RETRIES if is_opening else 1000, "retry_timeout": PATIENCE}
     store = import_module("obstore.store")
-    return store.from_url(bucket, client_options={"allow_http": True, **TIMES}, retry_config=retries)
+    backoff = {} if is_opening else {"backoff": PAUSES}
+    return store.from_url(bucket, client_options={"allow_http": True, **TIMES}, retry_config=retries | backoff)
 
 
 def _version_of(meta: Any) -> tuple[Any, ...]:

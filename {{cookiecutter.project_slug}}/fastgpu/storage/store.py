@@ -22,7 +22,7 @@ from fastgpu.rows.contract import Dataset, Out, PoolPlan, Reads
 from fastgpu.rows.rows import MAX_VALUES, OFFSET_DTYPE, Field
 from fastgpu.storage import remote
 from fastgpu.storage.columns import Codec, DecodedColumn, InMemory, RaggedColumn
-from fastgpu.storage.file import OpenFile, split_group
+from fastgpu.storage.file import OpenFile, side_by_side, split_group
 from fastgpu.storage.hdf5 import SOURCES, attributes_of, check_path, dtype_of, find, look_up, open_file, refuse_large
 from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, MIN_BLOCKS, Layout, PlainRows, Range, open_layout
 from fastgpu.storage.meaning import check_meaning
@@ -84,7 +84,8 @@ class HDF5Dataset(Dataset):
     @cached_property
     def digest(self) -> str:
         """A hash of all rows if the files have checksums, else of some. Raises UserError."""
-        fingerprints = [column.fingerprint() for part in self.parts for column in part.values()]
+        columns = [column for part in self.parts for column in part.values()]
+        fingerprints = side_by_side(lambda column: column.fingerprint(), columns)
         return hashlib.sha256(b"".join(fingerprints)).hexdigest()[:12]
 
     def stored_column(self, name: str) -> np.ndarray | None:
@@ -149,10 +150,9 @@ def open_store(
     n_bytes = sum(Path(path).stat().st_size for path in {path for path, _ in names} if Path(path).is_file())
     is_large = n_bytes > AROUND_PAGE_CACHE * free_host_bytes()
     remote.open_ahead(key, {path for path, _ in names if remote.is_url(path)}, cache)
-    first, *others = files = [
-        _open(key, path, group, fields, around_page_cache=is_large, is_first=not number)
-        for number, (path, group) in enumerate(names)
-    ]
+    is_remote = any(remote.is_url(path) for path, _ in names)
+    open_one = partial(_open, key, fields=fields, around_page_cache=is_large, first=names[0])
+    first, *others = files = side_by_side(open_one, names) if is_remote else [open_one(name) for name in names]
     for other in others:
         check_meaning(key, first, other)
         for field, found in other.fields.items():
@@ -188,9 +188,9 @@ def expand(key: str, path: str) -> list[tuple[str, str]]:
     return [(file, group) for file in files]
 
 
-def is_remote(source: Dataset) -> bool:
-    """Whether rows come from a bucket or a web server."""
-    return isinstance(source, HDF5Dataset) and any(remote.is_url(path) for path, _ in source.files)
+def is_local(source: Dataset) -> bool:
+    """Whether all rows are on this machine, so that their readers wait for no network."""
+    return not isinstance(source, HDF5Dataset) or all(col.is_local for part in source.parts for col in part.values())
 
 
 def _pool_statistics(files: Sequence[HDF5Dataset]) -> dict[str, Any]:
@@ -209,16 +209,17 @@ def _pool_statistics(files: Sequence[HDF5Dataset]) -> dict[str, Any]:
 
 
 def _open(
-    key: str, path: str, group: str, fields: Mapping[str, str], *, around_page_cache: bool, is_first: bool
+    key: str, names: tuple[str, str], *, fields: Mapping[str, str], around_page_cache: bool, first: tuple[str, str]
 ) -> HDF5Dataset:
-    """The rows of one file, or of one group of a file. is_first: of several, so that they are warned of once."""
+    """The rows of a file, or of a group of it. names: both. first: those of the file that warns of what it holds."""
+    path, group = names
     name = path if group == "/" else f"{path}::{group}"
     where = f"{key}: {name}"
     with open_file(path, f"{key}: {path}", around_page_cache=around_page_cache) as (file, h5):
         root = find(h5, group, h5py.Group, f"{key}: {path}")
         attributes = attributes_of(root)
         opened = {field: _open_column(root, dataset, where, file) for field, dataset in fields.items()}
-        for dataset in fields.values() if is_first else ():
+        for dataset in fields.values() if names == first else ():
             known = attributes_of(look_up(root, dataset, where))
             packed = [name for name, same in PACKING.items() if str(known.get(name, same)).strip("[]") not in same]
             if packed:

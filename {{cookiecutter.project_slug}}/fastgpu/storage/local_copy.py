@@ -1,0 +1,215 @@
+"""The local copy of a remote file, and the account beside it: which of its pages are there.
+
+The account has a byte for each page, which is set after the page was written. Holes alone do not decide: whoever copies
+a copy may fill them. The account names the copy by its inode, and has the time of the last write of ours, so a file in
+place of the copy starts empty, and a change that was not ours is noticed. A page is local if its byte is set and it is
+no hole: a power cut may leave the account without the pages. All processes of a machine share both files.
+"""
+
+import errno
+import fcntl
+import os
+import stat
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from io import FileIO
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from fastgpu.process.launch import UserError, warn
+from fastgpu.process.machine import format_bytes
+from fastgpu.storage.file import PAGE_BYTES
+
+KEEP_FREE_BYTES, KEEP_FREE_SHARE = 1 << 30, 0.1
+"""A copy leaves so much of its disk free, and this share of it: checkpoints are often on the same disk."""
+HEADER = struct.Struct("<QqQ?")
+HEADER_BYTES = 64
+PATIENCE_S = 0.5
+"""How long the time of a change may differ from that of the last write: another process is about to note it."""
+OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+class _Header(NamedTuple):
+    inode: int = 0
+    written_ns: int = 0
+    n_local: int = 0
+    """Pages that are there."""
+    is_writing: bool = False
+    """A process writes to the copy, or was killed while it did."""
+
+
+class LocalCopy:
+    """A file of the size of the remote one, of which pages are written as they come."""
+
+    def __init__(self, path: str, size: int):
+        """Open the copy, or begin an empty one.
+
+        Raises OSError if that is not possible, and UserError if others could change the file, or choose which it is.
+        """
+        self.path = path
+        self.size = size
+        self._lock = threading.Lock()
+        self._known_ns = 0
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        while not self._open():
+            pass
+
+    def _open(self) -> bool:
+        account_path = f"{self.path}.pages"
+        self._account = FileIO(_open_own(account_path), "r")
+        with self._locked():
+            if not os.fstat(self._account.fileno()).st_nlink:
+                return False  # another process has begun anew meanwhile
+            self.descriptor = _open_own(self.path)
+            files = (self._account.fileno(), self.descriptor)
+            self.is_writable = all(fcntl.fcntl(each, fcntl.F_GETFL) & os.O_RDWR for each in files)
+            status, header = os.fstat(self.descriptor), self._header()
+            if header.inode == status.st_ino and self._is_ours(status, header):
+                if header.is_writing and self.is_writable:  # by a process that was killed
+                    self._note(header.n_local)
+                return True
+            if not status.st_size and not header.inode:  # both are new
+                os.truncate(self.descriptor, self.size)
+                os.truncate(self._account.fileno(), HEADER_BYTES + -(-self.size // PAGE_BYTES))
+                self._note(0)
+                return True
+            os.close(self.descriptor)
+            for each in (account_path, self.path):
+                Path(each).unlink()
+            warn(f"{self.path} was changed, copied or removed since it was written here; it is fetched again")
+            return False
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        with self._lock:
+            fcntl.flock(self._account, fcntl.LOCK_EX)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._account, fcntl.LOCK_UN)
+
+    def _header(self) -> _Header:
+        data = os.pread(self._account.fileno(), HEADER.size, 0)
+        return _Header(*HEADER.unpack(data)) if len(data) == HEADER.size else _Header()
+
+    def _note(self, n_local: int) -> None:
+        """Note that nobody is writing. The time is one of whole seconds, as a write of somebody else hardly has."""
+        os.utime(self.descriptor, (now := int(time.time()), now))
+        status = os.fstat(self.descriptor)
+        os.pwrite(self._account.fileno(), HEADER.pack(status.st_ino, status.st_mtime_ns, n_local, False), 0)
+        self._known_ns = status.st_mtime_ns
+
+    def _is_ours(self, status: os.stat_result, header: _Header) -> bool:
+        """Whether nobody else has written to the copy."""
+        return status.st_size == self.size and (header.is_writing or header.written_ns == status.st_mtime_ns)
+
+    def check_unchanged(self) -> None:
+        """Raise UserError if somebody else has written to the copy."""
+        deadline = time.monotonic() + PATIENCE_S
+        while (status := os.fstat(self.descriptor)).st_mtime_ns != self._known_ns or status.st_size != self.size:
+            if self._is_ours(status, self._header()):
+                return  # another process or thread is writing to it, or has written
+            if time.monotonic() > deadline:
+                raise self._changed()
+            time.sleep(PATIENCE_S / 100)
+
+    def _changed(self) -> UserError:
+        return UserError(
+            f"{self.path} was changed while in use; go on with run.resume=auto, which fetches it again: only this "
+            "project should write to data.cache"
+        )
+
+    @property
+    def n_local(self) -> int:
+        """Pages that are there."""
+        return self._header().n_local
+
+    def missing(self, begin: int, end: int) -> tuple[int, int]:
+        """The first byte of whole pages that is not local, and the byte behind the last one; `end` twice for none."""
+        lacks = np.flatnonzero(self._marks(begin, end) == 0)
+        first, last = end, end
+        if len(lacks):
+            first, last = begin + int(lacks[0]) * PAGE_BYTES, min(end, begin + (int(lacks[-1]) + 1) * PAGE_BYTES)
+        return (first, last) if self._has_no_hole(begin, first) and self._has_no_hole(last, end) else (begin, end)
+
+    def _marks(self, begin: int, end: int) -> np.ndarray:
+        """(pages,) uint8: 1 for those that are there."""
+        marks = np.zeros(-(-(end - begin) // PAGE_BYTES), np.uint8)
+        data = os.pread(self._account.fileno(), len(marks), HEADER_BYTES + begin // PAGE_BYTES)
+        marks[: len(data)] = np.frombuffer(data, np.uint8)
+        return marks
+
+    def _has_no_hole(self, begin: int, end: int) -> bool:
+        with suppress(OSError):  # it was cut
+            return begin == end or os.lseek(self.descriptor, begin, os.SEEK_HOLE) >= end
+        return False
+
+    def write(self, pages: np.ndarray, begin: int, offset: int, count: int) -> None:
+        """Write whole pages, from `begin` on, that were fetched for `count` bytes from `offset` on.
+
+        Of pages that are there, only those bytes are written: others are of neighbours, who may have been checked.
+        Raises OSError if the disk refuses or is almost full, and UserError if somebody else has written to the copy.
+        """
+        if not self.is_writable:
+            raise OSError("the copy can only be read")
+        disk = os.fstatvfs(self.descriptor)
+        free_bytes = disk.f_bavail * disk.f_frsize
+        if free_bytes < max(KEEP_FREE_BYTES, KEEP_FREE_SHARE * disk.f_blocks * disk.f_frsize) + len(pages):
+            raise OSError(f"{format_bytes(free_bytes)} of its disk are free")
+        end = begin + len(pages)
+        with self._locked():
+            header = self._header()
+            if not self._is_ours(os.fstat(self.descriptor), header):
+                raise self._changed()
+            marks = self._marks(begin, end)
+            first = max(begin, offset) if marks[0] else begin
+            last = min(end, offset + count) if marks[-1] else end
+            n_local = header.n_local
+            os.pwrite(self._account.fileno(), HEADER.pack(*header._replace(is_writing=True)), 0)
+            try:
+                _write_all(self.descriptor, pages[first - begin : last - begin], first)
+                _write_all(self._account.fileno(), np.ones_like(marks), HEADER_BYTES + begin // PAGE_BYTES)
+                n_local += len(marks) - int(marks.sum())
+            finally:
+                self._note(n_local)
+
+    def forget(self, end: int) -> None:
+        """Fetch the pages up to `end` again, when they are asked for."""
+        with self._locked():
+            marks = self._marks(0, end)
+            os.pwrite(self._account.fileno(), bytes(len(marks)), HEADER_BYTES)
+            self._note(self._header().n_local - int(marks.sum()))
+
+
+def _open_own(path: str) -> int:
+    """The descriptor of a file, which is new if there was none; for reading only where nothing can be written.
+
+    Raises UserError for a link, which might lead anywhere, and for a file that others can write to.
+    """
+    flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # it does not wait for a FIFO
+    refusal = UserError(f"{path} is a link, or not of this user alone; rm {path}, or use another data.cache")
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o644)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise refusal from None
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS) or not Path(path).exists():
+            raise
+        descriptor = os.open(path, os.O_RDONLY | flags)
+    status = os.fstat(descriptor)
+    is_own = status.st_uid in (0, os.geteuid()) and not status.st_mode & OTHERS_MAY_WRITE and status.st_nlink <= 1
+    if not (stat.S_ISREG(status.st_mode) and is_own):
+        os.close(descriptor)
+        raise refusal
+    return descriptor
+
+
+def _write_all(descriptor: int, data: np.ndarray, offset: int) -> None:
+    n_written = 0
+    while n_written < len(data):
+        n_written += os.pwrite(descriptor, data[n_written:].data, offset + n_written)
