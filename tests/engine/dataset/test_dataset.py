@@ -152,7 +152,7 @@ def test_workers_know_themselves():
     names = {name: name for name in ("id", "n", "seed", "is_own", "is_whole")}
     told = []
     for seed in (1, 1, 2):
-        source = ItemDataset("mine", made, names, seed=seed, timeout_s=60).with_workers(2, 60)
+        source = ItemDataset("mine", made, names, seed=seed, workers_key="key").with_workers(2, 60)
         with closing(item_feed(source, 2)) as feed:
             rows = torch.cat(
                 [torch.stack([column.long() for column in pool.rows.columns.values()], 1) for pool in feed.pools(0)]
@@ -168,7 +168,7 @@ def test_workers_share_no_file_of_the_first_items():
     """A file that is opened in the first item of a process must not be opened before the forks."""
     opened = set()
     made = Made(lambda row: opened.add(os.getpid()) or row)
-    source = ItemDataset("mine", made, {"x": "x"}, timeout_s=60)
+    source = ItemDataset("mine", made, {"x": "x"}, workers_key="key")
     assert source.fields["x"].dtype == np.int64
     assert not opened
     assert not worker_pids()

@@ -47,16 +47,16 @@ def dataset(args: Namespace) -> None:
 def _write_items(args: Namespace) -> None:
     fields = {word.partition("=")[0]: word.partition("=")[2] or word for word in args.fields or ("images", "labels")}
     n_workers = available_cpus() if args.num_workers is None else args.num_workers
-    timeout_s = Loader().timeout_s if n_workers else None
-    source = open_dataset("SOURCE", args.path, fields, factory=args.source, seed=args.seed, timeout_s=timeout_s)
+    workers_key = "--num-workers" if n_workers else ""
+    source = open_dataset("SOURCE", args.path, fields, factory=args.source, seed=args.seed, workers_key=workers_key)
     source.name = f"{args.source} called with {args.path}"
     if source.drawn:
         warn(
             f"the items of {source.name} draw random numbers ({', '.join(sorted(source.drawn))}): the file will have "
             "one draw of each, the same in each epoch; leave that to `transform` of the workload"
         )
-    if timeout_s:
-        source = source.with_workers(n_workers, timeout_s)
+    if n_workers:
+        source = source.with_workers(n_workers, Loader().timeout_s)
     with closing(source):
         write(source, args)
 

@@ -21,11 +21,10 @@ from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset
 from torch.utils.data._utils.worker import WorkerInfo
 
-from fastgpu.dataset.draws import read_items, row_seeds, seeded
+from fastgpu.dataset.draws import read_items, seeded
 from fastgpu.dataset.items import NO_ARRAY, Columns, describe_value, field_of, to_array, to_column
-from fastgpu.dataset.workers import Workers, describe_error
+from fastgpu.dataset.workers import SLOW_S, Workers, describe_error
 from fastgpu.process.launch import UserError, read_launch
-from fastgpu.process.machine import free_host_bytes
 from fastgpu.process.seeds import make_seed
 from fastgpu.rows.classes import read_classes
 from fastgpu.rows.contract import Dataset
@@ -38,9 +37,7 @@ ASKS_PER_POOL = 64
 N_SAMPLES = 8
 """Items that are compared to find out which fields have any number of values."""
 MAX_ROWS = 2**31 - 1
-"""The numbers of the blocks, here rows, have 32 bits."""
-ORDER_BYTES = 40
-"""Memory that the order of the rows takes for each of them, while it is made."""
+"""The numbers of blocks, which here are rows, have 32 bits."""
 
 
 class ItemSource(Dataset):
@@ -63,49 +60,34 @@ class ItemDataset(ItemSource):
     """
 
     def __init__(
-        self,
-        name: str,
-        dataset: TorchDataset,
-        names: Mapping[str, str],
-        *,
-        seed: int = 0,
-        timeout_s: float | None = None,
-        workers_key: str = "loader.num_workers",
+        self, name: str, dataset: TorchDataset, names: Mapping[str, str], *, seed: int = 0, workers_key: str = ""
     ):
         """names: {field: its key in the items}. seed: of the run. Raises UserError if the items cannot be rows.
 
-        timeout_s: as in `Workers`, one of which reads the first items, so that no file that these open is shared by
-        all. None: this process reads them. workers_key: the setting of the number of workers, for messages.
+        workers_key: the setting of the number of workers, for messages. One of them reads the first items, so that a
+        file that these open is not shared by all. Empty: this process reads them.
         """
         self.name = name
         self._seed = seed
-        self._workers_key = workers_key
+        self._workers_key = workers_key or "loader.num_workers"
         self.dataset = dataset
         self._names = names
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise UserError(f"data.dataset: {name} is no map-style Dataset; rows need a length and numbers")
         n_rows = len(dataset)
-        if not n_rows:
-            raise UserError(f"data.dataset: {name} has no rows")
-        if n_rows > (max_rows := min(MAX_ROWS, free_host_bytes() // ORDER_BYTES)):
-            raise UserError(
-                f"data.dataset: {name} has {n_rows:,} rows; use at most {max_rows:,}, for which memory is free"
-            )
+        if not 0 < n_rows <= MAX_ROWS:
+            raise UserError(f"data.dataset: {name} has {n_rows:,} rows; allowed are 1 to {MAX_ROWS:,}")
         self.block_rows = np.ones(n_rows, np.int32)
         self.attributes = read_classes(f"data.dataset: {name}", dataset)
         self._workers: Workers | None = None
         samples = np.linspace(0, n_rows - 1, min(N_SAMPLES, n_rows)).astype(int)
-        if timeout_s is None:
-            arrays, self.drawn = self._read_samples(samples)
-        else:
-            with closing(self._start_workers(self._read_samples, 1, timeout_s)) as first:
-                arrays, self.drawn = first.call(samples)
+        with closing(self._start_workers(self._read_samples, 1 if workers_key else 0, SLOW_S)) as workers:
+            arrays, self.drawn = workers.call(samples) if workers_key else self._read_samples(samples)
         self._seeded = {*self.drawn, "torch"}  # torch.initial_seed() should be that of the row, drawn from or not
         self._first = {field: each[0] for field, each in arrays.items()}
         """The item of row 0."""
-        self.fields = {
-            field: field_of(each, is_ragged=field in getattr(dataset, "ragged", ())) for field, each in arrays.items()
-        }
+        ragged = getattr(dataset, "ragged", ())
+        self.fields = {field: field_of(each, is_ragged=field in ragged) for field, each in arrays.items()}
 
     def __getitem__(self, index: int | slice) -> Any:
         """The item of a row of `column` as the Dataset gives it, or a list of items."""
@@ -117,7 +99,7 @@ class ItemDataset(ItemSource):
         drawn: set[str] = set()
         samples = {}
         with seeded(self._seed):
-            columns = self._values(rows, row_seeds(rows, 0, 0, 0 * rows), drawn)
+            columns = self._values([(row,) for row in rows.tolist()], drawn)
         for field, values in zip(self._names, columns, strict=True):
             if to_array(values[0]) is None:
                 found = describe_value(values[0])
@@ -133,9 +115,9 @@ class ItemDataset(ItemSource):
             error.add_note(f"in row {row} of {self.name}")
             raise
 
-    def _values(self, rows: np.ndarray, seeds: list[list[int]], drawn: set[str]) -> list[Sequence[Any]]:
+    def _values(self, keys: list[tuple[int, ...]], drawn: set[str]) -> list[Sequence[Any]]:
         """For each field, what the Dataset gives for these rows. See `read_items`."""
-        items = read_items(self._item, rows.tolist(), seeds, drawn)
+        items = read_items(self._item, keys, drawn)
         if {*map(type, items)} == {dict}:  # as most items are
             with suppress(KeyError):  # told below
                 return [[item[name] for item in items] for name in self._names.values()]
@@ -163,11 +145,9 @@ class ItemDataset(ItemSource):
 
     def _start_workers(self, answer: Callable[..., object], n_workers: int, timeout_s: float) -> Workers:
         """Processes that call `answer`."""
-        rank = read_launch().rank
-        infos = [
-            WorkerInfo(id=n, num_workers=n_workers, seed=make_seed(self._seed, rank, n), dataset=self.dataset)
-            for n in range(n_workers)
-        ]
+        seeds = [make_seed(self._seed, read_launch().rank, n) for n in range(n_workers)]
+        tell = partial(WorkerInfo, num_workers=n_workers, dataset=self.dataset)
+        infos = [tell(id=n, seed=seed) for n, seed in enumerate(seeds)]
         return Workers(self.name, answer, infos, timeout_s, key=self._workers_key)
 
     @property
@@ -194,8 +174,8 @@ class ItemDataset(ItemSource):
 
     def _read_here(self, rows: np.ndarray, seed: int, epoch: int, repeats: np.ndarray) -> Columns:
         """`read_rows` of this process."""
-        values = self._values(rows, row_seeds(rows, seed, epoch, repeats), self._seeded)
-        columns = zip(self.fields.items(), values, strict=True)
+        keys = [(row, repeat, seed, epoch) for row, repeat in zip(rows.tolist(), repeats.tolist(), strict=True)]
+        columns = zip(self.fields.items(), self._values(keys, self._seeded), strict=True)
         return {name: to_column(name, field, values, rows, source=self.name) for (name, field), values in columns}
 
     def stored_column(self, name: str) -> np.ndarray | None:
@@ -219,19 +199,12 @@ def rows_per_ask(source: Dataset, order: BlockSampler) -> int:
 
 
 def open_dataset(
-    key: str,
-    path: str | Sequence[str],
-    fields: Mapping[str, str],
-    *,
-    factory: str,
-    seed: int = 0,
-    timeout_s: float | None = None,
+    key: str, path: str | Sequence[str], names: Mapping[str, str], *, factory: str, seed: int = 0, workers_key: str = ""
 ) -> ItemDataset:
     """Call `factory` ("package.module:Class") with `path`. Raises UserError if that would be no map-style Dataset.
 
-    A config may come from anybody, so it must not name a command. key: the config key of `path`, for messages. seed: of
-    the run. What `factory` draws at random follows from it, so two calls split their rows alike. timeout_s: see
-    `ItemDataset`.
+    A config may come from anybody, so it must not name a command. key: the config key of `path`, for messages. seed,
+    workers_key: see `ItemDataset`. What `factory` draws follows from the seed, so two calls split their rows alike.
     """
     module, _, name = factory.partition(":")
     sys.path.append(str(Path.cwd()))  # torchrun names the folder of the script only
@@ -274,9 +247,7 @@ def open_dataset(
             raise
         cure = "if it takes no path, name a function beside train.py that makes it of one"
         raise UserError(f"data.dataset: {name}({path!r}) fails: {describe_error(error)}; {cure}") from None
-    workers_key = "loader.num_workers" if key.startswith("data.") else "--num-workers"
-    title = f"{name}({path!r}) of {key}"
-    return ItemDataset(title, dataset, fields, seed=seed, timeout_s=timeout_s, workers_key=workers_key)
+    return ItemDataset(f"{name}({path!r}) of {key}", dataset, names, seed=seed, workers_key=workers_key)
 
 
 def _is_of_project(module: str) -> bool:

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data._utils import worker as torch_worker
+from torch.utils.data._utils.worker import WorkerInfo
 
 from fastgpu.process.launch import UserError, end_with_parent, warn
 from fastgpu.process.signals import STOP
@@ -35,25 +36,17 @@ SLOW_S = 30.0
 CLOSE_S = 3.0
 """How long closing waits for the end of workers and threads. Those that hang are left behind."""
 MAX_WORKERS = 1024
-"""Of a rank. To start so many takes half a minute."""
+Answer = Callable[..., object]
+"""What a worker calls with each request, which begins with the numbers of rows."""
 
 
 class Workers:
     """Processes that read rows until `close`. They also end with the thread that made them."""
 
-    def __init__(
-        self,
-        name: str,
-        answer: Callable[..., object],
-        infos: Sequence[torch_worker.WorkerInfo],
-        timeout_s: float,
-        *,
-        key: str,
-    ):
-        """name: of the Dataset, for messages. answer: what they call. infos: what `get_worker_info` tells each.
+    def __init__(self, name: str, answer: Answer, infos: Sequence[WorkerInfo], timeout_s: float, *, key: str):
+        """name, key: of the Dataset, and of the setting of their number, for messages. infos: one for each process.
 
-        timeout_s: after which a worker prints where an item hangs. key: the setting of their number, for messages.
-        Raises UserError if the processes cannot be started.
+        timeout_s: after which a worker prints where an item hangs. Raises UserError if they cannot be started.
         """
         if len(infos) > MAX_WORKERS:
             raise UserError(f"{key} is {len(infos)}; use at most {MAX_WORKERS}")
@@ -112,9 +105,9 @@ class Workers:
         self.processes.clear()
 
 
-def _work(pipe: Connection, answer: Callable[..., object], info: torch_worker.WorkerInfo, timeout_s: float) -> None:
+def _work(pipe: Connection, answer: Answer, info: WorkerInfo, timeout_s: float) -> None:
     """The program of a worker: answer each request, if need be with an error or a line that says what is wrong."""
-    torch_worker._worker_info = info
+    torch_worker._worker_info = info  # for `get_worker_info`
     for number in STOP:  # torchrun sends them to all processes of a rank, which has a step to finish
         signal.signal(number, signal.SIG_IGN)
     end_with_parent()

@@ -53,8 +53,8 @@ def _open(data: Data, loader: Loader, seed: int, split: Literal["train", "val"])
         raise UserError("data.train has weights, which work for HDF5 files only; use data.dataset=none")
     else:
         n_workers = count_readers(loader.num_workers, read_launch().local_world_size)
-        timeout_s = loader.timeout_s if n_workers else None
-        source = items = open_dataset(key, named, fields, factory=data.dataset, seed=seed, timeout_s=timeout_s)
+        workers_key = "loader.num_workers" if n_workers else ""
+        source = items = open_dataset(key, named, fields, factory=data.dataset, seed=seed, workers_key=workers_key)
         if n_workers:
             source = items.with_workers(n_workers, loader.timeout_s)
     _check_images(data, source)
