@@ -81,6 +81,8 @@ class ItemDataset(ItemSource):
         self.attributes = read_classes(f"data.dataset: {name}", dataset)
         self._workers: Workers | None = None
         samples = np.linspace(0, n_rows - 1, min(N_SAMPLES, n_rows)).astype(int)
+        self.drawn: set[str]
+        """The generators from which the first items draw random numbers."""
         with closing(self._start_workers(self._read_samples, 1 if workers_key else 0, SLOW_S)) as workers:
             arrays, self.drawn = workers.call(samples) if workers_key else self._read_samples(samples)
         self._seeded = {*self.drawn, "torch"}  # torch.initial_seed() should be that of the row, drawn from or not
@@ -115,7 +117,7 @@ class ItemDataset(ItemSource):
             error.add_note(f"in row {row} of {self.name}")
             raise
 
-    def _values(self, keys: list[tuple[int, ...]], drawn: set[str]) -> list[Sequence[Any]]:
+    def _values(self, keys: Sequence[tuple[int, ...]], drawn: set[str]) -> list[Sequence[Any]]:
         """For each field, what the Dataset gives for these rows. See `read_items`."""
         items = read_items(self._item, keys, drawn)
         if {*map(type, items)} == {dict}:  # as most items are
