@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
 import numpy as np
+import torch
+from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset
 from torch.utils.data._utils.worker import WorkerInfo
@@ -29,6 +31,7 @@ from fastgpu.process.seeds import make_seed
 from fastgpu.rows.classes import read_classes
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler
+from fastgpu.rows.rows import Ragged, RaggedArray, Rows
 
 ASK_BYTES = 4 << 20
 """Rows that a worker is asked for at a time, ..."""
@@ -91,10 +94,14 @@ class ItemDataset(ItemSource):
         ragged = getattr(dataset, "ragged", ())
         self.fields = {field: field_of(each, is_ragged=field in ragged) for field, each in arrays.items()}
 
-    def __getitem__(self, index: int | slice) -> Any:
-        """The item of a row of `column` as the Dataset gives it, or a list of items."""
-        numbers = self._selected(np.arange(len(self.block_rows)))[index].tolist()
-        return [self.dataset[row] for row in numbers] if isinstance(index, slice) else self.dataset[numbers]
+    def _rows(self, row_ids: np.ndarray) -> Rows:
+        columns: dict[str, Tensor | Ragged] = {}
+        for name, each in self.read_rows(row_ids, 0, 0, np.zeros_like(row_ids)).items():
+            if isinstance(each, RaggedArray):
+                columns[name] = Ragged.of(np.split(each.values, each.offsets[1:-1]))
+            else:
+                columns[name] = torch.from_numpy(each)
+        return Rows(columns)
 
     def _read_samples(self, rows: np.ndarray) -> tuple[dict[str, list[np.ndarray]], set[str]]:
         """{field: arrays of these rows, but for values that are none}, and the generators that they draw from."""
