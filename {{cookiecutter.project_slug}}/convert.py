@@ -60,6 +60,7 @@ def parse(argv: list[str]) -> Namespace:
     add("images pixels", "--split-by", type=str.strip, default="", help="column that says train, val or test")
     add("arrays", "--layout", choices=("nhwc",), help="of fields with four axes: write them as (N, C, H, W)")
     add("dataset repack", "--fields", nargs="+", metavar="NAME[=KEY]", help="default: images and labels; repack: all")
+    add("dataset", "--num-workers", type=natural, help="processes that read; 0: none, to debug; default: the CPUs")
     add("images pixels events", "--no-header", **switch, help="the first line is a row; columns are called 1, 2, ...")
     add("images", "--columns", help="of the CSV: the path and its labels; default: path,label")
     add("images", "--size", type=size, metavar="HxW", help="height and width of the rows; default: those of the images")

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from fastgpu.process.files import csv_cell
-from fastgpu.process.launch import UserError, exit_with_message, start_tool
+from fastgpu.process.launch import UserError, exit_with_message, say, start_tool
 from fastgpu.report import ledger, page, results
 
 
@@ -25,9 +25,13 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     if missing := [str(run) for run in args.runs if not run.is_dir()]:
         raise UserError(f"{missing[0]} is no folder (looked in {Path.cwd()}); name the folder of a run")
-    runs = [run for run in map(results.read_run, args.runs) if run.points]
+    read = [results.read_run(run) for run in args.runs]
+    runs = [run for run in read if run.points]
+    empty = [str(run.folder) for run in read if not run.points]
     if not runs:
-        raise UserError(f"{args.runs[0]} has no points in metrics.jsonl; it is no run, or has just begun")
+        raise UserError(f"{', '.join(empty)}: no points in metrics.jsonl; it is no run, or has just begun")
+    if empty:  # such as runs that failed at their start, which a sweep is about
+        say(f"left out: {len(empty)} without a point in metrics.jsonl: {', '.join(empty)}", sys.stderr)
     if args.csv:
         compared = results.compare(runs, str)
         csv.writer(sys.stdout, lineterminator="\n").writerows(map(csv_cell, line) for line in compared)

@@ -7,6 +7,7 @@ ends of lines that it leaves out, and numbers may differ. A block below `<!-- no
 """
 
 import itertools
+import json
 import os
 import re
 import sys
@@ -179,3 +180,51 @@ def test_pages_notebook_runs(own_copy, workload):
     printed = printed_by([sys.executable, "page.py"], project)
     assert {"images": "images", "recsys": "items", "own": "x"}[workload] in printed
     assert (project / "batch.png").exists() == (workload == "images")
+
+
+RAGGED_CONFIG = """
+workload: lengths
+data: {dataset: "mine:Words", train: "40", val: "20", fields: {x: x, y: y}, batch_size: 8}
+loader: {num_workers: 1}
+"""
+RAGGED_DATASET = """
+import numpy as np
+
+class Words:
+    def __init__(self, n_rows):
+        self.n_rows = int(n_rows)
+    def __len__(self):
+        return self.n_rows
+    def __getitem__(self, row):
+        return {"x": np.full((row % 4, 3), row, np.float32), "y": np.float32(row)}
+"""
+RAGGED_WORKLOAD = """
+import torch
+from torch import nn
+from workloads import minimal
+
+class Workload(minimal.Workload):
+    def model(self):
+        return nn.Linear(3, 1)
+    def predict(self, model, batch):
+        x = batch["x"]
+        return {"prediction": torch.zeros(len(batch)).index_add(0, x.rows, model(x.values)[:, 0].float())}
+"""
+
+
+@pytest.mark.slow
+def test_pages_notebook_runs_with_ragged_rows(own_copy):
+    project = own_copy("own")
+    for name, text in (
+        ("config.yaml", RAGGED_CONFIG),
+        ("mine.py", RAGGED_DATASET),
+        ("workloads/lengths.py", RAGGED_WORKLOAD),
+    ):
+        (project / name).write_text(text)
+    printed_by([sys.executable, "train.py", "train.epochs=1", "run.name=first"], project)
+    blocks = [block.text for block in read_blocks(project / "docs/python.md") if block.language == "python"]
+    lists = "lists = [[[1, 2, 3]], [], [[1, 2, 3]] * 2]\nprint(trained.predict(x=lists)['prediction'].tolist())"
+    (project / "page.py").write_text("\n".join([*blocks, lists]))
+    *_, predicted = printed_by([sys.executable, "page.py"], project).splitlines()
+    one, none, two = json.loads(predicted)
+    assert (none, two) == (0, pytest.approx(2 * one))

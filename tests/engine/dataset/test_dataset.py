@@ -1,6 +1,7 @@
 import errno
 import multiprocessing
 import os
+import random
 import re
 import signal
 import sys
@@ -15,11 +16,12 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from fastgpu.dataset import workers
 from fastgpu.dataset.source import ItemDataset, open_dataset
-from fastgpu.feed import PoolLoader, prefetch
+from fastgpu.feed import PoolLoader, open_splits, prefetch
+from fastgpu.process.config import Data, Loader
 from fastgpu.process.launch import HangError, UserError
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.selection import Groups, Mixture
@@ -101,7 +103,75 @@ def test_dataset_draws_do_not_depend_on_workers(monkeypatch):
     numbers = {*alone.flatten().tolist()}
     assert len(numbers) == alone.numel()  # no rows draw what others have drawn
     assert numbers.isdisjoint(draw(0, 0, 0).flatten().tolist())  # of another epoch
-    assert numbers.isdisjoint(draw(0, 1, 0, seed=2).flatten().tolist())  # and of another run
+    assert numbers.isdisjoint(draw(0, 1, 0, seed=3).flatten().tolist())  # and of another run
+
+
+@pytest.mark.parametrize("kind", ["random", "draws once"])
+@pytest.mark.parametrize("n_workers", [0, 2])
+def test_dataset_draws_do_not_depend_on_other_rows(kind, n_workers, monkeypatch):
+    def draw(ask_bytes: int) -> torch.Tensor:
+        monkeypatch.setattr("fastgpu.dataset.source.ASK_BYTES", ask_bytes)
+        with closing(item_feed(numbered_source(kind, DRAWN), n_workers)) as feed:
+            return torch.cat([torch.stack([*pool.rows.columns.values()]) for pool in feed.pools(0)], 1)
+
+    assert torch.equal(draw(1), draw(4 << 20))  # bytes of a row, of many
+
+
+def test_dataset_draws_leave_the_loop_its_own():
+    source = numbered_source("random", DRAWN)
+    drawn = []
+    for is_read in (False, True):
+        random.seed(0), np.random.seed(0), torch.manual_seed(0)
+        if is_read:
+            source.read_rows(np.arange(8), 1, 0, np.zeros(8, int))
+            numbered_source("random", DRAWN)
+        drawn.append((random.random(), np.random.rand(), torch.rand(()).item()))
+    assert drawn[0] == drawn[1]
+    assert source.drawn == {"random", "numpy.random", "torch"}
+
+
+def test_dataset_initial_seed_is_of_the_row():
+    """Libraries seed generators of their own with it."""
+    source = ItemDataset("mine", Made(lambda row: torch.initial_seed()), {"x": "x"})
+    first, second = (
+        source.read_rows(np.array(rows), 1, 0, np.zeros(2, int))["x"].tolist() for rows in ([7, 3], [3, 7])
+    )
+    assert first == second[::-1]
+    assert first[0] != first[1]
+
+
+def test_workers_know_themselves():
+    def tell(row: int) -> tuple[int, ...]:
+        info = get_worker_info()
+        time.sleep(0.002)  # so that both have work
+        return info.id, info.num_workers, info.seed % 2**32, info.dataset is made, get_worker_info().seed >= 0
+
+    made = Made(tell)
+    with pytest.raises(AttributeError):
+        ItemDataset("mine", made, {"x": "x"})  # as in a DataLoader without workers
+    names = {name: name for name in ("id", "n", "seed", "is_own", "is_whole")}
+    told = []
+    for seed in (1, 1, 2):
+        source = ItemDataset("mine", made, names, seed=seed, workers_key="key").with_workers(2, 60)
+        with closing(item_feed(source, 2)) as feed:
+            rows = torch.cat(
+                [torch.stack([column.long() for column in pool.rows.columns.values()], 1) for pool in feed.pools(0)]
+            )
+        told.append({*map(tuple, rows.tolist())})
+    assert {row[:2] for row in told[0]} == {(0, 2), (1, 2)}
+    assert all(row[3] for row in told[0])
+    assert told[0] == told[1]
+    assert not {row[2] for row in told[0]} & {row[2] for row in told[2]}
+
+
+def test_workers_share_no_file_of_the_first_items():
+    """A file that is opened in the first item of a process must not be opened before the forks."""
+    opened = set()
+    made = Made(lambda row: opened.add(os.getpid()) or row)
+    source = ItemDataset("mine", made, {"x": "x"}, workers_key="key")
+    assert source.fields["x"].dtype == np.int64
+    assert not opened
+    assert not worker_pids()
 
 
 def test_dataset_draws_differ_for_a_repeated_row(monkeypatch):
@@ -169,7 +239,7 @@ def test_dataset_attribute_is_a_field_if_values_agree(item, attributes, column):
 def read_odd(usual: object, odd: object, rows: tuple[int, ...] = (7, 3)) -> np.ndarray:
     """These rows. Rows 7 and 8, which are not among those that are compared at first, are of another kind."""
     source = ItemDataset("mine", Made(lambda row: odd if row in (7, 8) else usual), {"x": "x"})
-    return source.read_rows(np.array(rows), seed=0, epoch=0)["x"]
+    return source.read_rows(np.array(rows), 0, 0, np.zeros(len(rows), int))["x"]
 
 
 def test_dataset_batch_of_several_types_keeps_values():
@@ -180,7 +250,7 @@ def test_dataset_batch_of_several_types_keeps_values():
 def test_dataset_floats_that_numpy_lacks_become_float32(dtype, read_as):
     rows = torch.arange(N_ROWS * 4).view(-1, 4).to(dtype).requires_grad_()
     source = ItemDataset("mine", Made(rows.__getitem__), {"x": "x"})
-    column = source.read_rows(np.arange(N_ROWS), seed=0, epoch=0)["x"]
+    column = source.read_rows(np.arange(N_ROWS), 0, 0, np.zeros(N_ROWS, int))["x"]
     assert (source.fields["x"].dtype, column.dtype) == (read_as, read_as)
     assert column.tolist() == rows.tolist()
 
@@ -227,6 +297,9 @@ def test_messages_of_datasets(compare_messages):
                 )
             },
             "classes that cannot be read": lambda: open_items(Failing(), "x"),
+            "too many rows": lambda: open_items(Made(len, n_rows=10**14), "x"),
+            "a class that takes no path": lambda: open_class("torch.utils.data:TensorDataset"),
+            "too many workers": lambda: ItemDataset("mine", SINGLE, {"x": "x"}).with_workers(100_000, 60),
             "no rows": lambda: open_items(Made(len, n_rows=0), "x"),
             "no length": lambda: open_items(Dataset(), "x"),
             "an iterable": lambda: open_items(Endless(len), "x"),
@@ -272,7 +345,11 @@ class Length:
         return 1
 """
 OWN = """
-from torch.utils.data import Dataset
+import random
+from functools import partial
+import numpy as np
+import torch
+from torch.utils.data import Dataset, Subset, random_split
 from support.datasets import Numbered
 class Plain:
     def __init__(self, path):
@@ -285,10 +362,46 @@ def make(path):
     return Numbered()
 def typed(path: str) -> Dataset[object]:
     return Numbered()
+def partly(path, kind):
+    return Numbered(kind)
+of_kind = partial(partly, kind="")
+of_class = partial(Numbered)
+def split(path):
+    return random_split(Numbered(), [0.8, 0.2])[path == "b"]
+def shuffled(path):
+    rows = list(range(150))
+    random.shuffle(rows)
+    return Subset(Numbered(), rows[:120] if path == "a" else rows[120:])
+def permuted(path):
+    rows = np.random.permutation(150)
+    return Subset(Numbered(), rows[:120] if path == "a" else rows[120:])
+CHOSEN = torch.randperm(150)
+def chosen(path):
+    return Subset(Numbered(), CHOSEN[:120] if path == "a" else CHOSEN[120:])
 """
 
 
-@pytest.mark.parametrize("factory", ["own:Plain", "own:make", "own:typed", "support.datasets:Numbered"])
+@pytest.mark.parametrize("name", ["split", "shuffled", "permuted", "chosen"])
+def test_dataset_split_at_random_shares_no_rows(write_module, name):
+    write_module(OWN)
+    data = Data(train="a", val="b", fields=DENSE_FIELDS, dataset=f"own:{name}")
+
+    def split(seed: int) -> tuple[list[int], ...]:
+        sys.modules.pop("own", None)  # a new run
+        parts = open_splits(data, Loader(num_workers=0), seed)
+        return tuple([int(row) for row in part.dataset.indices] for part in parts)
+
+    train, val = split(1)
+    assert sorted(train + val) == list(range(N_ROWS))
+    torch.rand(1), np.random.rand(), random.random()
+    assert split(1) == (train, val)
+    assert split(2) != (train, val)
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [*("own:Plain", "own:make", "own:typed", "own:of_kind", "own:of_class"), "support.datasets:Numbered"],
+)
 def test_dataset_name_of_a_class_or_function(write_module, factory):
     write_module(OWN)
     assert len(open_dataset("data.train", "x", DENSE_FIELDS, factory=factory)) == N_ROWS

@@ -95,6 +95,18 @@ def test_lengths_read_only_rows_that_are_needed(tier, n_times):
     assert sorted(dataset.read) == sorted([*range(60)] * n_times)
 
 
+@pytest.mark.parametrize("n_workers", [0, 1])
+def test_lengths_are_shown_as_in_a_batch(n_workers):
+    made = Made(lambda row: (np.full((row % 4, 2), row, np.float32), row))
+    source = items_of(made, "x", "y")
+    source = source.with_workers(n_workers, 60) if n_workers else source
+    with closing(source):
+        rows, one = source[5:9], source[7]
+    assert (rows["x"].shape, rows["y"].shape) == ((4, None, 2), (4,))
+    assert (rows["y"].tolist(), rows["x"].values[:, 0].tolist()) == ([5, 6, 7, 8], [5] + [6] * 2 + [7] * 3)
+    assert (one["x"].tolist(), one["y"].item()) == ([[7, 7]] * 3, 7)
+
+
 class Workload(minimal.Workload):
     """Regression of the sum over a row's boxes."""
 

@@ -148,7 +148,7 @@ def test_sources_dataset_is_opened_with_its_workers(val, n_workers):
     splits = open_splits(data, Loader(num_workers=2), 0)
     assert len({*active_children()} - before) == n_workers
     for part in splits:
-        assert part.read_rows(np.array([7, 3]), seed=0, epoch=0)["x"].tolist() == [7, 3]
+        assert part.read_rows(np.array([7, 3]), 0, 0, np.zeros(2, int))["x"].tolist() == [7, 3]
     for part in splits:
         part.close()
         assert part.n_workers == 0

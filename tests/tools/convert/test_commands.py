@@ -1,6 +1,7 @@
 """convert.py with HDF5 files, Datasets and arrays: repack, dataset, info, check and arrays."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -90,6 +91,28 @@ def test_repack_of_an_own_dataset(tmp_path, convert):
         numbers = numbers_of(file["images"][:])
         assert sorted(numbers) == list(range(150)) != numbers
         assert file["number"][:].tolist() == [number % 4 for number in numbers]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "warning"),
+    [
+        ("random", "a b c", "draw random numbers (numpy.random, random, torch): the file will have one draw of each"),
+        ("any", "images labels", ""),
+    ],
+)
+def test_dataset_that_draws_is_frozen_with_a_warning(kind, fields, warning, convert):
+    printed = convert("dataset", f"support.datasets:Numbered {kind} x.h5 --dry-run --fields {fields}").out
+    assert warning in printed
+    assert ("warning" in printed) == bool(warning)
+
+
+def test_dataset_item_that_fails_is_shown_by_a_flag(convert):
+    words = "support.datasets:Numbered raise x.h5 --num-workers"
+    message = r"OSError: row 70 cannot be opened .*\); --num-workers=0 shows the whole traceback\n$"
+    assert re.search(message, convert("dataset", words, 1, code=2).err)
+    with pytest.raises(RuntimeError, match="an item of the Dataset cannot be read") as raised:
+        convert("dataset", words, 0)
+    assert "in row 70 of " in raised.value.__cause__.__notes__[0]
 
 
 def test_repack_patterns(tmp_path, convert):

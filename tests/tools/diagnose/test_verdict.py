@@ -146,7 +146,7 @@ UNEVEN = Measured(64, Rounds((1.0,) * 4), SLOW, supply=SLOW, cached=Rounds((1.0,
             "INCONCLUSIVE",
             "loses 0 to 4.* COMPUTE, parts that slow each other down$",
         ),
-        (LOADED, "COMPUTE", ""),  # the device tier has no feed to wait for
+        (LOADED, "COMPUTE", "^the loop loses 0 to 46 % of its time, which is noise: the rows are on the device"),
         (measured(1.0, 2.0), "INCONCLUSIVE", "the loop takes longer"),
     ],
 )
@@ -195,6 +195,23 @@ def test_verdict_table_and_json():
     numbers = json.loads(json.dumps(result.as_json("title", slow, verdict)))
     assert (numbers["feed_ratio"], numbers["supply"]) == (0.25, [0.04] * 3)
     assert numbers["verdict"] == verdict._asdict()
+
+
+def test_verdict_table_has_one_feed_ratio():
+    """The median of the ratios of each round, and not the ratio of medians, 1.00."""
+    m = Measured(64, compute=Rounds((0.01, 0.02, 0.04)), loop=Rounds((0.02, 0.04, 0.01)), supply=Rounds((0.01,) * 3))
+    lines = result.table("title", m, judge(m)).splitlines()
+    (loop,) = [line for line in lines if "the training loop" in line]
+    assert loop.endswith(" 0.50 x")
+    assert "feed ratio 0.50, " in "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("untransformed_s", "shown"), [((0.5, 0.6, 1.1), "below the noise"), ((0.5, 0.6, 0.5), "500.000")]
+)
+def test_verdict_transform_within_the_noise_has_no_number(untransformed_s, shown):
+    m = measured(1.0, 1.0)._replace(compute=Rounds((1.0,) * 3), untransformed=Rounds(untransformed_s))
+    assert f"  transform, part of compute  {shown:>12}\n" in result.table("title", m, judge(m))
 
 
 def test_verdict_loop_faster_than_compute():

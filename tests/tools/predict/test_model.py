@@ -14,6 +14,7 @@ from fastgpu.images.column import ImageCodec
 from fastgpu.images.parts import Preprocessing
 from fastgpu.predict.model import export, load_model, open_batches, open_inputs, places_of
 from fastgpu.process.launch import UserError
+from fastgpu.rows.rows import Ragged
 from fastgpu.storage.store import open_store
 from support.images import write_encoded
 from support.ranks import ALONE
@@ -259,3 +260,18 @@ def test_export_that_fails_is_one_line(tmp_path, trained):
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
+
+
+def test_model_predict_takes_ragged_rows(model_of):
+    """As an array for each row, as a `Ragged`, and as rows of a source. Rows without a value are rows, too."""
+    field = {"dtype": "float32", "shape": [2], "is_ragged": True}
+
+    def predict(_, batch):
+        return {"sum": torch.zeros(len(batch)).index_add(0, batch["x"].rows, batch["x"].values.sum(1))}
+
+    trained = model_of({"x": field}, nn.Linear(1, 1), predict)
+    lists = [[[1, 2]], [], np.ones((3, 2))]
+    ragged = Ragged.of([torch.tensor(row, dtype=torch.float32).reshape(-1, 2) for row in lists])
+    assert ragged.shape == (3, None, 2)
+    for rows in (lists, ragged):
+        assert trained.predict(x=rows)["sum"].tolist() == [3, 0, 6]

@@ -179,6 +179,15 @@ def test_report_summary_page_and_comparison(tmp_path, capsys):
     assert (runs[0] / "report.html").exists()
 
 
+@pytest.mark.parametrize("words", [(), ("--compare",), ("--csv",)])
+def test_report_names_runs_without_a_point(words, tmp_path, capsys):
+    folders = [tmp_path / "a", write_run(tmp_path / "b"), write_points(tmp_path / "c", [])]
+    folders[0].mkdir()
+    run(*words, *folders)
+    told = f"left out: 2 without a point in metrics.jsonl: {folders[0]}, {folders[2]}\n"
+    assert capsys.readouterr().err == told
+
+
 def test_report_csv_is_for_programs(tmp_path, capsys):
     """Numbers have all their figures, and no cell is a formula."""
     for name, note in (("a", "=1+1"), ("b", "-2"), ("c", "-2+1"), ("d", "x")):
@@ -214,7 +223,7 @@ def test_report_mistakes_are_named(tmp_path):
     (write_run(tmp_path / "a") / "report.html").mkdir()
     for folder, message in (
         ("nowhere", "nowhere is no folder (looked in "),
-        (tmp_path, f"{tmp_path} has no points in metrics.jsonl; it is no run, or has just begun"),
+        (tmp_path, f"{tmp_path}: no points in metrics.jsonl; it is no run, or has just begun"),
         (tmp_path / "a", f"{tmp_path}/a/report.html is a folder; name a file in it, or another one"),
     ):
         with pytest.raises(UserError, match=re.escape(message)):

@@ -2,6 +2,7 @@
 
 from argparse import Namespace
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 
 from fastgpu.convert.arrays import open_arrays
@@ -9,7 +10,9 @@ from fastgpu.convert.reader import list_first, split_rows
 from fastgpu.convert.summary import damaged, describe_rows, fields_of, inspect
 from fastgpu.convert.writing import write_files
 from fastgpu.dataset.source import open_dataset
+from fastgpu.process.config import Loader
 from fastgpu.process.launch import UserError, warn
+from fastgpu.process.machine import available_cpus
 from fastgpu.rows.contract import Dataset
 from fastgpu.storage.store import expand, open_store
 
@@ -33,10 +36,29 @@ def arrays(args: Namespace) -> None:
 
 def dataset(args: Namespace) -> None:
     """Write the items of a torch Dataset."""
+    try:
+        _write_items(args)
+    except OSError as error:
+        if not hasattr(error, "__notes__"):  # of the disk, which is told in one line
+            raise
+        raise RuntimeError("an item of the Dataset cannot be read") from error  # with --num-workers=0, to debug it
+
+
+def _write_items(args: Namespace) -> None:
     fields = {word.partition("=")[0]: word.partition("=")[2] or word for word in args.fields or ("images", "labels")}
-    source = open_dataset("SOURCE", args.path, fields, factory=args.source)
+    n_workers = available_cpus() if args.num_workers is None else args.num_workers
+    workers_key = "--num-workers" if n_workers else ""
+    source = open_dataset("SOURCE", args.path, fields, factory=args.source, seed=args.seed, workers_key=workers_key)
     source.name = f"{args.source} called with {args.path}"
-    write(source, args)
+    if source.drawn:
+        warn(
+            f"the items of {source.name} draw random numbers ({', '.join(sorted(source.drawn))}): the file will have "
+            "one draw of each, the same in each epoch; leave that to `transform` of the workload"
+        )
+    if n_workers:
+        source = source.with_workers(n_workers, Loader().timeout_s)
+    with closing(source):
+        write(source, args)
 
 
 def repack(args: Namespace) -> None:

@@ -82,7 +82,7 @@ class Reader(ItemSource):
             fields["images"] = Field(np.dtype(np.uint8), (), mean_bytes, codec="encoded")
         return fields
 
-    def read_rows(self, rows: np.ndarray, seed: int, epoch: int, repeat: int = 0) -> Columns:
+    def read_rows(self, rows: np.ndarray, seed: int, epoch: int, repeats: np.ndarray) -> Columns:
         """See `ItemSource`. Broken rows are zeros, or have no values. Any thread may call this."""
         zeros = {name: np.zeros(0 if each.is_ragged else each.shape, each.dtype) for name, each in self.fields.items()}
         items = [self._try(row, self.fields) or zeros for row in rows.tolist()]

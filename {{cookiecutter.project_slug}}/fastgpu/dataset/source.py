@@ -5,11 +5,11 @@ places in a pool, which moves to the device as a whole. Each worker has two such
 worker reads for the other.
 """
 
-import random
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
 from copy import copy
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import isclass, isfunction, signature
@@ -18,15 +18,20 @@ from typing import Any, get_origin, get_type_hints
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset
+from torch.utils.data._utils.worker import WorkerInfo
 
+from fastgpu.dataset.draws import read_items, seeded
 from fastgpu.dataset.items import NO_ARRAY, Columns, describe_value, field_of, to_array, to_column
-from fastgpu.dataset.workers import Workers, describe_error
-from fastgpu.process.launch import UserError
+from fastgpu.dataset.workers import SLOW_S, Workers, describe_error
+from fastgpu.process.launch import UserError, read_launch
+from fastgpu.process.seeds import make_seed
 from fastgpu.rows.classes import read_classes
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler
+from fastgpu.rows.rows import Ragged, RaggedArray, Rows
 
 ASK_BYTES = 4 << 20
 """Rows that a worker is asked for at a time, ..."""
@@ -34,15 +39,17 @@ ASKS_PER_POOL = 64
 """... but at most 1/64 of a pool and at least one batch, so that every worker has work."""
 N_SAMPLES = 8
 """Items that are compared to find out which fields have any number of values."""
+MAX_ROWS = 2**31 - 1
+"""The numbers of blocks, which here are rows, have 32 bits."""
 
 
 class ItemSource(Dataset):
     """Rows that are made one at a time: a block is a row, and only a row that was made tells its length."""
 
-    def read_rows(self, rows: np.ndarray, seed: int, epoch: int, repeat: int = 0) -> Columns:
+    def read_rows(self, rows: np.ndarray, seed: int, epoch: int, repeats: np.ndarray) -> Columns:
         """{field: (n, *shape), or ragged} of these rows, (n,), in their order. It takes the place of `read`.
 
-        seed, epoch, repeat: decide what is drawn at random. repeat: how often the epoch has had the first row before.
+        seed, epoch, repeats: decide what is drawn at random. repeats: (n,) how often the epoch has had each row before.
         """
         raise NotImplementedError
 
@@ -55,46 +62,71 @@ class ItemDataset(ItemSource):
     of the Dataset are used, and arrays with the name of a field (or `targets`) if they have the values of the items.
     """
 
-    def __init__(self, name: str, dataset: TorchDataset, names: Mapping[str, str]):
-        """names: {field: its key in the items}. Raises UserError if the items cannot be rows."""
+    def __init__(
+        self, name: str, dataset: TorchDataset, names: Mapping[str, str], *, seed: int = 0, workers_key: str = ""
+    ):
+        """names: {field: its key in the items}. seed: of the run. Raises UserError if the items cannot be rows.
+
+        workers_key: the setting of the number of workers, for messages. One of them reads the first items, so that a
+        file that these open is not shared by all. Empty: this process reads them.
+        """
         self.name = name
+        self._seed = seed
+        self._workers_key = workers_key or "loader.num_workers"
         self.dataset = dataset
         self._names = names
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise UserError(f"data.dataset: {name} is no map-style Dataset; rows need a length and numbers")
         n_rows = len(dataset)
-        if not n_rows:
-            raise UserError(f"data.dataset: {name} has no rows")
+        if not 0 < n_rows <= MAX_ROWS:
+            raise UserError(f"data.dataset: {name} has {n_rows:,} rows; allowed are 1 to {MAX_ROWS:,}")
         self.block_rows = np.ones(n_rows, np.int32)
         self.attributes = read_classes(f"data.dataset: {name}", dataset)
         self._workers: Workers | None = None
         samples = np.linspace(0, n_rows - 1, min(N_SAMPLES, n_rows)).astype(int)
-        self.fields = {}
-        self._first: dict[str, np.ndarray] = {}
+        self.drawn: set[str]
+        """The generators from which the first items draw random numbers."""
+        with closing(self._start_workers(self._read_samples, 1 if workers_key else 0, SLOW_S)) as workers:
+            arrays, self.drawn = workers.call(samples) if workers_key else self._read_samples(samples)
+        self._seeded = {*self.drawn, "torch"}  # torch.initial_seed() should be that of the row, drawn from or not
+        self._first = {field: each[0] for field, each in arrays.items()}
         """The item of row 0."""
-        for field, values in zip(names, self._values(samples), strict=True):
-            arrays = [array for value in values if (array := to_array(value)) is not None]
+        ragged = getattr(dataset, "ragged", ())
+        self.fields = {field: field_of(each, is_ragged=field in ragged) for field, each in arrays.items()}
+
+    def _rows(self, row_ids: np.ndarray) -> Rows:
+        columns: dict[str, Tensor | Ragged] = {}
+        for name, each in self.read_rows(row_ids, 0, 0, np.zeros_like(row_ids)).items():
+            if isinstance(each, RaggedArray):
+                columns[name] = Ragged.of(np.split(each.values, each.offsets[1:-1]))
+            else:
+                columns[name] = torch.from_numpy(each)
+        return Rows(columns)
+
+    def _read_samples(self, rows: np.ndarray) -> tuple[dict[str, list[np.ndarray]], set[str]]:
+        """{field: arrays of these rows, but for values that are none}, and the generators that they draw from."""
+        drawn: set[str] = set()
+        samples = {}
+        with seeded(self._seed):
+            columns = self._values([(row,) for row in rows.tolist()], drawn)
+        for field, values in zip(self._names, columns, strict=True):
             if to_array(values[0]) is None:
                 found = describe_value(values[0])
                 cure = "use numbers, or arrays and dense tensors of numbers on the CPU"
-                raise UserError(f"data.dataset: {name} has {field} as {found}; {cure}")
-            self._first[field] = arrays[0]
-            self.fields[field] = field_of(arrays, is_ragged=field in getattr(dataset, "ragged", ()))
+                raise UserError(f"data.dataset: {self.name} has {field} as {found}; {cure}")
+            samples[field] = [array for value in values if (array := to_array(value)) is not None]
+        return samples, drawn
 
-    def __getitem__(self, index: int | slice) -> Any:
-        """The item of a row of `column` as the Dataset gives it, or a list of items."""
-        numbers = self._selected(np.arange(len(self.block_rows)))[index].tolist()
-        return [self.dataset[row] for row in numbers] if isinstance(index, slice) else self.dataset[numbers]
+    def _item(self, row: int) -> Any:
+        try:
+            return self.dataset[row]
+        except Exception as error:
+            error.add_note(f"in row {row} of {self.name}")
+            raise
 
-    def _values(self, row_ids: np.ndarray) -> list[Sequence[Any]]:
-        """For each field, what the Dataset gives for these rows."""
-        items = []
-        for row in row_ids.tolist():
-            try:
-                items.append(self.dataset[row])
-            except Exception as error:
-                error.add_note(f"in row {row} of {self.name}")
-                raise
+    def _values(self, keys: Sequence[tuple[int, ...]], drawn: set[str]) -> list[Sequence[Any]]:
+        """For each field, what the Dataset gives for these rows. See `read_items`."""
+        items = read_items(self._item, keys, drawn)
         if {*map(type, items)} == {dict}:  # as most items are
             with suppress(KeyError):  # told below
                 return [[item[name] for item in items] for name in self._names.values()]
@@ -117,9 +149,15 @@ class ItemDataset(ItemSource):
     def with_workers(self, n_workers: int, timeout_s: float) -> "ItemDataset":
         """The same rows, read by worker processes until `close`. Copies of the result share them. See `Workers`."""
         other = copy(self)
-        other._workers = None  # as the workers, which are forks, see it: they read the rows themselves
-        other._workers = Workers(self.name, other.read_rows, n_workers, timeout_s)
+        other._workers = self._start_workers(self._read_here, n_workers, timeout_s)
         return other
+
+    def _start_workers(self, answer: Callable[..., object], n_workers: int, timeout_s: float) -> Workers:
+        """Processes that call `answer`."""
+        seeds = [make_seed(self._seed, read_launch().rank, n) for n in range(n_workers)]
+        tell = partial(WorkerInfo, num_workers=n_workers, dataset=self.dataset)
+        infos = [tell(id=n, seed=seed) for n, seed in enumerate(seeds)]
+        return Workers(self.name, answer, infos, timeout_s, key=self._workers_key)
 
     @property
     def n_workers(self) -> int:
@@ -131,20 +169,22 @@ class ItemDataset(ItemSource):
         if self._workers:
             self._workers.close()
 
-    def read_rows(self, rows: np.ndarray, seed: int, epoch: int, repeat: int = 0) -> Columns:
+    def read_rows(self, rows: np.ndarray, seed: int, epoch: int, repeats: np.ndarray) -> Columns:
         """See `ItemSource` and `to_column`. If there are workers, one of them reads, and any thread may call this.
 
-        All that the items draw at random follows from the arguments, whichever process reads them. Raises UserError if
-        a worker died, or rows differ in type or shape.
+        What an item draws at random follows from its row, seed, epoch and repeat, whichever process reads it, and with
+        which others. Raises UserError if a worker died, or rows differ in type or shape.
         """
         if self._workers:
-            return self._workers.read_rows(rows, seed, epoch, repeat)
-        key = (int(rows[0]), repeat) if repeat else (int(rows[0]),)
-        state = np.random.SeedSequence((seed, epoch), spawn_key=key).generate_state(3)
-        random.seed(int(state[0]))
-        np.random.seed(int(state[1]))
-        torch.default_generator.manual_seed(int(state[2]))  # torch.manual_seed would seed GPUs, too
-        columns = zip(self.fields.items(), self._values(rows), strict=True)
+            columns: Columns = self._workers.call(rows, seed, epoch, repeats)
+            return columns
+        with seeded(seed):  # the loop may draw, too
+            return self._read_here(rows, seed, epoch, repeats)
+
+    def _read_here(self, rows: np.ndarray, seed: int, epoch: int, repeats: np.ndarray) -> Columns:
+        """`read_rows` of this process."""
+        keys = [(row, repeat, seed, epoch) for row, repeat in zip(rows.tolist(), repeats.tolist(), strict=True)]
+        columns = zip(self.fields.items(), self._values(keys, self._seeded), strict=True)
         return {name: to_column(name, field, values, rows, source=self.name) for (name, field), values in columns}
 
     def stored_column(self, name: str) -> np.ndarray | None:
@@ -162,15 +202,18 @@ class ItemDataset(ItemSource):
 
 
 def rows_per_ask(source: Dataset, order: BlockSampler) -> int:
-    """Rows that a worker is asked for at a time. Seeds are per request, so this must not depend on num_workers."""
+    """Rows that a worker is asked for at a time."""
     of_pool = max(order.batch_size, order.max_pool_rows // ASKS_PER_POOL)
     return max(1, min(of_pool, ASK_BYTES // source.row_bytes))
 
 
-def open_dataset(key: str, path: str | Sequence[str], fields: Mapping[str, str], *, factory: str) -> ItemDataset:
+def open_dataset(
+    key: str, path: str | Sequence[str], names: Mapping[str, str], *, factory: str, seed: int = 0, workers_key: str = ""
+) -> ItemDataset:
     """Call `factory` ("package.module:Class") with `path`. Raises UserError if that would be no map-style Dataset.
 
-    A config may come from anybody, so it must not name a command. key: the config key of `path`, for messages.
+    A config may come from anybody, so it must not name a command. key: the config key of `path`, for messages. seed,
+    workers_key: see `ItemDataset`. What `factory` draws follows from the seed, so two calls split their rows alike.
     """
     module, _, name = factory.partition(":")
     sys.path.append(str(Path.cwd()))  # torchrun names the folder of the script only
@@ -183,7 +226,8 @@ def open_dataset(key: str, path: str | Sequence[str], fields: Mapping[str, str],
     if is_program and not _is_of_project(module):
         raise refusal
     try:
-        make = getattr(import_module(module), name, None)
+        with seeded(seed):
+            make = getattr(import_module(module), name, None)
     except (Exception, SystemExit) as error:  # the module of a person may do anything while it is imported
         is_missing = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
         reason = f"{error}; name a class as package.module:Class" if is_missing else describe_error(error)
@@ -191,8 +235,9 @@ def open_dataset(key: str, path: str | Sequence[str], fields: Mapping[str, str],
     if make is None:
         raise UserError(f"data.dataset is {factory}: {module} has no {name or 'class'}; use package.module:Class")
     # A function is called unless it says that it returns something else, as those of this project all do.
-    is_function = isfunction(make) and _is_of_project(make.__module__)
-    kind = get_type_hints(make).get("return", TorchDataset) if is_function else make
+    called: Any = make.func if isinstance(make, partial) else make
+    is_function = isfunction(called) and _is_of_project(called.__module__)
+    kind = get_type_hints(called).get("return", TorchDataset) if is_function else called
     kind = get_origin(kind) or kind
     is_allowed = isclass(kind) and (issubclass(kind, TorchDataset) or _is_of_project(kind.__module__))
     has_length = is_function or hasattr(kind, "__len__")
@@ -203,7 +248,15 @@ def open_dataset(key: str, path: str | Sequence[str], fields: Mapping[str, str],
     except TypeError as error:
         cure = f"give its __init__ one argument, which is the value of {key}"
         raise UserError(f"data.dataset: {name}({path!r}) cannot be called: {error}; {cure}") from None
-    return ItemDataset(f"{name}({path!r}) of {key}", make(path), fields)
+    try:
+        with seeded(seed):
+            dataset = make(path)
+    except Exception as error:
+        if _is_of_project(called.__module__):  # its owner needs the traceback
+            raise
+        cure = "if it takes no path, name a function beside train.py that makes it of one"
+        raise UserError(f"data.dataset: {name}({path!r}) fails: {describe_error(error)}; {cure}") from None
+    return ItemDataset(f"{name}({path!r}) of {key}", dataset, names, seed=seed, workers_key=workers_key)
 
 
 def _is_of_project(module: str) -> bool:

@@ -11,19 +11,21 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from queue import SimpleQueue
 from traceback import extract_tb, format_exception_only
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data._utils import worker as torch_worker
+from torch.utils.data._utils.worker import WorkerInfo
 
-from fastgpu.dataset.items import Columns
 from fastgpu.process.launch import UserError, end_with_parent, warn
 from fastgpu.process.signals import STOP
 
@@ -33,19 +35,23 @@ SLOW_S = 30.0
 """After this time, a person is told that a worker may hang. Only `loader.timeout_s` ends the run."""
 CLOSE_S = 3.0
 """How long closing waits for the end of workers and threads. Those that hang are left behind."""
-ReadRows = Callable[[np.ndarray, int, int, int], Columns]
-"""(row numbers, seed, epoch, repeat) -> columns of these rows, as `ItemSource.read_rows`."""
+MAX_WORKERS = 1024
+Answer = Callable[..., object]
+"""What a worker calls with each request, which begins with the numbers of rows."""
 
 
 class Workers:
     """Processes that read rows until `close`. They also end with the thread that made them."""
 
-    def __init__(self, name: str, read_rows: ReadRows, n_workers: int, timeout_s: float):
-        """name: of the Dataset, for messages. timeout_s: after which a worker prints where an item hangs.
+    def __init__(self, name: str, answer: Answer, infos: Sequence[WorkerInfo], timeout_s: float, *, key: str):
+        """name, key: of the Dataset, and of the setting of their number, for messages. infos: one for each process.
 
-        Raises UserError if the processes cannot be started.
+        timeout_s: after which a worker prints where an item hangs. Raises UserError if they cannot be started.
         """
+        if len(infos) > MAX_WORKERS:
+            raise UserError(f"{key} is {len(infos)}; use at most {MAX_WORKERS}")
         self._name = name
+        self._key = key
         self.processes: list[ForkProcess] = []
         self._is_warned = False
         self._idle: SimpleQueue[Connection] = SimpleQueue()
@@ -54,38 +60,40 @@ class Workers:
         atexit.register(self.close)
         fork = multiprocessing.get_context("fork")
         try:
-            for _ in range(n_workers):
+            for info in infos:
                 pipe, its_pipe = fork.Pipe()
-                process = fork.Process(target=_work, args=(its_pipe, name, read_rows, timeout_s), daemon=True)
+                process = fork.Process(target=_work, args=(its_pipe, answer, info, timeout_s), daemon=True)
                 process.start()
                 its_pipe.close()
                 self.processes.append(process)
                 self._idle.put(pipe)
         except OSError as error:
             self.close()
-            raise UserError(f"loader.num_workers is {n_workers}: {error.strerror}; use fewer of them") from None
+            raise UserError(f"{key} is {len(infos)}: {error.strerror}; use fewer of them") from None
 
-    def read_rows(self, rows: np.ndarray, seed: int, epoch: int, repeat: int) -> Columns:
+    def call(self, rows: np.ndarray, *others: object) -> Any:
         """Let an idle worker read these rows. Raises UserError if it cannot, or died. Any thread may call this."""
         pipe = self._idle.get()
         try:
-            pipe.send((rows, seed, epoch, repeat))
+            pipe.send((rows, *others))
             if not pipe.poll(SLOW_S) and not self._is_warned:
                 self._is_warned = True
                 warn(
                     f"{self._name}: a worker has been reading for {SLOW_S:g} s, from row {rows[0]} on. If it hangs, as "
-                    "libraries with threads of their own (polars) do in a fork, use loader.num_workers=0"
+                    f"libraries with threads of their own (polars) do in a fork, use {self._key}=0"
                 )
-            answer: Columns | str = pipe.recv()
+            answer = pipe.recv()
         except (OSError, EOFError):
             raise UserError(
-                f"one of the loader.num_workers ({len(self.processes)}) was killed or crashed reading {self._name}: "
-                "if memory ran out use fewer; loader.num_workers=0 shows its error"
+                f"one of the {self._key} ({len(self.processes)}) was killed or crashed reading {self._name}: "
+                f"if memory ran out use fewer; {self._key}=0 shows its error"
             ) from None
         finally:
             self._idle.put(pipe)
+        if isinstance(answer, UserError):
+            raise answer
         if isinstance(answer, str):
-            raise UserError(answer)
+            raise UserError(f"{self._name}: {answer}; {self._key}=0 shows the whole traceback")
         return answer
 
     def close(self) -> None:
@@ -97,8 +105,9 @@ class Workers:
         self.processes.clear()
 
 
-def _work(pipe: Connection, name: str, read_rows: ReadRows, timeout_s: float) -> None:
-    """The program of a worker: answer each request with columns, or with a line that says what is wrong."""
+def _work(pipe: Connection, answer: Answer, info: WorkerInfo, timeout_s: float) -> None:
+    """The program of a worker: answer each request, if need be with an error or a line that says what is wrong."""
+    torch_worker._worker_info = info  # for `get_worker_info`
     for number in STOP:  # torchrun sends them to all processes of a rank, which has a step to finish
         signal.signal(number, signal.SIG_IGN)
     end_with_parent()
@@ -109,11 +118,11 @@ def _work(pipe: Connection, name: str, read_rows: ReadRows, timeout_s: float) ->
         request = pipe.recv()
         faulthandler.dump_traceback_later(timeout_s, file=sys.__stderr__ or 2)  # shows where an item hangs
         try:
-            pipe.send(read_rows(*request))
+            pipe.send(answer(*request))
         except UserError as error:
-            pipe.send(str(error))
+            pipe.send(error)
         except Exception as error:
-            pipe.send(f"{name}: {describe_error(error)}; loader.num_workers=0 shows the whole traceback")
+            pipe.send(describe_error(error))
         faulthandler.cancel_dump_traceback_later()
 
 

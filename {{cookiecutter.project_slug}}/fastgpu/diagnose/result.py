@@ -21,18 +21,18 @@ def ceilings(m: Measured) -> dict[str, Rounds]:
 def table(title: str, m: Measured, verdict: Verdict) -> str:
     """All numbers and the verdict, for a terminal."""
     compute_s = m.compute.median
+    feed_ratio = min(1.0, 1 - m.lost.median)  # the loop includes compute: it is faster by noise only
     lines = [title, f"  {'each part alone':<28}{'ms per step':>12}   {'from - to':<21}{'rows/s':>12}{'of compute':>12}"]
     for name, timing in ceilings(m).items():
-        speed = compute_s / timing.median
-        if timing is m.loop:  # it includes compute: it is faster by noise only
-            speed = min(1.0, speed)
+        speed = feed_ratio if timing is m.loop else compute_s / timing.median
         interval = f"{1000 * timing.low:.3f} - {1000 * timing.high:.3f}"
         rows_per_s = m.batch_size / timing.median
         lines.append(f"  {name:<28}{1000 * timing.median:>12.3f}   {interval:<21}{rows_per_s:>12,.0f}{speed:>10.2f} x")
-    lines.append(f"  {'transform, part of compute':<28}{1000 * max(0.0, m.transform.median) * compute_s:>12.3f}")
+    transform = f"{1000 * m.transform.median * compute_s:.3f}" if m.transform.low > 0 else "below the noise"
+    lines.append(f"  {'transform, part of compute':<28}{transform:>12}")
     if m.busy_s is not None:
         lines.append(f"  {'device busy, part of compute':<28}{1000 * m.busy_s:>12.3f}")
-    lines.append(f"feed ratio {min(1.0, 1 - m.lost.median):.2f}, the feed costs {m.lost} of the time")
+    lines.append(f"feed ratio {feed_ratio:.2f}, the feed costs {m.lost} of the time")
     lines.append(f"{verdict.cause}: {verdict.why}")
     if verdict.change:
         rows_per_s = verdict.gain * m.batch_size / m.loop.median

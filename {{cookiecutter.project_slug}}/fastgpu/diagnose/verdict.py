@@ -297,7 +297,10 @@ def _find_in_step(m: Measured) -> list[Suspect]:
         if cost is costs[0] or exceeds(difference, 0.0) is not False:  # it may be as large as the largest
             suspects.append(cost)
     if not costs or not exceeds(costs[0].share, costs[0].limit):
-        suspects.append(Suspect("COMPUTE", f"the loop loses {m.lost} of its time to the feed"))
+        why = f"the loop loses {m.lost} of its time to the feed"
+        if not m.supply and exceeds(m.lost, 0.0) is None:
+            why = f"the loop loses {m.lost} of its time, which is noise: the rows are on the device, and not waited for"
+        suspects.append(Suspect("COMPUTE", why))
     return suspects
 
 

@@ -346,9 +346,8 @@ class PrefetchLoader(PoolLoader):
 def _read_items(source: ItemSource, slot: _Slot, reads: Reads, out: Mapping[str, Out]) -> None:
     """Read items, and write their fields to `out`; ragged ones are kept in `slot`."""
     plan = slot.plan
-    # A block is a row, so each run is one, too. What items draw follows from the first of them.
-    repeat = int(plan.repeats[reads.places[0]])
-    columns = source.read_rows(reads.runs.starts, plan.seed, plan.epoch, repeat)
+    # A block is a row, so each run is one, too.
+    columns = source.read_rows(reads.runs.starts, plan.seed, plan.epoch, plan.repeats[reads.places])
     ragged = {name: column for name, column in columns.items() if isinstance(column, RaggedArray)}
     for name in columns.keys() - ragged.keys():
         np.asarray(out[name])[reads.places] = columns[name]

@@ -28,16 +28,17 @@ def open_splits(data: Data, loader: Loader, seed: int) -> tuple[Dataset, Dataset
     """The training rows and the validation rows. Raises UserError if one cannot open them, or if they do not fit.
 
     The worker processes of a torch Dataset are started here: call this before the process uses CUDA or NCCL. `close` of
-    the rows ends them. A share of data.train is read by the same workers. seed: of the order of rows in a mixture.
+    the rows ends them. A share of data.train is read by the same workers. seed: of the order of rows in a mixture, and
+    of what a function of a person draws that makes a Dataset.
     """
-    train = _open(data, loader, "train")
-    train, val = (train, _open(data, loader, "val")) if data.val_share is None else _hold_out(data, train)
+    train = _open(data, loader, seed, "train")
+    train, val = (train, _open(data, loader, seed, "val")) if data.val_share is None else _hold_out(data, train)
     _warn_of_shared_rows(data, train, val)
     check_meaning("data.val", train, val)
     return _mixed(data, train, seed), val
 
 
-def _open(data: Data, loader: Loader, split: Literal["train", "val"]) -> Dataset:
+def _open(data: Data, loader: Loader, seed: int, split: Literal["train", "val"]) -> Dataset:
     """All rows that data.train or data.val names, with pixels in place of encoded images."""
     key = f"data.{split}"
     named = data.train if split == "train" else data.val
@@ -51,8 +52,10 @@ def _open(data: Data, loader: Loader, split: Literal["train", "val"]) -> Dataset
     elif isinstance(named, dict):
         raise UserError("data.train has weights, which work for HDF5 files only; use data.dataset=none")
     else:
-        source = items = open_dataset(key, named, fields, factory=data.dataset)
-        if n_workers := count_readers(loader.num_workers, read_launch().local_world_size):
+        n_workers = count_readers(loader.num_workers, read_launch().local_world_size)
+        workers_key = "loader.num_workers" if n_workers else ""
+        source = items = open_dataset(key, named, fields, factory=data.dataset, seed=seed, workers_key=workers_key)
+        if n_workers:
             source = items.with_workers(n_workers, loader.timeout_s)
     _check_images(data, source)
     return source

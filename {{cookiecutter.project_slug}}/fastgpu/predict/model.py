@@ -57,10 +57,20 @@ class Trained(NamedTuple):
 
     @torch.inference_mode()
     def predict(self, **columns: Any) -> Mapping[str, Tensor]:
-        """What `predict` of the workload gives for arrays or tensors (rows, *shape) of its `inputs`, by their names."""
+        """What `predict` of the workload gives for its `inputs`, by their names: arrays or tensors (rows, *shape). Of a
+        ragged field: a list of an array for each row, or a `Ragged`."""
         device = next(self.model.parameters()).device
-        rows = Rows({name: torch.as_tensor(column) for name, column in columns.items()}).to(device)
-        return self.workload.predict(self.model, rows)
+        rows: dict[str, Tensor | Ragged] = {}
+        for name, column in columns.items():
+            field = self.rows.fields.get(name)
+            if isinstance(column, Ragged):
+                rows[name] = column
+            elif field and field.is_ragged:
+                arrays = [np.asarray(values, field.dtype).reshape(-1, *field.shape) for values in column]
+                rows[name] = Ragged.of(arrays)
+            else:
+                rows[name] = torch.as_tensor(column)
+        return self.workload.predict(self.model, Rows(rows).to(device))
 
 
 def load_model(path: str | Path) -> Trained:

@@ -4,7 +4,7 @@ Each field is a column: a tensor (rows, ...), or `Ragged`, whose rows have any n
 user. Shapes: B rows, N values of all rows together.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, prod
 from types import MappingProxyType
@@ -97,6 +97,17 @@ class Ragged:
     """(B + 1,) int32, beginning with 0: embedding_bag takes them with include_last_offset."""
     host_offsets: np.ndarray
     """(B + 1,) int32: the same numbers in host memory."""
+
+    @classmethod
+    def of(cls, rows: Sequence[np.ndarray | Tensor]) -> "Ragged":
+        """The rows of a list, which are arrays or tensors (any number, *shape) of one type on the CPU."""
+        host_offsets = np.cumsum([0, *map(len, rows)], dtype=OFFSET_DTYPE)
+        return cls(torch.cat([*map(torch.as_tensor, rows)]), torch.from_numpy(host_offsets), host_offsets)
+
+    @property
+    def shape(self) -> tuple[int | None, ...]:
+        """(B, None, *shape): rows have no common length."""
+        return (len(self), None, *self.values.shape[1:])
 
     @property
     def device(self) -> torch.device:
