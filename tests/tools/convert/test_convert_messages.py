@@ -1,5 +1,6 @@
 """The command line. What a person can mend is one line; the lines are in messages.yaml."""
 
+import os
 import subprocess
 import sys
 import zipfile
@@ -46,11 +47,20 @@ def of_arrays() -> Mistakes:
         archive.writestr("a.npy", b"no array")
     with h5py.File("x.h5", "w") as file:
         file["a/b"] = np.arange(3)
+    Path("x.csv").write_text("a,b\n1,2\n")
+    np.savez("parts.npz", data=np.ones(2), indices=[0, 2], indptr=[0, 1, 2], shape=(2, 3))
+    with h5py.File("parts.h5", "w") as file:
+        file["m/indices"], file["m/indptr"], file["m/data"] = [0, 2], [0, 1, 2], [1, 1]
+    kinds = {"long": "longdouble", "complex": "c16", "days": "M8[D]", "waits": "m8[s]", "pairs": "u1,f4", "objects": "O"}
+    for name, kind in kinds.items():
+        np.save(f"{name}.npy", np.zeros(4, kind))
+    os.mkfifo("pipe.npy")
     sparse.save_npz("zeros.npz", sparse.csr_array((3, 3)))
     np.savez("far.npz", format=np.array(b"csr"), data=np.ones(2), indices=[0, 5], indptr=[0, 1, 2], shape=(2, 5))
     np.savez("wide.npz", format=np.array(b"coo"), row=[0], col=[3], data=[1.0], shape=(2, 10**12))
     sources = ["x.npy", "a=y.npz", "a=none.npy", "a=x.h5::none", "a=text.npy", "a=words.npy", "a=x.npy b=short.npy"]
     sources += ["a=y.npz::none", "a=x.npy::x", "a=empty.npy", "bytes.npz", "a=far.npz", "a=wide.npz", "a=zeros.npz"]
+    sources += ["a=x.csv", "parts.npz", "parts.h5::/m", "a=pipe.npy", *(f"a={name}.npy" for name in kinds)]
     made: Mistakes = {f"arrays {source}": partial(open_arrays, source.split()) for source in sources}
     return made | {"arrays --layout nhwc": partial(open_arrays, ["a=x.npy"], channels_last=True)}
 

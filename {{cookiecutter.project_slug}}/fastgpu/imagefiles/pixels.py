@@ -15,9 +15,9 @@ import numpy as np
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from fastgpu.imagefiles.folders import open_regular
 from fastgpu.images.decode import EncodedImage, open_image, open_whole, resize_pixels, to_rgb
 from fastgpu.images.parts import Preprocessing, Resize, centre_box
+from fastgpu.process.content import open_regular
 from fastgpu.process.launch import UserError
 
 EXIF_ORIENTATION = 0x0112

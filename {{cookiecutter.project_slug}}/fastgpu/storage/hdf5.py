@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import h5py
 import numpy as np
 
+from fastgpu.process.content import describe_content
 from fastgpu.process.launch import UserError
 from fastgpu.storage import remote
 from fastgpu.storage.file import OpenFile
@@ -40,6 +41,8 @@ def open_file(path: str, where: str, *, around_page_cache: bool = False) -> Iter
         cure = "wait for that to end, or set HDF5_USE_FILE_LOCKING=FALSE if there is none"
         raise UserError(f"{where} is locked by a process that writes it; {cure}") from None
     except (OSError, RuntimeError, KeyError) as error:  # all that h5py raised in 4,000 damaged files
+        if not is_remote and (content := describe_content(path)) and not content.startswith("an HDF5"):
+            raise UserError(f"{where} is no HDF5 file, but {content}") from None
         reason = " ".join(str(error).split())
         raise UserError(f"{where} cannot be read as HDF5: {reason}; copy or write it again, {OR_CONVERT}") from None
 

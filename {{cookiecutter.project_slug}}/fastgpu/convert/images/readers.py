@@ -17,10 +17,11 @@ import torch
 from PIL import Image, ImageOps
 
 from fastgpu.convert.reader import SPLIT_OF_WORD, Reader, list_first, read_splits
-from fastgpu.imagefiles.folders import is_image, list_images, open_regular
+from fastgpu.imagefiles.folders import is_image, list_images
 from fastgpu.imagefiles.pixels import UprightImage, decode, fit, orientation_of
 from fastgpu.images.decode import open_image, open_whole
 from fastgpu.images.parts import Box, Preprocessing
+from fastgpu.process.content import open_regular
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import CODECS
 
