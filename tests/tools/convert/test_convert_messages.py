@@ -51,7 +51,14 @@ def of_arrays() -> Mistakes:
     np.savez("parts.npz", data=np.ones(2), indices=[0, 2], indptr=[0, 1, 2], shape=(2, 3))
     with h5py.File("parts.h5", "w") as file:
         file["m/indices"], file["m/indptr"], file["m/data"] = [0, 2], [0, 1, 2], [1, 1]
-    kinds = {"long": "longdouble", "complex": "c16", "days": "M8[D]", "waits": "m8[s]", "pairs": "u1,f4", "objects": "O"}
+    kinds = {
+        "long": "longdouble",
+        "complex": "c16",
+        "days": "M8[D]",
+        "waits": "m8[s]",
+        "pairs": "u1,f4",
+        "objects": "O",
+    }
     for name, kind in kinds.items():
         np.save(f"{name}.npy", np.zeros(4, kind))
     os.mkfifo("pipe.npy")
