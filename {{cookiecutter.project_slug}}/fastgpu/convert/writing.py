@@ -1,7 +1,8 @@
 """Sources -> files: what was understood is shown, rows are read in their final order, written, and counted."""
 
+import os
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -49,25 +50,28 @@ def write_files(
     broken = getattr(next(iter(parts.values())), "broken", {})  # of all parts of a split
     reports = {name: Path(f"{named[name]}.skipped.txt") for name in parts}
     broken_list = Path(f"{target}.broken.txt")
-    if not replace and (reported := [str(path) for path in reports.values() if path.exists()]):
+    if not replace and (reported := [str(path) for path in reports.values() if os.path.lexists(path)]):
         raise UserError(f"{reported[0]} exists; --force replaces a file")
     with ExitStack() as stack:
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = {name: stack.enter_context(new_file(named[name], replace=replace)) for name in parts}
         written = {}
         row_ids: dict[str, list[np.ndarray]] = {name: [] for name in parts}
+        n_odd: Counter[str] = Counter()
         for name, part in parts.items():
             facts = {"source": part.name, "row_order": "as in the source", **part.attributes}
             if seed is not None:
                 facts["row_order"] = f"random, seed {seed}"
             path, fields = partial[name], part.fields
             with closing(_read(part, seed, broken, named[name].name, row_ids=row_ids[name])) as rows:
-                written[name] = write_rows(path, len(part), fields, rows, attributes=facts, compression=compression)
+                rows_seen = _count_odd(rows, n_odd)
+                written[name] = write_rows(
+                    path, len(part), fields, rows_seen, attributes=facts, compression=compression
+                )
         n_rows = sum(map(len, parts.values()))
         if len(broken) > (max(1, int(n_rows * max_broken + 1e-6)) if max_broken else 0):
             reasons = [broken[row] for row in sorted(broken)]
-            with new_file(broken_list, replace=True) as partial_list:
-                _write_lines(partial_list, reasons)
+            _write_lines(broken_list, reasons)
             cure = "nothing else was written; --on-error skip leaves out 1 % at most, skip=10% more"
             found = f"{len(broken):,} of {n_rows:,} rows are broken, which {broken_list} lists"
             raise UserError("\n  ".join([f"{found}; {cure}:", list_first(reasons, "\n  ")]))
@@ -85,6 +89,10 @@ def write_files(
         print(f"{written[name]:,} rows in {named[name]}")
         if isinstance(part, Reader):
             _report(part, reports[name])
+    for name, count in n_odd.items():
+        warn(
+            f"{name} has {count:,} values that are NaN or infinite, and so is a loss of them: fill them in, or leave out"
+        )
     if old := ", ".join(str(path) for name, path in named.items() if name not in parts and path.is_file()):
         warn(f"{old} was here before: if it is of the same source, it has rows of the new files; delete it")
 
@@ -119,6 +127,17 @@ def _read(
             bar.update(pool.plan.n_rows)
 
 
+def _count_odd(batches: Iterable[Columns], n_odd: Counter[str]) -> Iterator[Columns]:
+    """The same rows. n_odd: {field: number of values that are NaN or infinite}, which is added to."""
+    for columns in batches:
+        for name, column in columns.items():
+            is_ragged = isinstance(column, RaggedArray)
+            values = column.values[column.offsets[0] : column.offsets[-1]] if is_ragged else column
+            if values.dtype.kind == "f" and (count := values.size - np.count_nonzero(np.isfinite(values))):
+                n_odd[name] += count
+        yield columns
+
+
 def _report(reader: Reader, report: Path) -> None:
     """Print what was changed or left out, and list the rows that were left out in a file."""
     rows = rows_of(reader).tolist()
@@ -132,5 +151,6 @@ def _report(reader: Reader, report: Path) -> None:
 
 
 def _write_lines(path: Path, lines: Sequence[str]) -> None:
-    """Write a text of these lines. Names of files that are no text are escaped."""
-    path.write_text("\n".join([*lines, ""]).translate(ESCAPES), encoding="utf-8")
+    """Write a text of these lines, to a new file in place of an old one. Names of files that are no text are escaped."""
+    with new_file(path, replace=True) as partial:
+        partial.write_text("\n".join([*lines, ""]).translate(ESCAPES), encoding="utf-8")
