@@ -73,7 +73,11 @@ def parse(argv: list[str]) -> Namespace:
     add("events", "--above", type=float, help="count ratings above this; default: 3.5")
     users = {"type": partial(natural, lowest=1), "default": 10_000, "metavar": "N"}
     add("events", "--held-out", **users, help="users for val, and as many for test; default: 10,000")
-    add("events", "--columns", help="of the CSV; default: userId,movieId,rating. Without a rating, each line counts")
+    add(
+        "events",
+        "--columns",
+        help="of the CSV; default: userId,movieId,rating; a fourth is the time. Or two: each line counts",
+    )
     return parser.parse_args(argv)
 
 

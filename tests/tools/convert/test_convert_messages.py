@@ -1,5 +1,6 @@
 """The command line. What a person can mend is one line; the lines are in messages.yaml."""
 
+import gzip
 import os
 import subprocess
 import sys
@@ -88,6 +89,9 @@ def of_tables() -> Mistakes:
         "another column": "path,kind\na,1\n",
         "a column twice": "path,label,label\na,1,2\n",
         "no header": "a/1.png,cat\na/2.png,dog\n",
+        "lines of JSON": '{"path": "a.png", "label": "cat"}\n{"path": "b.png", "label": "dog"}\n',
+        "XML": "<rows><row path='a.png'/></rows>",
+        "packed": gzip.compress(b"path,label\na,1\n"),
         "not UTF-8": "path,label\n사진.png,고양이\n".encode("cp949"),
     }
     made: Mistakes = {
@@ -96,9 +100,25 @@ def of_tables() -> Mistakes:
     }
     for value in ("12.0", "256"):
         made[f"whole numbers, {value!r}"] = lambda value=value: table(f"n\n7\n{value}\n").whole_numbers("n", 255)
-    for case in ["0 1|1 2", "0 1|0 -1", "0 1|yes no", "cat 3", "1.5 1e300", "1 20260101", "1 -2", "1 01"]:
+    cases = [
+        "0 1|1 2",
+        "0 1|0 -1",
+        "0 1|yes no",
+        "cat 3",
+        "1.5 1e300",
+        "1 20260101",
+        "1 -2",
+        "1 01",
+        "1 nan",
+        "1.5 inf",
+    ]
+    for case in [*cases, "12% 3%", "3.5kg 4kg", "$5 $6.5"]:
         made[f"labels {case}"] = lambda case=case: parse_labels(table(csv_of(case)), names_of(case))
     made["labels with a comma"] = lambda: parse_labels(table("a;b\n0,5;x\n"), ["a"])
+    made["labels with a separator of thousands"] = lambda: parse_labels(table("a;b\n1,234,567;x\n"), ["a"])
+    for cell in ("cat, dog", "cat|dog"):
+        made[f"several labels, {cell}"] = lambda cell=cell: parse_labels(table(f"a;b\ncat;x\n{cell};x\n"), ["a"])
+    made["a table that is a pipe"] = lambda: Table(Path("pipe.npy"))
     made["splits"] = partial(read_splits, "x.csv", ["train", "../x", "fold-3"])
     return made
 
@@ -126,6 +146,7 @@ def of_events() -> Mistakes:
     for name, text in {
         "low.csv": "userId,movieId,rating\n1,2,3.0\n",
         "nan.csv": "userId,movieId,rating\n\n1,2,nan\n",
+        "when.csv": "userId,movieId,rating,timestamp\n1,2,4,7\n1,2,3,soon\n",
         "u.data": "1\t2\t5\t1\n7\tx\t5\t1\n",
     }.items():
         Path(name).write_text(text)
@@ -134,7 +155,7 @@ def of_events() -> Mistakes:
             archive.write("low.csv", member)
     damaged = Path("damaged.zip").read_bytes().replace(b"3.0", b"5.0")
     Path("damaged.zip").write_bytes(damaged)
-    sources = ["damaged.zip", "other.zip", "low.csv", "nan.csv", "u.data"]
+    sources = ["damaged.zip", "other.zip", "low.csv", "nan.csv", "u.data", "when.csv", "pipe.npy"]
     made: Mistakes = {f"events {source}": partial(read_events, source) for source in sources}
     made["events, other columns"] = partial(read_events, "low.csv", ["user", "item", "rating"])
     made["events, one column"] = partial(read_events, "low.csv", ["userId"])
