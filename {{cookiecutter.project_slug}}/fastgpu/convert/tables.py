@@ -16,6 +16,7 @@ from fastgpu.process.content import describe_content, open_regular
 from fastgpu.process.launch import UserError, warn
 
 SEPARATORS = (",", ";", "\t", "|")
+MAX_COLUMNS = (1 << 16) + 100  # pixels of 256x256 images, and others; reading takes minutes for more
 MAX_UNUSED_CLASSES = 1000  # class numbers without a row; if there are more, the labels are likely no class numbers
 NO_NAME = re.compile(r"[./]|^\d")
 """What names of columns rarely have, but paths and numbers do."""
@@ -50,6 +51,9 @@ class Table:
             self._separator = max(SEPARATORS, key=header.count)
             self._has_header = has_header
             self.names = [name.strip() for name in next(csv.reader([header], delimiter=self._separator), [])]
+            if len(self.names) > MAX_COLUMNS:
+                found = f"{path} has {len(self.names):,} columns; allowed are {MAX_COLUMNS:,}"
+                raise UserError(f"{found}: save arrays (.npy) for `convert.py arrays`")
             if not has_header:
                 self.names = [*names, *map(str, range(len(names) + 1, len(self.names) + 1))]
             how: dict[str, Any] = {"infer_schema": False, "raise_if_empty": False}
@@ -80,7 +84,7 @@ class Table:
         return column
 
     def whole_numbers(self, name: str, highest: int, cure: str = "") -> np.ndarray:
-        """A column as int64. Raises UserError with the line of what is no whole number from 0 to `highest`, and cure."""
+        """A column as int64. Raises UserError with the line, and the cure, of what is no number from 0 to `highest`."""
         texts = self.texts(name)
         numbers = texts.cast(pl.Int64, strict=False)
         cure = f"it should be a whole number from 0 to {highest:,}{cure}"

@@ -59,14 +59,14 @@ def write_files(
         row_ids: dict[str, list[np.ndarray]] = {name: [] for name in parts}
         n_odd: Counter[str] = Counter()
         for name, part in parts.items():
-            facts = {"source": part.name, "row_order": "as in the source", **part.attributes}
+            attributes = {"source": part.name, "row_order": "as in the source", **part.attributes}
             if seed is not None:
-                facts["row_order"] = f"random, seed {seed}"
+                attributes["row_order"] = f"random, seed {seed}"
             path, fields = partial[name], part.fields
             with closing(_read(part, seed, broken, named[name].name, row_ids=row_ids[name])) as rows:
                 rows_seen = _count_odd(rows, n_odd)
                 written[name] = write_rows(
-                    path, len(part), fields, rows_seen, attributes=facts, compression=compression
+                    path, len(part), fields, rows_seen, attributes=attributes, compression=compression
                 )
         n_rows = sum(map(len, parts.values()))
         if len(broken) > (max(1, int(n_rows * max_broken + 1e-6)) if max_broken else 0):
@@ -78,21 +78,23 @@ def write_files(
         if empty := [str(named[name]) for name, n_written in written.items() if not n_written]:
             raise UserError(f"{empty[0]} would have no rows: all of its images are broken")
         assert sum(written.values()) + len(broken) == n_rows, f"{sum(written.values())} of {n_rows} rows came"
+        first = next(iter(parts.values()))
+        facts = first.facts() if isinstance(first, Reader) else {}  # of all parts
         for name, part in parts.items():
             with h5py.File(partial[name], "r+") as file:
-                write_attributes(file, part.facts() if isinstance(part, Reader) else {})
+                write_attributes(file, facts)
                 if isinstance(part, Reader | HDF5Dataset):
                     write_sources(file, part.sources(np.concatenate(row_ids[name])))
             flush(partial[name])  # now, since the disk may refuse: all files get their names, or none
     broken_list.unlink(missing_ok=True)  # of an earlier try
     for name, part in parts.items():
-        print(f"{written[name]:,} rows in {named[name]}")
+        print(
+            f"{written[name]:,} rows in {named[name]}", *(f"{fact} {value}" for fact, value in facts.items()), sep=", "
+        )
         if isinstance(part, Reader):
             _report(part, reports[name])
     for name, count in n_odd.items():
-        warn(
-            f"{name} has {count:,} values that are NaN or infinite, and so is a loss of them: fill them in, or leave out"
-        )
+        warn(f"{name} has {count:,} values that are NaN or infinite, and so is their loss: fill them in, or leave out")
     if old := ", ".join(str(path) for name, path in named.items() if name not in parts and path.is_file()):
         warn(f"{old} was here before: if it is of the same source, it has rows of the new files; delete it")
 
@@ -131,10 +133,10 @@ def _count_odd(batches: Iterable[Columns], n_odd: Counter[str]) -> Iterator[Colu
     """The same rows. n_odd: {field: number of values that are NaN or infinite}, which is added to."""
     for columns in batches:
         for name, column in columns.items():
-            is_ragged = isinstance(column, RaggedArray)
-            values = column.values[column.offsets[0] : column.offsets[-1]] if is_ragged else column
-            if values.dtype.kind == "f" and (count := values.size - np.count_nonzero(np.isfinite(values))):
-                n_odd[name] += count
+            if isinstance(column, RaggedArray):
+                column = column.values[column.offsets[0] : column.offsets[-1]]
+            if column.dtype.kind == "f" and not (is_finite := np.isfinite(column)).all():
+                n_odd[name] += column.size - int(np.count_nonzero(is_finite))
         yield columns
 
 
@@ -151,6 +153,6 @@ def _report(reader: Reader, report: Path) -> None:
 
 
 def _write_lines(path: Path, lines: Sequence[str]) -> None:
-    """Write a text of these lines, to a new file in place of an old one. Names of files that are no text are escaped."""
+    """Write a text of these lines to a new file, in place of an old one. Names that are no text are escaped."""
     with new_file(path, replace=True) as partial:
         partial.write_text("\n".join([*lines, ""]).translate(ESCAPES), encoding="utf-8")

@@ -56,24 +56,24 @@ def read_events(
         table.check(texts, ratings.is_finite().fill_null(False), "it should be a number")
         counts = ratings.to_numpy() > above
         time = columns[3] if len(columns) == 4 else TIME * (TIME in table.names)
-        counts &= _is_last(table, users, items, counts, time)
+        counts &= _is_last(table, users.astype(np.int64) << 32 | items, counts, time)
         users, items = users[counts], items[counts]
         if not len(users):
             raise UserError(f"{source} has no rating above {above:g}")
     return users, items
 
 
-def _is_last(table: Table, users: np.ndarray, items: np.ndarray, counts: np.ndarray, time: str) -> np.ndarray:
+def _is_last(table: Table, pairs: np.ndarray, counts: np.ndarray, time: str) -> np.ndarray:
     """(events,) bool: whether an event is the last one of its user and item, by a column of times, if it is named.
 
-    counts: (events,) bool, whether the rating is a good one. Warns of pairs whose ratings disagree.
+    pairs: (events,) int64, a number for each user and item. counts: (events,) bool, whether the rating is a good one.
+    Warns of pairs whose ratings disagree.
     """
-    keys = users.astype(np.int64) << 32 | items
-    is_last = np.ones(len(keys), bool)
-    if len(np.unique(keys)) < len(keys):
-        times = np.arange(len(keys)) if not time else _parse_times(table, time)
-        order = np.lexsort((times, keys))  # stable: of equal times, the later line is the last
-        ends = np.diff(keys[order], append=-1) != 0
+    is_last = np.ones(len(pairs), bool)
+    if len(np.unique(pairs)) < len(pairs):
+        times = _parse_times(table, time) if time else np.arange(len(pairs))
+        order = np.lexsort((times, pairs))  # stable: of equal times, the later line is the last
+        ends = np.diff(pairs[order], append=-1) != 0
         is_last[order[~ends]] = False
         pair_of = np.cumsum(ends) - ends
         n_changed = len(np.unique(pair_of[counts[order] != counts[order][ends][pair_of]]))
