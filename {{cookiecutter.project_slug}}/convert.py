@@ -68,13 +68,19 @@ def parse(argv: list[str]) -> Namespace:
     add("images", "--keep-encoded", **switch, help="keep the files; if the shorter side is above --size: smaller JPEG")
     add("images", "--masks", type=Path, metavar="DIR", help="folder with a mask of the same name for each image")
     add("images", "--binary-masks", **switch, help="the masks hold 0 and 255, which is class 1 and not ignored")
+    fits = {"choices": ("shown", "stored"), "help": "where EXIF turns images: whether masks are of the turned ones"}
+    add("images", "--masks-fit", **fits)
     on_error = {"type": max_broken, "default": 0.0, "metavar": "{stop,skip,skip=10%%}"}
     add("images", "--on-error", **on_error, help="list broken ones (default), or leave out 1 %% of them, or a share")
     add("pixels", "--label", type=str.strip, default="", help="its column; default: the only one, or label")
     add("events", "--above", type=float, help="count ratings above this; default: 3.5")
     users = {"type": partial(natural, lowest=1), "default": 10_000, "metavar": "N"}
     add("events", "--held-out", **users, help="users for val, and as many for test; default: 10,000")
-    add("events", "--columns", help="of the CSV; default: userId,movieId,rating. Without a rating, each line counts")
+    add(
+        "events",
+        "--columns",
+        help="of the CSV; default: userId,movieId,rating; a fourth is the time. Or two: each line counts",
+    )
     return parser.parse_args(argv)
 
 

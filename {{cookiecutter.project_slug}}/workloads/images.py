@@ -28,6 +28,8 @@ DTYPES = ("uint8", "float16", "float32")
 """Types of images that this workload trains on, without conversion."""
 CHANNELS = (1, 3, 4)
 """Usual numbers of channels."""
+MAX_UNUSED_CLASSES = 1000
+"""Numbers without a row. Labels with more of them, and ten for each that occurs, are likely ids, such as dates."""
 
 
 class Workload(workloads.Workload):
@@ -225,7 +227,14 @@ def count_classes(source: Dataset) -> int:
     labels = source.stored_column("labels")
     if labels is None:
         raise UserError(f"{source.name}: the number of classes is unknown; give it the attribute n_classes")
-    return int(labels.max(initial=0)) + 1
+    n_classes = int(labels.max(initial=0)) + 1
+    # Sorting the labels takes seconds if there are many, and few classes need no look.
+    if n_classes > MAX_UNUSED_CLASSES and n_classes > MAX_UNUSED_CLASSES + 10 * (n_used := len(np.unique(labels))):
+        raise UserError(
+            f"{source.name}: labels are {labels.min()} to {labels.max()}, of which {n_used:,} occur: number these, "
+            "np.unique(labels, return_inverse=True)[1] over all files at once, or set the attribute n_classes"
+        )
+    return n_classes
 
 
 def check_range(source: Dataset, highest: int, limit: str) -> None:

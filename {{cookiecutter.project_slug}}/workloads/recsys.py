@@ -27,6 +27,8 @@ from fastgpu.rows.rows import Ragged, Rows
 
 NDCG_AT = 100
 RECALL_AT = (20, 50)
+MANY_ITEMS = 1_000_000
+"""With more, and few of them in rows, items are likely ids of another kind."""
 
 
 class Workload(workloads.Workload):
@@ -66,6 +68,9 @@ class Workload(workloads.Workload):
             if field.n_items != train.fields["items"].n_items:
                 raise UserError(f"{source.name}: {name} has {field.n_items:,} items; convert it with {train.name}")
         self.n_items = train.fields["items"].n_items or 0
+        if self.n_items > MANY_ITEMS and 0 < (n_events := int(train.lengths["items"].sum())) < self.n_items // 10:
+            found = f"{train.name}: items are numbers below {self.n_items:,}, and {n_events:,} of them are in rows"
+            raise UserError(f"{found}; number those that occur: np.unique(items, return_inverse=True)[1]")
         if n_empty := int((val.lengths["held_out"] == 0).sum()):
             warn(f"{n_empty:,} of {len(val):,} users of {val.name} have nothing held out and do not count in metrics")
 

@@ -37,7 +37,7 @@ def refuse_users(train: dict[str, int], val: dict[str, int]) -> Callable[[], obj
 
     def users(name: str, n_items: dict[str, int]) -> Dataset:
         fields = {name: Field(np.dtype("i4"), (), mean_values=1.0, n_items=count) for name, count in n_items.items()}
-        return SimpleNamespace(name=name, fields=fields)
+        return SimpleNamespace(name=name, fields=fields, lengths={name: np.full(5, 3) for name in fields})
 
     return lambda: recsys.Workload(recsys.Workload.Options(), users("train.h5", train), users("val.h5", val))
 
@@ -52,6 +52,7 @@ def test_messages_of_workloads(compare_messages):
             "labels of three axes": refuse((IMAGES, np.zeros((5, 2, 2), int))),
             "labels of one column": refuse((IMAGES, CLASSES[:, None])),
             "one-hot labels": refuse((IMAGES, np.eye(5))),
+            "labels that are dates": refuse((IMAGES, 20240101 + CLASSES // 2)),
             "labels below 0": refuse((IMAGES, CLASSES - 1)),
             "validation has other classes": refuse(GOOD, (numbered(10, (1, 8, 8)), np.arange(10))),
             "validation has another shape": refuse(GOOD, (numbered(5, (1, 8, 4)), CLASSES)),
@@ -66,7 +67,10 @@ def test_messages_of_workloads(compare_messages):
                 f"{name} of {value!r}": lambda name=name, value=value: images.Workload(
                     images.Workload.Options(), *2 * [rows("a.h5", *GOOD, **{name: value})]
                 )
-                for name, value in (*(("class_names", value) for value in ("cat", [["a", "b", "c"]])), ("n_classes", 2))
+                for name, value in (
+                    *(("class_names", value) for value in ("cat", [["a", "b", "c"]])),
+                    *(("n_classes", value) for value in (2, 1 << 40, 0)),
+                )
             },
             "padding is larger than the images": refuse(GOOD, crop_padding=8),
             "all of an image is cut out": refuse(GOOD, cutout_size=8),
@@ -74,6 +78,7 @@ def test_messages_of_workloads(compare_messages):
             "numbers are not named": lambda: minimal.Workload(minimal.Workload.Options(), other, other),
             "nothing is held out": refuse_users({"items": 60}, {"items": 60}),
             "validation has other items": refuse_users({"items": 50}, {"items": 60, "held_out": 60}),
+            "items that are ids": refuse_users({"items": 1 << 31}, {"items": 1 << 31, "held_out": 1 << 31}),
             "there is no such workload": lambda: workloads.load("tables"),
         }
     )

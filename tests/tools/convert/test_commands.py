@@ -287,6 +287,13 @@ def test_arrays_sparse_matrix_becomes_ragged(tmp_path, convert, kind, ones):
         np.testing.assert_array_equal(rows.values, expected.indices if name == "items" else expected.data)
 
 
+def test_arrays_larger_than_memory_are_not_unpacked(tmp_path, monkeypatch, convert):
+    np.savez_compressed(tmp_path / "x.npz", x=np.zeros(1000), y=np.zeros(2000))
+    monkeypatch.setattr("fastgpu.convert.arrays.free_host_bytes", lambda: 20_000)
+    assert "x.npz holds 0.0 GB of arrays, and 0.0 GB of memory are free" in convert("arrays x.npz o.h5", code=2).err
+    convert("arrays x=x.npz::x o.h5")
+
+
 @pytest.mark.parametrize("source", ["x=x.h5::/link", "x=x.h5::/virtual", "x=x.h5::/external", "x.h5::/g"])
 def test_arrays_take_no_bytes_of_other_files(tmp_path, convert, source):
     (tmp_path / "secret").write_bytes(bytes(4))

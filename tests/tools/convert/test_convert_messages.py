@@ -1,5 +1,7 @@
 """The command line. What a person can mend is one line; the lines are in messages.yaml."""
 
+import gzip
+import os
 import subprocess
 import sys
 import zipfile
@@ -46,11 +48,27 @@ def of_arrays() -> Mistakes:
         archive.writestr("a.npy", b"no array")
     with h5py.File("x.h5", "w") as file:
         file["a/b"] = np.arange(3)
+    Path("x.csv").write_text("a,b\n1,2\n")
+    np.savez("parts.npz", data=np.ones(2), indices=[0, 2], indptr=[0, 1, 2], shape=(2, 3))
+    with h5py.File("parts.h5", "w") as file:
+        file["m/indices"], file["m/indptr"], file["m/data"] = [0, 2], [0, 1, 2], [1, 1]
+    kinds = {
+        "long": "longdouble",
+        "complex": "c16",
+        "days": "M8[D]",
+        "waits": "m8[s]",
+        "pairs": "u1,f4",
+        "objects": "O",
+    }
+    for name, kind in kinds.items():
+        np.save(f"{name}.npy", np.zeros(4, kind))
+    os.mkfifo("pipe.npy")
     sparse.save_npz("zeros.npz", sparse.csr_array((3, 3)))
     np.savez("far.npz", format=np.array(b"csr"), data=np.ones(2), indices=[0, 5], indptr=[0, 1, 2], shape=(2, 5))
     np.savez("wide.npz", format=np.array(b"coo"), row=[0], col=[3], data=[1.0], shape=(2, 10**12))
     sources = ["x.npy", "a=y.npz", "a=none.npy", "a=x.h5::none", "a=text.npy", "a=words.npy", "a=x.npy b=short.npy"]
     sources += ["a=y.npz::none", "a=x.npy::x", "a=empty.npy", "bytes.npz", "a=far.npz", "a=wide.npz", "a=zeros.npz"]
+    sources += ["a=x.csv", "parts.npz", "parts.h5::/m", "a=pipe.npy", *(f"a={name}.npy" for name in kinds)]
     made: Mistakes = {f"arrays {source}": partial(open_arrays, source.split()) for source in sources}
     return made | {"arrays --layout nhwc": partial(open_arrays, ["a=x.npy"], channels_last=True)}
 
@@ -71,6 +89,9 @@ def of_tables() -> Mistakes:
         "another column": "path,kind\na,1\n",
         "a column twice": "path,label,label\na,1,2\n",
         "no header": "a/1.png,cat\na/2.png,dog\n",
+        "lines of JSON": '{"path": "a.png", "label": "cat"}\n{"path": "b.png", "label": "dog"}\n',
+        "XML": "<rows><row path='a.png'/></rows>",
+        "packed": gzip.compress(b"path,label\na,1\n"),
         "not UTF-8": "path,label\n사진.png,고양이\n".encode("cp949"),
     }
     made: Mistakes = {
@@ -79,9 +100,25 @@ def of_tables() -> Mistakes:
     }
     for value in ("12.0", "256"):
         made[f"whole numbers, {value!r}"] = lambda value=value: table(f"n\n7\n{value}\n").whole_numbers("n", 255)
-    for case in ["0 1|1 2", "0 1|0 -1", "0 1|yes no", "cat 3", "1.5 1e300", "1 20260101", "1 -2", "1 01"]:
+    cases = [
+        "0 1|1 2",
+        "0 1|0 -1",
+        "0 1|yes no",
+        "cat 3",
+        "1.5 1e300",
+        "1 20260101",
+        "1 -2",
+        "1 01",
+        "1 nan",
+        "1.5 inf",
+    ]
+    for case in [*cases, "12% 3%", "3.5kg 4kg", "$5 $6.5"]:
         made[f"labels {case}"] = lambda case=case: parse_labels(table(csv_of(case)), names_of(case))
     made["labels with a comma"] = lambda: parse_labels(table("a;b\n0,5;x\n"), ["a"])
+    made["labels with a separator of thousands"] = lambda: parse_labels(table("a;b\n1,234,567;x\n"), ["a"])
+    for cell in ("cat, dog", "cat|dog"):
+        made[f"several labels, {cell}"] = lambda cell=cell: parse_labels(table(f"a;b\ncat;x\n{cell};x\n"), ["a"])
+    made["a table that is a pipe"] = lambda: Table(Path("pipe.npy"))
     made["splits"] = partial(read_splits, "x.csv", ["train", "../x", "fold-3"])
     return made
 
@@ -109,6 +146,7 @@ def of_events() -> Mistakes:
     for name, text in {
         "low.csv": "userId,movieId,rating\n1,2,3.0\n",
         "nan.csv": "userId,movieId,rating\n\n1,2,nan\n",
+        "when.csv": "userId,movieId,rating,timestamp\n1,2,4,7\n1,2,3,soon\n",
         "u.data": "1\t2\t5\t1\n7\tx\t5\t1\n",
     }.items():
         Path(name).write_text(text)
@@ -117,7 +155,7 @@ def of_events() -> Mistakes:
             archive.write("low.csv", member)
     damaged = Path("damaged.zip").read_bytes().replace(b"3.0", b"5.0")
     Path("damaged.zip").write_bytes(damaged)
-    sources = ["damaged.zip", "other.zip", "low.csv", "nan.csv", "u.data"]
+    sources = ["damaged.zip", "other.zip", "low.csv", "nan.csv", "u.data", "when.csv", "pipe.npy"]
     made: Mistakes = {f"events {source}": partial(read_events, source) for source in sources}
     made["events, other columns"] = partial(read_events, "low.csv", ["user", "item", "rating"])
     made["events, one column"] = partial(read_events, "low.csv", ["userId"])

@@ -16,7 +16,8 @@ from support.rows import read_rows
 @pytest.mark.parametrize("packed", [False, True], ids=["csv", "zip"])
 def test_events_above_the_threshold(tmp_path, capsys, end, separator, packed):
     rng = np.random.default_rng(0)
-    users, items, ratings = rng.integers(1, 90, 3000), rng.integers(1, 200, 3000), rng.integers(1, 11, 3000) / 2
+    users, items = np.divmod(rng.permutation(18_000)[:3000], 200)
+    ratings = rng.integers(1, 11, 3000) / 2
     lines = ["userId,movieId,rating,timestamp"][: separator == ","]
     lines += [separator.join(map(str, (*line, 1112486027))) for line in zip(users, items, ratings, strict=True)]
     path = tmp_path / "ratings Ω.csv"
@@ -53,6 +54,34 @@ def test_events_without_a_header(tmp_path):
     (tmp_path / "x.csv").write_text("70,7,5\n80,8,1\n")
     users, items = read_events(tmp_path / "x.csv", ["2", "1", "3"], has_header=False)
     assert (users.tolist(), items.tolist()) == ([7], [70])
+
+
+@pytest.mark.parametrize("time", ["timestamp", "when", ""])
+@pytest.mark.parametrize("is_date", [False, True])
+def test_events_last_rating_counts(tmp_path, capsys, time, is_date):
+    """By its time, and if there is none, or of equal ones, by its place in the file."""
+    rng = np.random.default_rng(0)
+    users, items, ratings, times = (rng.integers(0, n, 400) for n in (9, 9, 6, 50))
+    shown = [f"2026-01-{1 + each // 2:02d}T{12 * (each % 2):02d}:00" if is_date else str(each) for each in times]
+    lines = [",".join(map(str, line)) for line in zip(users, items, ratings, shown, strict=True)]
+    (tmp_path / "x.csv").write_text("\n".join([f"userId,movieId,rating,{time or 'x'}", *lines]))
+    columns = ["userId", "movieId", "rating", *(["when"] if time == "when" else [])]
+    found = zip(*map(np.ndarray.tolist, read_events(tmp_path / "x.csv", columns)), strict=True)
+    order = np.argsort(times, kind="stable") if time else range(400)
+    last = {(users[line], items[line]): line for line in order}
+    assert list(found) == [(users[line], items[line]) for line in sorted(last.values()) if ratings[line] > 3.5]
+    printed = capsys.readouterr().out
+    pairs = {pair: {ratings[n] > 3.5 for n in range(400) if (users[n], items[n]) == pair} for pair in last}
+    n_changed = sum(len(each) == 2 for each in pairs.values())
+    assert (
+        f"of the same user and item replaces: {400 - len(last)}, {f'by {time}' if time else 'in the file'}" in printed
+    )
+    assert f"warning: {n_changed} pairs of a user and an item have ratings above the limit and not" in printed
+
+
+def test_events_of_movielens_without_a_header_have_times(tmp_path):
+    (tmp_path / "u.data").write_text("1\t2\t5\t9\n1\t2\t1\t7\n1\t3\t5\t1\n1\t3\t1\t2\n")
+    assert [each.tolist() for each in read_events(tmp_path / "u.data")] == [[1], [2]]
 
 
 HELD = 15
@@ -120,11 +149,11 @@ def test_events_command_writes_three_files(tmp_path, convert, is_matrix):
     dense = np.random.default_rng(0).random((40, 30)) < 0.4
     users, items = np.nonzero(dense)
     lines = [f"{user},{item},4" for user, item in zip(users, items, strict=True)]
-    (tmp_path / "x.csv").write_text("\n".join(["userId,movieId,rating", *lines, "0,0,1", lines[0]]))
+    (tmp_path / "x.csv").write_text("\n".join(["userId,movieId,rating", *lines, lines[0]]))
     sparse.save_npz(tmp_path / "x.npz", sparse.csr_array(dense.astype(np.float32)))
     shown = convert(f"events x.{'npz' if is_matrix else 'csv'} y.h5 --held-out 8").out
     assert f"{dense.sum()} events of 40 users with 5 or more; training users have 30 items" in shown
-    assert ("same user and item, and do not count: 1\n" in shown) != is_matrix
+    assert ("a later one of the same user and item replaces: 1, in the file" in shown) != is_matrix
     n_users = 0
     for part in ("train", "val", "test"):
         fields = ["items", "held_out"] if part != "train" else ["items"]

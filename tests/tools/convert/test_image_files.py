@@ -223,6 +223,81 @@ def test_masks_of_two_values(tmp_path, convert):
         assert file.attrs["n_classes"] == 2
 
 
+def masked(root: Path, masks: list[np.ndarray], name: str = "{}.png", orientations: tuple[int, ...] = ()) -> None:
+    """Images that are 255 where their mask is 1, with EXIF orientations, and the masks as they were drawn on them."""
+    for number, mask in enumerate(masks):
+        exif = Image.Exif()
+        exif[0x0112] = orientations[number] if orientations else 1
+        for kind in ("images", "masks"):
+            (root / kind).mkdir(exist_ok=True)
+        image = np.repeat(np.uint8(255) * (mask == 1)[..., None], 3, 2)
+        Image.fromarray(image).save(root / f"images/{number}.png", exif=exif)
+        Image.fromarray(mask).save(root / "masks" / name.format(number))
+
+
+@pytest.mark.parametrize("size", [(16, 16), (16, 12)])
+def test_masks_of_stored_pixels_are_never_turned_in_silence(tmp_path, convert, size):
+    mask = np.zeros(size, np.uint8)
+    mask[2:7, 1:4] = 1
+    orientations = range(1, 9)
+    masked(tmp_path, [mask] * 8, orientations=tuple(orientations))
+    n_unclear = 7 if size[0] == size[1] else 3
+    told = convert("images images x.h5 --masks masks --size 16 --resize exact", code=2).err
+    assert f"{n_unclear} of 8 rows are broken" in told
+    assert told.count("nothing says whether its mask is turned; --masks-fit shown, or stored") == n_unclear
+    done = convert("images images x.h5 --masks masks --size 16 --resize exact --masks-fit stored").out
+    assert "changed  masks turned as the EXIF orientation of their images says: 7 of 8 images" in done
+    with h5py.File("x.h5") as file:
+        wrong = (file["masks"][:] == 1) != (file["images"][:, 0] > 127)
+        assert wrong.mean() < 0.05  # borders of resized images
+        assert file["masks"][:].any((1, 2)).all()
+
+
+def test_masks_of_shown_pixels_are_kept_where_exif_turns_images(tmp_path, convert):
+    mask = np.zeros((8, 8), np.uint8)
+    mask[1, 2] = 1
+    masked(tmp_path, [mask] * 3, orientations=(1, 3, 0))
+    convert("images images x.h5 --masks masks --masks-fit shown")
+    with h5py.File("x.h5") as file:
+        assert (file["masks"][:] == mask).all()
+    assert "--masks-fit has no meaning for images" in convert("images images y.h5 --masks-fit shown", code=2).err
+
+
+def test_masks_with_a_common_ending_are_found(tmp_path, convert):
+    masks = [np.full((4, 4), 1 + number % 2, np.uint8) for number in range(12)]
+    masked(tmp_path, masks, "{}_mask.tif")
+    told = "masks in masks are taken for the images without _mask at the end of the name\n"
+    assert told in convert("images images x.h5 --masks masks --keep-order").out
+    with h5py.File("x.h5") as file:
+        order = [int(Path(each).stem) for each in file["fastgpu_source"].asstr()[:]]
+        assert file["masks"][:, 0, 0].tolist() == [1 + number % 2 for number in order]
+    (tmp_path / "masks/3_mask.tif").rename(tmp_path / "masks/3-mask.tif")
+    refused = convert("images images y.h5 --masks masks", code=2).err
+    assert "12 of 12 images have no mask in masks: 0.png, 1.png, " in refused
+    assert "names have to be equal but for the suffix; there are 0_mask.tif, 10_mask.tif, 11_mask.tif\n" in refused
+    for number in range(12):  # two masks of each image
+        for ending in ("a", "b"):
+            Image.fromarray(masks[0]).save(tmp_path / f"masks/{number}{ending}.png")
+    assert "12 of 12 images have no mask" in convert("images images y.h5 --masks masks", code=2).err
+
+
+def test_masks_show_and_doubt_their_classes(tmp_path, convert):
+    def shown(*masks: np.ndarray) -> str:
+        masked(tmp_path, [mask.astype(np.uint8).reshape(4, -1) for mask in masks])
+        return convert("images images x.h5 --masks masks --force").out
+
+    classes = np.arange(8)
+    assert "warning" not in (told := shown(classes, classes // 2, np.append(classes[1:], 255)))
+    assert "3 rows in x.h5, n_classes 8\n" in told
+    assert "warning: 3 values of 201 classes occur in the masks: " in shown(*3 * [classes // 3 * 100])
+    assert "warning: 144 values of 144 classes occur" in shown(*(np.arange(48) + 48 * n for n in range(3)))
+    mixed = shown(classes % 2, classes % 2 * 255, classes % 2)
+    assert "warning: masks/1.png and others of 0 and 255 alone have no class but 0; if 255 is one, write all" in mixed
+    masked(tmp_path, 3 * [np.arange(64, dtype=np.uint8).reshape(8, 8)])
+    refused = convert("images images x.h5 --masks masks --force", code=2).err
+    assert "its mask has 64 values, as soft edges and photos have; save the number of a class for each" in refused
+
+
 # ---------------------------------------------------------------------------------------------- files as they are
 
 

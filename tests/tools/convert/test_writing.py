@@ -23,6 +23,7 @@ from fastgpu.convert.writer import choose_block_rows, write_rows
 from fastgpu.convert.writing import write_files
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import Field, RaggedArray
+from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.storage.hdf5 import attributes_of
 from fastgpu.storage.layout import DIGESTS
 from fastgpu.storage.store import open_store
@@ -116,7 +117,29 @@ def test_writing_does_not_follow_a_link(tmp_path):
         write_files({"": Numbers(3)}, tmp_path / "x.h5")
     write_files({"": Numbers(3)}, tmp_path / "x.h5", replace=True)
     assert sorted(numbers_in(tmp_path / "x.h5")) == [0, 1, 2]
+    # Nor do the lists of broken rows.
+    for name in ("y.h5.skipped.txt", "z.h5.broken.txt"):
+        (tmp_path / name).symlink_to("nowhere")
+    with pytest.raises(UserError, match="y.h5.skipped.txt exists; --force replaces a file"):
+        write_files({"": Numbers(3, (1,))}, tmp_path / "y.h5", max_broken=0.5)
+    write_files({"": Numbers(3, (1,))}, tmp_path / "y.h5", max_broken=0.5, replace=True)
+    with pytest.raises(UserError, match="z.h5.broken.txt lists"):
+        write_files({"": Numbers(3, (1,))}, tmp_path / "z.h5")
     assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize("kind", ["f2", "f4", "f8"])
+def test_writing_counts_what_is_not_finite(tmp_path, capsys, kind):
+    x, y = np.zeros((100, 3), kind), np.zeros(100, kind)
+    x[7], x[9, 0], y[5] = np.nan, np.inf, -np.inf
+    values = np.zeros(200, kind)
+    values[[0, 20]] = np.nan  # the first one is of no row
+    ragged_rows = RaggedArray(values, np.arange(101) + 10)
+    write_files(
+        {"": ArrayDataset("made up", {"x": x, "y": y, "z": ragged_rows, "n": np.arange(100)})}, tmp_path / "x.h5"
+    )
+    warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert [line.split()[1:4] for line in warnings] == [["x", "has", "4"], ["y", "has", "1"], ["z", "has", "1"]]
 
 
 @pytest.mark.slow

@@ -3,16 +3,34 @@
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from zipfile import ZipInfo
 
 import h5py
 import numpy as np
 
 from fastgpu.convert.reader import explain_errors, list_first
+from fastgpu.process.content import describe_content, open_regular
 from fastgpu.process.launch import UserError, warn
+from fastgpu.process.machine import free_host_bytes
 from fastgpu.rows.rows import OFFSET_DTYPE, Field, RaggedArray
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.storage.file import open_to_read
-from fastgpu.storage.hdf5 import check_path, look_up
+from fastgpu.storage.hdf5 import look_up
+
+CURES = {
+    "f": 'x.astype("float64")',
+    "c": "np.stack([x.real, x.imag], 1)",
+    "M": 'x.astype("datetime64[s]").astype("int64")',
+    "m": 'x / np.timedelta64(1, "s")',
+    "V": 'each field of it, x["name"], by itself',
+}
+"""{kind of a type that is not taken: what to save instead}"""
+NUMBER_THEM = "np.unique(x, return_inverse=True)[1] for classes"
+
+
+def is_number(dtype: np.dtype) -> bool:
+    """Whether torch has the type. It has no float of more than 64 bits."""
+    return dtype.kind in "bui" or (dtype.kind == "f" and dtype.itemsize <= 8)
 
 
 def open_arrays(sources: Sequence[str], *, channels_last: bool = False) -> ArrayDataset:
@@ -54,8 +72,10 @@ def open_arrays(sources: Sequence[str], *, channels_last: bool = False) -> Array
     if channels_last and not images:
         raise UserError("--layout nhwc has no effect: no field has four axes (N, H, W, C); leave it out")
     for name, column in dense.items():
-        if column.ndim == 0 or 0 in column.shape[1:] or column.dtype.kind not in "buif":
-            raise UserError(f"{name} is {column.dtype} {column.shape}; allowed are rows of bool, integers and floats")
+        if column.ndim == 0 or 0 in column.shape[1:] or not is_number(column.dtype):
+            found = f"{name} is {column.dtype} {column.shape}; allowed are rows of bool, integers and floats"
+            cure = "" if is_number(column.dtype) else f": save {CURES.get(column.dtype.kind, NUMBER_THEM)}"
+            raise UserError(found + cure)
     columns |= {name: np.moveaxis(columns[name][:], 3, 1) for name in images}
     lengths = {name: len(column) for name, column in columns.items()}
     if len({*lengths.values()}) > 1 or 0 in lengths.values():
@@ -66,9 +86,12 @@ def open_arrays(sources: Sequence[str], *, channels_last: bool = False) -> Array
 def load(path: str) -> Any:
     """An array, {name: array}, or a sparse matrix of scipy in CSR format, each place of it once and none of 0."""
     file, _, member = path.partition("::")
-    with explain_errors(path, "NumPy arrays of numbers, or a sparse matrix"):
-        check_path(file, path)
+    with explain_errors(path, 'NumPy arrays of numbers, or a sparse matrix (save objects as x.astype("float64"))'):
+        open_regular(Path(file)).close()  # is_hdf5 would wait for a FIFO
         is_h5 = h5py.is_hdf5(file)
+        kind = describe_content(file)
+        if not is_h5 and not kind.removeprefix("a ").startswith("NumPy"):
+            raise UserError(f"{file} is {kind or 'of no known format'}; it should be .npy, .npz or HDF5")
         content = (
             look_up(open_to_read(file), member or "/", file)
             if is_h5
@@ -79,13 +102,20 @@ def load(path: str) -> Any:
                 raise UserError(f"{file} is one array: name it without ::{member}")
             if member not in content:
                 raise UserError(f"{file} has no array {member}; its arrays are {list_first([*content])}")
+            _check_memory(file, content.zip.infolist(), f"{member}.npy")
             content = content[member]
         if content is None:
             raise KeyError(f"it has no {member}")
         if isinstance(content, h5py.Group):
             content = {name: look_up(content, name, file) for name in content}
+        if hasattr(content, "keys") and {"indptr", "indices"} <= {*content} and "format" not in content:
+            cure = 'sparse.save_npz("x.npz", sparse.csr_array((data, indices, indptr), shape)) of scipy'
+            cure = "`python convert.py repack` takes CSR matrices of HDF5 files" if is_h5 else cure
+            raise UserError(f"{path} has the parts of a sparse matrix, which are no rows: {cure}")
         if hasattr(content, "dtype"):  # TypeError: HDF5 has types that NumPy does not have
             return content
+        if not is_h5:
+            _check_memory(file, content.zip.infolist())
         if is_h5 or not {"shape", "data", "format"} <= {*content}:
             return {name: np.asarray(member) for name, member in content.items()}  # a damaged member is bytes
         from scipy import sparse  # of the extra `convert`
@@ -94,7 +124,15 @@ def load(path: str) -> Any:
         matrix.check_format(full_check=True)
         matrix.sum_duplicates()
         matrix.eliminate_zeros()
-    if matrix.shape[1] > np.iinfo(np.int32).max or matrix.dtype.kind not in "buif" or not matrix.nnz:
+    if matrix.shape[1] > np.iinfo(np.int32).max or not is_number(matrix.dtype) or not matrix.nnz:
         found = f"{path} is {matrix.dtype} {matrix.shape} with {matrix.nnz:,} values"
         raise UserError(f"{found}; allowed are real numbers, fewer than 2^31 columns and at least one value")
     return matrix
+
+
+def _check_memory(file: str, members: Sequence[ZipInfo], name: str = "") -> None:
+    """Raise UserError if the members of an archive, or the one of this name, are larger than the free memory."""
+    size, free = sum(each.file_size for each in members if name in ("", each.filename)), free_host_bytes()
+    if size > free:
+        found = f"{file} holds {size / 1e9:,.1f} GB of arrays, and {free / 1e9:,.1f} GB of memory are free"
+        raise UserError(f"{found}; save them by np.save, as files of their own, which are not read as a whole")

@@ -12,13 +12,27 @@ import numpy as np
 import polars as pl
 
 from fastgpu.convert.reader import explain_errors, list_first
+from fastgpu.process.content import describe_content, open_regular
 from fastgpu.process.launch import UserError, warn
 
 SEPARATORS = (",", ";", "\t", "|")
+MAX_COLUMNS = (1 << 16) + 100  # pixels of 256x256 images, and others; reading takes minutes for more
 MAX_UNUSED_CLASSES = 1000  # class numbers without a row; if there are more, the labels are likely no class numbers
 NO_NAME = re.compile(r"[./]|^\d")
 """What names of columns rarely have, but paths and numbers do."""
+NUMBER_WITH_COMMAS = r"^[-+]?\d[\d,]*,[\d.]+$"
+UNIT = r"^([^\w\s.,+-]*)\s*[-+]?\d[\d,.]*\s*([^\W\d]*[^\w\s]*)$"
+"""A number with a sign such as $ before it, or a unit such as % or kg behind it."""
 csv.field_size_limit(1 << 30)  # pixels of one image may be a field
+
+
+def read_text(path: Path) -> bytes:
+    """The content of a table. Raises ValueError for a FIFO, and UserError for a file of another kind."""
+    with open_regular(path) as file:
+        kind = describe_content(path)
+        if kind not in ("", "empty") and not kind.startswith("text"):
+            raise UserError(f"{path} is no CSV, but {kind}")
+        return file.read()
 
 
 class Table:
@@ -32,11 +46,14 @@ class Table:
         others are then called by their numbers, from 1 on."""
         self.path = path
         with explain_errors(path, "CSV in UTF-8 (Korean: iconv -f CP949 -t UTF-8; close quotes, double stray ones)"):
-            self._content = path.read_bytes() if content is None else content
+            self._content = read_text(path) if content is None else content
             header = self._content.partition(b"\n")[0].decode("utf-8-sig")
             self._separator = max(SEPARATORS, key=header.count)
             self._has_header = has_header
             self.names = [name.strip() for name in next(csv.reader([header], delimiter=self._separator), [])]
+            if len(self.names) > MAX_COLUMNS:
+                found = f"{path} has {len(self.names):,} columns; allowed are {MAX_COLUMNS:,}"
+                raise UserError(f"{found}: save arrays (.npy) for `convert.py arrays`")
             if not has_header:
                 self.names = [*names, *map(str, range(len(names) + 1, len(self.names) + 1))]
             how: dict[str, Any] = {"infer_schema": False, "raise_if_empty": False}
@@ -66,11 +83,11 @@ class Table:
         self.check(column, ~column.str.contains("\n", literal=True), "remove the line break or stray quote")
         return column
 
-    def whole_numbers(self, name: str, highest: int) -> np.ndarray:
-        """A column as int64. Raises UserError with the line of what is no whole number from 0 to `highest`."""
+    def whole_numbers(self, name: str, highest: int, cure: str = "") -> np.ndarray:
+        """A column as int64. Raises UserError with the line, and the cure, of what is no number from 0 to `highest`."""
         texts = self.texts(name)
         numbers = texts.cast(pl.Int64, strict=False)
-        cure = f"it should be a whole number from 0 to {highest:,}"
+        cure = f"it should be a whole number from 0 to {highest:,}{cure}"
         self.check(texts, numbers.is_between(0, highest).fill_null(False), cure)
         return numbers.to_numpy()
 
@@ -110,7 +127,7 @@ def parse_labels(table: Table, names: Sequence[str]) -> tuple[np.ndarray, dict[s
     has_zero = texts[0].str.contains(r"^0\d+$")
     are_codes = any(has_zero) and all(are_numbers[0]) and texts[0].str.len_chars().n_unique() == 1
     if len(names) == 1 and (are_codes or not are_numbers[0].any()):
-        table.check(texts[0], ~texts[0].str.contains(r"^-?\d+,\d+$"), "write a decimal point")
+        refuse_other_labels(table, texts[0])
         classes, labels = np.unique(texts[0].to_list(), return_inverse=True)
         return labels, {"class_names": classes.tolist()}
     for text, is_number in zip(texts, are_numbers, strict=True):
@@ -132,3 +149,27 @@ def parse_labels(table: Table, names: Sequence[str]) -> tuple[np.ndarray, dict[s
         cure = f"several columns of labels are attributes, {allowed[0]} or 1; for targets, write decimals such as 2.0"
         table.check(column, column.is_in(allowed), cure)
     return np.stack([column == 1 for column in whole], axis=1).astype(np.uint8), {"class_names": list(names)}
+
+
+def refuse_other_labels(table: Table, texts: pl.Series) -> None:
+    """Raise UserError, with the first line, for labels that look like names of classes and are none: numbers with
+    commas or one unit, and several labels in a cell."""
+    has_comma = texts.str.contains(NUMBER_WITH_COMMAS)
+    table.check(texts, ~has_comma, "write a decimal point, and no separator of thousands")
+    units = texts.str.replace(UNIT, "$1$2")
+    if units.n_unique() == 1 and units[0] and (units != texts).all():
+        cure = "write numbers alone, such as 12.0; in names of classes, put text before the number"
+        table.check(texts, units != units[0], f"it is a number with {units[0]}: {cure}")
+    alone = set(texts.unique().to_list())
+    for separator in "|;,":
+        parts = texts.str.split(separator).list.eval(pl.element().str.strip_chars())
+        has_several = parts.list.len() > 1
+        # A comma may belong to a name, unless a part of it is a name, too.
+        if separator == "," and alone.isdisjoint(parts.filter(has_several).explode().to_list()):
+            continue
+        with_space = texts.str.contains(f"{separator} ", literal=True).any()
+        get_dummies = f'table["{texts.name}"].str.get_dummies("{separator}{" " * with_space}")'
+        cure = (
+            f"several labels in a cell are attributes, a column of 0 and 1 for each, as pandas makes by {get_dummies}"
+        )
+        table.check(texts, ~has_several, f"{cure}; name all in --columns")

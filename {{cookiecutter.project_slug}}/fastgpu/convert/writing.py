@@ -1,7 +1,8 @@
 """Sources -> files: what was understood is shown, rows are read in their final order, written, and counted."""
 
+import os
 from collections import Counter
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
 
@@ -50,42 +51,51 @@ def write_files(
     broken = getattr(next(iter(parts.values())), "broken", {})  # of all parts of a split
     reports = {name: Path(f"{named[name]}.skipped.txt") for name in parts}
     broken_list = Path(f"{target}.broken.txt")
-    if not replace and (reported := [str(path) for path in reports.values() if path.exists()]):
+    if not replace and (reported := [str(path) for path in reports.values() if os.path.lexists(path)]):
         raise UserError(f"{reported[0]} exists; --force replaces a file")
     with ExitStack() as stack:
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = {name: stack.enter_context(new_file(named[name], replace=replace)) for name in parts}
         written = {}
         row_ids: dict[str, list[np.ndarray]] = {name: [] for name in parts}
+        n_odd: Counter[str] = Counter()
         for name, part in parts.items():
-            facts = {"source": part.name, "row_order": "as in the source", **part.attributes}
+            attributes = {"source": part.name, "row_order": "as in the source", **part.attributes}
             if seed is not None:
-                facts["row_order"] = f"random, seed {seed}"
+                attributes["row_order"] = f"random, seed {seed}"
             path, fields = partial[name], part.fields
             with closing(_read(part, seed, broken, named[name].name, row_ids=row_ids[name])) as rows:
-                written[name] = write_rows(path, len(part), fields, rows, attributes=facts, compression=compression)
+                rows_seen = _count_odd(rows, n_odd)
+                written[name] = write_rows(
+                    path, len(part), fields, rows_seen, attributes=attributes, compression=compression
+                )
         n_rows = sum(map(len, parts.values()))
         if len(broken) > (max(1, int(n_rows * max_broken + 1e-6)) if max_broken else 0):
             reasons = [broken[row] for row in sorted(broken)]
-            with new_file(broken_list, replace=True) as partial_list:
-                _write_lines(partial_list, reasons)
+            _write_lines(broken_list, reasons)
             cure = "nothing else was written; --on-error skip leaves out 1 % at most, skip=10% more"
             found = f"{len(broken):,} of {n_rows:,} rows are broken, which {broken_list} lists"
             raise UserError("\n  ".join([f"{found}; {cure}:", list_first(reasons, "\n  ")]))
         if empty := [str(named[name]) for name, n_written in written.items() if not n_written]:
             raise UserError(f"{empty[0]} would have no rows: all of its images are broken")
         assert sum(written.values()) + len(broken) == n_rows, f"{sum(written.values())} of {n_rows} rows came"
+        first = next(iter(parts.values()))
+        facts = first.facts() if isinstance(first, Reader) else {}  # of all parts
         for name, part in parts.items():
             with h5py.File(partial[name], "r+", locking=False) as file:
-                write_attributes(file, part.facts() if isinstance(part, Reader) else {})
+                write_attributes(file, facts)
                 if isinstance(part, Reader | HDF5Dataset):
                     write_sources(file, part.sources(np.concatenate(row_ids[name])))
             flush(partial[name])  # now, since the disk may refuse: all files get their names, or none
     broken_list.unlink(missing_ok=True)  # of an earlier try
     for name, part in parts.items():
-        print(f"{written[name]:,} rows in {named[name]}")
+        print(
+            f"{written[name]:,} rows in {named[name]}", *(f"{fact} {value}" for fact, value in facts.items()), sep=", "
+        )
         if isinstance(part, Reader):
             _report(part, reports[name])
+    for name, count in n_odd.items():
+        warn(f"{name} has {count:,} values that are NaN or infinite, and so is their loss: fill them in, or leave out")
     if old := ", ".join(str(path) for name, path in named.items() if name not in parts and path.is_file()):
         warn(f"{old} was here before: if it is of the same source, it has rows of the new files; delete it")
 
@@ -121,6 +131,17 @@ def _read(
             bar.update(pool.plan.n_rows)
 
 
+def _count_odd(batches: Iterable[Columns], n_odd: Counter[str]) -> Iterator[Columns]:
+    """The same rows. n_odd: {field: number of values that are NaN or infinite}, which is added to."""
+    for columns in batches:
+        for name, column in columns.items():
+            is_ragged = isinstance(column, RaggedArray)
+            values = column.values[column.offsets[0] : column.offsets[-1]] if is_ragged else column
+            if values.dtype.kind == "f" and not (is_finite := np.isfinite(values)).all():
+                n_odd[name] += values.size - int(np.count_nonzero(is_finite))
+        yield columns
+
+
 def _report(reader: Reader, report: Path) -> None:
     """Print what was changed or left out, and list the rows that were left out in a file."""
     rows = rows_of(reader).tolist()
@@ -134,5 +155,6 @@ def _report(reader: Reader, report: Path) -> None:
 
 
 def _write_lines(path: Path, lines: Sequence[str]) -> None:
-    """Write a text of these lines. Names of files that are no text are escaped."""
-    path.write_text("\n".join([*lines, ""]).translate(ESCAPES), encoding="utf-8")
+    """Write a text of these lines to a new file, in place of an old one. Names that are no text are escaped."""
+    with new_file(path, replace=True) as partial:
+        partial.write_text("\n".join([*lines, ""]).translate(ESCAPES), encoding="utf-8")

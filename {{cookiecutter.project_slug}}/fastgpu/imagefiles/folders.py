@@ -3,8 +3,6 @@
 import os
 from collections import Counter
 from pathlib import Path
-from stat import S_ISREG
-from typing import IO
 
 from PIL import Image
 
@@ -16,13 +14,6 @@ def is_image(name: str) -> bool:
     """Whether a file name has the suffix of an image, and the file is not hidden."""
     kind = Image.registered_extensions().get(Path(name).suffix.lower())
     return kind in (*FORMATS, "MPO") and not name.startswith(".")
-
-
-def open_regular(path: Path) -> IO[bytes]:
-    """Open a file to read. Raises ValueError for a FIFO, a device or a folder: to open one may take for ever."""
-    if not S_ISREG(path.stat().st_mode):
-        raise ValueError("it is no regular file")
-    return path.open("rb")
 
 
 def list_images(root: Path) -> list[str]:

@@ -15,9 +15,9 @@ import numpy as np
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from fastgpu.imagefiles.folders import open_regular
 from fastgpu.images.decode import EncodedImage, open_image, open_whole, resize_pixels, to_rgb
 from fastgpu.images.parts import Preprocessing, Resize, centre_box
+from fastgpu.process.content import open_regular
 from fastgpu.process.launch import UserError
 
 EXIF_ORIENTATION = 0x0112
@@ -92,13 +92,12 @@ class UprightImage(EncodedImage):
     def __init__(self, data: np.ndarray):
         super().__init__(data)
         with open_image(io.BytesIO(data.data)) as image:
-            orientation = orientation_of(image)
-        self.is_upright = orientation == 1
-        if orientation >= EXIF_ON_ITS_SIDE:
+            self.orientation = orientation_of(image)
+        if self.orientation >= EXIF_ON_ITS_SIDE:
             self.height, self.width = self.width, self.height
 
     def _decode_whole(self, factor: int) -> np.ndarray:
-        if self.is_upright:
+        if self.orientation == 1:
             return super()._decode_whole(factor)
         size = (self.height // factor, self.width // factor)
         return decode_upright(io.BytesIO(self._data.data), size).permute(1, 2, 0).numpy()

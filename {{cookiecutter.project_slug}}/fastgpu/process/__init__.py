@@ -8,4 +8,5 @@ machine.py        the CPUs and the memory that this process may use
 world.py          the process group: device, rank, collectives, an error of one rank on all ranks
 signals.py        signals that ask for a stop, which all ranks obey after the same step
 files.py          atomic writes, and one writer for each folder
+content.py        what a file is, by its first bytes
 """

@@ -7,6 +7,8 @@ from typing import Any
 
 from fastgpu.process.launch import UserError
 
+MAX_CLASSES = 10_000_000
+
 
 def read_classes(name: str, source: object) -> dict[str, Any]:
     """The attributes `class_names` (or torchvision's `classes`) and `n_classes` of an object, if it has them.
@@ -21,8 +23,8 @@ def read_classes(name: str, source: object) -> dict[str, Any]:
             if hasattr(type(source), attribute) or hasattr(source, attribute):
                 known[attribute] = getattr(source, attribute)
         names, count = known.get("class_names", known.get("classes")), known.get("n_classes")
-        if count is not None and not 1 <= index(count) <= 1 << 24:
-            raise ValueError("n_classes should be 1 to 16,777,216")
+        if count is not None and not 1 <= index(count) <= MAX_CLASSES:
+            raise ValueError(f"n_classes should be 1 to {MAX_CLASSES:,}")
         read = {"class_names": names is not None and _to_names(names), "n_classes": count is not None and index(count)}
     except Exception as error:  # a property may raise anything
         why = f"{shorten(known)} ({type(error).__name__}: {error})"

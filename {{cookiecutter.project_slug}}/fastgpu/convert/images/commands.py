@@ -16,14 +16,14 @@ def images(args: Namespace) -> None:
         raise UserError(f"{source} is an archive; unpack it and name the folder")
     idle = "columns split_by no_header" if source.is_dir() else "masks"
     idle += " masks resize" if args.keep_encoded else ""
-    idle += "" if args.masks else " binary_masks"
+    idle += "" if args.masks else " binary_masks masks_fit"
     if given := [f"--{name.replace('_', '-')}" for name in idle.split() if getattr(args, name)]:
         raise UserError(f"{given[0]} has no meaning for {source} with these flags; drop it")
     if args.keep_encoded and args.size and args.size[0] != args.size[1]:
         raise UserError("--size should be one number, of the shorter side, with --keep-encoded")
     how = {"prepared": Preprocessing(args.size, args.resize or "shorter"), "encoded": args.keep_encoded}
     if args.masks:
-        write(Masks(source, args.masks, is_binary=args.binary_masks, **how), args)
+        write(Masks(source, args.masks, is_binary=args.binary_masks, drawn_on=args.masks_fit, **how), args)
     elif source.is_dir():
         write(ImageFolder(source, **how), args)
     else:

@@ -17,17 +17,23 @@ import torch
 from PIL import Image, ImageOps
 
 from fastgpu.convert.reader import SPLIT_OF_WORD, Reader, list_first, read_splits
-from fastgpu.imagefiles.folders import is_image, list_images, open_regular
-from fastgpu.imagefiles.pixels import UprightImage, decode, fit, orientation_of
+from fastgpu.imagefiles.folders import is_image, list_images
+from fastgpu.imagefiles.pixels import EXIF_ON_ITS_SIDE, EXIF_ORIENTATION, UprightImage, decode, fit, orientation_of
 from fastgpu.images.decode import open_image, open_whole
 from fastgpu.images.parts import Box, Preprocessing
-from fastgpu.process.launch import UserError
+from fastgpu.process.content import open_regular
+from fastgpu.process.launch import UserError, warn
 from fastgpu.rows.rows import CODECS
 
 JPEG_QUALITY = 92
 """Quality of images that are made smaller and stay encoded."""
 IGNORED_CLASS = 255
 """Pixels of a mask that have no class."""
+TURNED = range(2, 9)
+"""EXIF orientations of images that are not stored upright."""
+SOFT_VALUES = 64
+"""A mask with as many values likely has soft edges: images show fewer classes at once."""
+MIN_SPARSE_CLASSES = 16
 
 
 class ImageFiles(Reader):
@@ -97,23 +103,33 @@ class ImageFolder(ImageFiles):
 class Masks(ImageFiles):
     """Images in a folder, and for each the mask of the same name, without the suffix, in another: `masks`, (H, W).
 
-    is_binary: the masks hold 0 and 255, which is class 1. Raises UserError with the images that have no mask.
+    is_binary: the masks hold 0 and 255, which is class 1. drawn_on: whether masks fit the images as they are `shown`
+    or as they are `stored`, where an EXIF orientation turns them; None: what the sizes tell. Raises UserError with the
+    images that have no mask.
     """
 
-    def __init__(self, root: str | Path, masks: str | Path, *, is_binary: bool = False, **how: Any):
+    def __init__(
+        self, root: str | Path, masks: str | Path, *, is_binary: bool = False, drawn_on: str | None = None, **how: Any
+    ):
         images = list_images(Path(root))
         names = [path.rpartition(".")[0] for path in images]
         found = list_images(Path(masks))
         mask_of = {path.rpartition(".")[0]: path for path in found}
         if len(mask_of) < len(found):
             raise UserError(f"{masks} has masks of the same name with different suffixes; keep one of each name")
-        if lonely := [path for path, name in zip(images, names, strict=True) if name not in mask_of]:
-            raise UserError(f"{len(lonely):,} of {len(images):,} images have no mask in {masks}: {list_first(lonely)}")
-        if n_unused := len(mask_of.keys() - {*names}):
+        ending = _common_ending(names, sorted(mask_of))
+        if lonely := [path for path, name in zip(images, names, strict=True) if name + ending not in mask_of]:
+            cure = f"names have to be equal but for the suffix; there are {', '.join(found[:3]) or 'no images'}"
+            found_none = f"{len(lonely):,} of {len(images):,} images have no mask in {masks}"
+            raise UserError(f"{found_none}: {list_first(lonely)}; {cure}")
+        if ending:
+            print(f"masks in {masks} are taken for the images without {ending} at the end of the name")
+        if n_unused := len(mask_of) - len(names):
             print(f"masks without an image in {root}, which are left out: {n_unused:,}")
-        self._masks = [Path(masks, mask_of[name]) for name in names]
+        self._masks = [Path(masks, mask_of[name + ending]) for name in names]
         self._is_binary = is_binary
-        self._highest = np.zeros(len(images), np.uint8)  # class of each mask that was read
+        self._drawn_on = drawn_on
+        self._kinds: dict[bytes, int] = {}  # {which of the 256 values a mask has, as bits: a row}
         super().__init__(Path(root), images, **how)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
@@ -121,16 +137,52 @@ class Masks(ImageFiles):
         item = super().__getitem__(row)
         upright = UprightImage(np.fromfile(Path(self.folder, self.paths[row]), np.uint8))
         values_HW = read_mask(self._masks[row], is_binary=self._is_binary)
-        if values_HW.shape != (upright.height, upright.width):
-            raise ValueError(f"its mask is {values_HW.shape}, the image {(upright.height, upright.width)}")
+        shape = stored_shape = (upright.height, upright.width)
+        fits = self._drawn_on
+        if upright.orientation in TURNED:
+            stored_shape = shape[::-1] if upright.orientation >= EXIF_ON_ITS_SIDE else shape
+            if not fits and values_HW.shape == shape == stored_shape:
+                found = f"its EXIF orientation is {upright.orientation}, and nothing says whether its mask is turned"
+                raise ValueError(f"{found}; --masks-fit shown, or stored: masks of the turned images, or of the files")
+            fits = fits or ("stored" if values_HW.shape == stored_shape else "shown")
+        expected = stored_shape if fits == "stored" else shape
+        if values_HW.shape != expected:
+            raise ValueError(f"its mask is {values_HW.shape}, the image {expected}")
+        if fits == "stored" and upright.orientation in TURNED:
+            values_HW = turn_upright(values_HW, upright.orientation)
+            self.losses[row].append("masks turned as the EXIF orientation of their images says")
+        has_value = np.bincount(values_HW.ravel(), minlength=256) > 0
+        if has_value.sum() >= SOFT_VALUES:
+            cure = "save the number of a class for each pixel, such as mask > 127"
+            raise ValueError(f"its mask has {has_value.sum()} values, as soft edges and photos have; {cure}")
+        self._kinds.setdefault(np.packbits(has_value).tobytes(), row)
         mask_HW = fit(torch.from_numpy(values_HW)[None], self.prepared, is_mask=True)[0].contiguous().numpy()
-        self._highest[row] = mask_HW.max(initial=0, where=mask_HW != IGNORED_CLASS)
         return item | {"masks": mask_HW}
 
     def facts(self) -> dict[str, Any]:
-        if not self._highest.any():
+        kinds = {np.unpackbits(np.frombuffer(bits, np.uint8)).tobytes(): row for bits, row in self._kinds.items()}
+        values = np.array([np.frombuffer(bits, np.uint8) for bits in kinds])  # (kinds, 256) whether a mask has a value
+        classes = np.flatnonzero(values[:, :IGNORED_CLASS].any(0))
+        if not classes.any():
             raise UserError(f"{self.name}: no mask has a class above 0; if 255 is one, --binary-masks says so")
-        return {"n_classes": int(self._highest.max()) + 1}
+        n_classes = int(classes.max()) + 1
+        is_black_and_white = values[:, IGNORED_CLASS] & ~values[:, 1:IGNORED_CLASS].any(1)
+        if is_black_and_white.any():
+            row = [*kinds.values()][int(is_black_and_white.argmax())]
+            told = f"{self._masks[row]} and others of 0 and 255 alone have no class but 0; if 255 is one"
+            warn(f"{told}, write all masks alike, or --binary-masks if there are two classes")
+        if len(classes) >= SOFT_VALUES or n_classes > MIN_SPARSE_CLASSES + 2 * len(classes):
+            told = f"{len(classes)} values of {n_classes} classes occur in the masks"
+            warn(f"{told}: if they have soft edges, save mask > 127 and the like; if there are gaps, number them")
+        return {"n_classes": n_classes}
+
+
+def _common_ending(names: Sequence[str], mask_names: Sequence[str]) -> str:
+    """What the names of masks have behind those of all images, such as _mask. Empty if that is nothing, or unclear."""
+    known = {*mask_names}
+    endings = {name[len(names[0]) :] for name in mask_names if name.startswith(names[0])} if names else {""}
+    whole = [ending for ending in endings if all(name + ending in known for name in names)]
+    return "" if "" in endings or len(whole) != 1 else whole[0]
 
 
 class ImageTable(ImageFiles):
@@ -248,6 +300,13 @@ def read_mask(path: Path, *, is_binary: bool) -> np.ndarray:
             raise ValueError("its mask has other values than 0 and 255, which --binary-masks allows alone")
         values = values // 255
     return values.astype(np.uint8)
+
+
+def turn_upright(values_HW: np.ndarray, orientation: int) -> np.ndarray:
+    """Turn stored pixels as an EXIF orientation says."""
+    image = Image.fromarray(values_HW)
+    image.getexif()[EXIF_ORIENTATION] = orientation
+    return np.array(ImageOps.exif_transpose(image))
 
 
 def keep(data: bytes, side: int | None = None) -> bytes:
