@@ -133,10 +133,11 @@ def _count_odd(batches: Iterable[Columns], n_odd: Counter[str]) -> Iterator[Colu
     """The same rows. n_odd: {field: number of values that are NaN or infinite}, which is added to."""
     for columns in batches:
         for name, column in columns.items():
-            if isinstance(column, RaggedArray):
-                column = column.values[column.offsets[0] : column.offsets[-1]]
-            if column.dtype.kind == "f" and not (is_finite := np.isfinite(column)).all():
-                n_odd[name] += column.size - int(np.count_nonzero(is_finite))
+            values = (
+                column.values[column.offsets[0] : column.offsets[-1]] if isinstance(column, RaggedArray) else column
+            )
+            if values.dtype.kind == "f" and not (is_finite := np.isfinite(values)).all():
+                n_odd[name] += values.size - int(np.count_nonzero(is_finite))
         yield columns
 
 

@@ -113,7 +113,7 @@ def _work(pipe: Connection, name: str, read_rows: ReadRows, timeout_s: float) ->
         except UserError as error:
             pipe.send(str(error))
         except Exception as error:
-            pipe.send(f"{name}: {describe_error(error)}; loader.num_workers=0 shows the whole traceback")
+            pipe.send(f"{name}: {describe_error(error)}; train.py loader.num_workers=0 shows its traceback")
         faulthandler.cancel_dump_traceback_later()
 
 
