@@ -199,7 +199,7 @@ def test_check_reads_where_rows_came_from(dense_file, tmp_path, convert):
     assert "a.h5: /fastgpu_source cannot be read" in convert("check a.h5", code=1).out
 
 
-@pytest.mark.parametrize("command", ["info pipe", "check pipe", "repack pipe y.h5", "arrays x=pipe y.h5"])
+@pytest.mark.parametrize("command", ["info pipe", "check pipe", "repack pipe y.h5"])
 def test_commands_read_no_pipe(tmp_path, convert, command):
     os.mkfifo(tmp_path / "pipe")
     assert "pipe is a pipe, a socket or a device, which is not read" in convert(command, code=2).err

@@ -1,5 +1,6 @@
 import zipfile
 
+import h5py
 import numpy as np
 import pytest
 from scipy import sparse
@@ -9,7 +10,9 @@ from fastgpu.convert.recsys.interactions import PUBLISHED_SEED, hold_out_users
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage.store import open_store
+from support import PROJECT
 from support.rows import read_rows
+from workloads.recsys import Workload
 
 
 @pytest.mark.parametrize(("end", "separator"), [("\r\n", ","), ("\n", "::"), ("\n", "\t")])
@@ -166,3 +169,45 @@ def test_events_command_writes_three_files(tmp_path, convert, is_matrix):
         assert {store.fields[name].n_items for name in fields} == {30}
         n_users += len(store)
     assert n_users == 40
+
+
+def test_events_page_splits_by_time(tmp_path, monkeypatch):
+    """The code of docs/data.md gives files that the workload takes, each event in the right one."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    rng = np.random.default_rng(0)
+    users, items = np.divmod(rng.permutation(30 * 40)[:800], 40)
+    ratings = rng.integers(1, 6, 800)
+    drawn = zip(users, items, ratings, strict=True)
+    lines = [f"{3 * user},{7 * item},{stars},{n}" for n, (user, item, stars) in enumerate(drawn)]
+    (tmp_path / "ratings.csv").write_text("\n".join(["userId,movieId,rating,timestamp", *lines]))
+    page = (PROJECT / "docs/data.md").read_text(encoding="utf-8")
+    exec(page.split("```python\n")[1].split("```")[0], {})
+    fields = {"items": "items", "held_out": "held_out"}
+    train = open_store("x", "data/time-train.h5", {"items": "items"})
+    val = open_store("x", "data/time-val.h5", fields)
+    Workload(Workload.Options(), train, val)
+    item_ids = np.array(val.attributes["item_ids"])
+    assert train.attributes["item_ids"] == item_ids.tolist() == sorted(item_ids)
+    rows = {name: sets_of(column) for name, column in read_rows(val).items()}
+    assert rows["items"] == sets_of(read_rows(train)["items"])
+    cut = np.quantile(np.flatnonzero(ratings > 3.5), 0.9, method="nearest")
+    liked = {"items": (ratings > 3.5) & (np.arange(800) <= cut), "held_out": (ratings > 3.5) & (np.arange(800) > cut)}
+    user_ids = np.unique(users[liked["items"]])
+    for name, is_here in liked.items():
+        for row, user in enumerate(user_ids):
+            expected = {7 * item for item in items[is_here & (users == user)]} & {*item_ids.tolist()}
+            assert {*item_ids[[*rows[name][row]]].tolist()} == expected
+    assert any(rows["held_out"])
+
+
+def test_events_ids_may_be_many_texts(tmp_path):
+    """As docs/data.md says: more than an attribute of h5py's default format takes."""
+    ids = [f"item {number}" for number in range(5000)]
+    with h5py.File(tmp_path / "x.h5", "w", libver="latest") as file:
+        file["items/indptr"], file["items/indices"] = [0, 2], [1, 4999]
+        file["items"].attrs["shape"] = 1, 5000
+        file.attrs["item_ids"] = ids
+    assert open_store("x", str(tmp_path / "x.h5"), {"items": "items"}).attributes["item_ids"] == ids
+    with h5py.File(tmp_path / "y.h5", "w") as file, pytest.raises(OSError, match="object header message is too large"):
+        file.attrs["item_ids"] = ids
