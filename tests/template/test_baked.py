@@ -7,6 +7,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -136,6 +137,25 @@ def test_bake_installed_is_imported_from_any_folder(own_copy, tmp_path):
     printed_by([tmp_path / "venv/bin/pip", "install", "-q", "--no-deps", "-e", project], tmp_path)
     code = "import fastgpu.feed, mine; print(fastgpu.__file__)"
     assert str(project) in printed_by([tmp_path / "venv/bin/python", "-c", code], tmp_path)
+
+
+@pytest.mark.slow
+def test_bake_wheel_has_all_rooms(own_copy, tmp_path):
+    """`pip install .` installs every file of the engine and of the workloads, and each room is imported from there."""
+    project = own_copy("both")
+    build = ("-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path / "wheel"), ".")
+    run_in(project, *build)
+    (wheel,) = (tmp_path / "wheel").glob("*.whl")
+    with zipfile.ZipFile(wheel) as packed:
+        packed.extractall(tmp_path / "site")
+    folders = ("fastgpu", "workloads")
+    found = {name for name in files_below(tmp_path / "site") if name.startswith(folders)}
+    assert found == {name for name in expected_files("both", "both") if name.startswith(folders)}
+    rooms = sorted(path.parent for path in (tmp_path / "site/fastgpu").rglob("__init__.py"))
+    names = [".".join(path.relative_to(tmp_path / "site").parts) for path in rooms]
+    code = f"import {', '.join(names)}, workloads.images; print(fastgpu.feed.__file__)"
+    printed = printed_by([sys.executable, "-c", code], tmp_path, PYTHONPATH=str(tmp_path / "site"))
+    assert printed.startswith(str(tmp_path / "site"))
 
 
 COMMANDS_OF = {"images": {"images", "pixels"}, "recsys": {"events"}}

@@ -63,7 +63,7 @@ def read_names(folder):
 
 
 def test_owners_code_has_the_usual_rules(tmp_path):
-    """The style of the engine binds the engine: not train.py, workloads, scripts and tests, which belong to the owner."""
+    """The style of the engine binds the engine: not train.py, workloads, scripts and tests, which are the owner's."""
     shutil.copyfile(PROJECT / "pyproject.toml", tmp_path / "pyproject.toml")
     ruff = (sys.executable, "-m", "ruff", "check", "--no-cache", "--output-format=concise", ".")
     for name in ("mine.py", "workloads/mine.py", "tests/test_mine.py"):
