@@ -41,7 +41,8 @@ IN_PLACE := cd "$(PROJECT)" && "$(BIN)/python" -m
 .venv/installed: requirements.txt $(PROJECT)/constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: python3 is %d.%d; install Python >= 3.11 or use make PYTHON=python3.x" % sys.version_info[:2])'
 	$(PYTHON) -m venv .venv
-	"$(BIN)/pip" install -q --disable-pip-version-check -r "$(PROJECT)/constraints.txt" -r requirements.txt
+	grep -v '^torchvision==' "$(PROJECT)/constraints.txt" \
+		| "$(BIN)/pip" install -q --disable-pip-version-check -r /dev/stdin -r requirements.txt
 	@touch $@
 
 help:

@@ -231,7 +231,7 @@ def find_page_bytes(folder: str) -> int:
 def _request(where: str, cure: str, request: Callable[[Any], Any]) -> Any:
     """What a request gives, called with obstore. Raises UserError for what it raises."""
     if not find_spec("obstore"):
-        raise UserError(f'{where} is read by obstore: pip install "obstore>=0.12"')
+        raise UserError(f"{where} is read by obstore: pip install -c constraints.txt obstore")
     obstore = import_module("obstore")
     try:
         return request(obstore)
