@@ -92,12 +92,12 @@ def test_images_network_of_timm(monkeypatch):
     model = make_workload(timm="resnet50", pretrained=True).model()
     assert model(images(2, 3, 8, 8)).shape == (2, 4)
     assert made == {"in_chans": 3, "num_classes": 4, "pretrained": True}
-    unloadable = Mock(side_effect=RuntimeError("operator torchvision::nms does not exist"))
-    with monkeypatch.context() as patched, pytest.raises(UserError, match=r"does not exist; torchvision .*constraints"):
-        patched.setitem(sys.modules, "timm", SimpleNamespace(create_model=unloadable))
-        make_workload(timm="resnet50").model()
     with pytest.raises(UserError, match=r"^model\.timm is resnet5: Unknown model \(resnet5\); .* timm.list_models"):
         make_workload(timm="resnet5").model()
+    unloadable = Mock(side_effect=RuntimeError("operator torchvision::nms does not exist"))
+    monkeypatch.setattr(sys.modules["timm"], "create_model", unloadable)
+    with pytest.raises(UserError, match=r"does not exist; torchvision .*constraints\.txt"):
+        make_workload(timm="resnet50").model()
 
 
 @pytest.mark.parametrize(
