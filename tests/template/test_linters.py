@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from template import FOLDER, PROJECT, ROOT
 
+from fastgpu.process.config import Data, Run
 from support.projects import read_blocks, run_in, use_torch_loader
 from support.ranks import printed_by, run_to_end
 
@@ -32,10 +33,13 @@ def test_workflows(tmp_path):
 
 
 def test_dockerfile():
-    """It runs without root, and copies what there is."""
+    """It runs without root, in folders where it may write, copies what there is, and installs extras of the project."""
     lint("hadolint", PROJECT / "launch/Dockerfile")
     text = (PROJECT / "launch/Dockerfile").read_text()
     assert re.findall(r"(?m)^USER (.*)$", text) == ["1000"]
+    cache = Data.model_fields["cache"].default
+    assert re.findall(r"(?m)^RUN install --directory --owner=train (.*)$", text) == [f"{Run().folder} {cache}"]
+    assert re.findall(r"(?m)^ARG EXTRAS=(.*)$", text) == ["cloud"]
     assert all((PROJECT / name).is_file() for name in re.search(r"(?m)^COPY (.*) \S+$", text)[1].split())
 
 
@@ -102,9 +106,10 @@ def test_image_packages(baked, tmp_path):
     text = (PROJECT / "launch/Dockerfile").read_text()
     (copied,) = re.findall(r"(?m)^COPY (.*) \./$", text)
     (install,) = re.findall(r"(?m)^RUN (.*pip install.*)$", text)
+    (extras,) = re.findall(r"(?m)^ARG (EXTRAS=.*)$", text)
     for name in copied.split():
         shutil.copyfile(baked("both", launch="both") / name, tmp_path / name)
-    lint("sh", "-c", f"{install} --dry-run", cwd=tmp_path)
+    lint("sh", "-c", f"{extras}; {install} --dry-run", cwd=tmp_path)
 
 
 @pytest.mark.slow
