@@ -20,7 +20,7 @@ KEEP = [
         "docs/data.md docs/python.md docs/measuring.md docs/troubleshooting.md docs/why-is-my-gpu-idle.md",
     ),
     ({"tools": ["all"]}, "docs/pictures/tensorboard.png docs/pictures/report.png"),
-    ({"tools": ["all"], "workload": ["images", "recsys", "both"]}, "docs/tutorial.md docs/ko"),
+    ({"tools": ["all"]}, "docs/tutorial.md docs/ko"),
     ({"launch": ["slurm", "kubernetes", "both"]}, "launch docs/clusters.md"),
     ({"launch": ["slurm", "both"]}, "launch/slurm.sh"),
     ({"launch": ["kubernetes", "both"]}, "launch/kubernetes.yaml launch/Dockerfile launch/Dockerfile.dockerignore"),

@@ -156,7 +156,9 @@ def missing_lines(shown: str, printed: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workload", ["images", pytest.param("recsys", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "workload", ["images", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("recsys", "own"))]
+)
 def test_pages_tutorial_works(own_copy, workload):
     """As a person types it, in the environment of these tests."""
     project = own_copy(workload)

@@ -116,8 +116,8 @@ def test_image_packages(baked, tmp_path):
 def test_code_of_pages_and_examples(own_copy):
     """It passes the gate that a project ships."""
     project = own_copy("both")
-    for page in ("tutorial.md", "code.md"):
-        for block in read_blocks(project / "docs" / page):
+    for page in ("tutorial.md", "code.md"):  # with the sections of all projects
+        for block in read_blocks(PROJECT / "docs" / page):
             if block.language == "python" and block.target:
                 (project / block.target).write_text(block.text)
     cells = [block.text for block in read_blocks(project / "docs/python.md") if block.language == "python"]

@@ -152,7 +152,7 @@ KNOWN_KEYS = {"workload", *keys()} | {key for options in OPTIONS for key in keys
 FILE_SUFFIX = re.compile("py|h5|hdf5|yaml|yml|json|jsonl|html|npy|npz|txt|md|pt|pt2|onnx|safetensors|png|csv")
 HISTORY = ("CHANGELOG.md", "bench/results/", "tests/goldens/", "tests/faults/")
 """These name keys of before, and wrong ones."""
-NOT_KEYS = {"model.freeze", "model.freez", "train.build"}
+NOT_KEYS = {"model.freeze", "model.freez", "model.dropuot", "train.build"}
 """Keys of the workloads that docs/tutorial.md writes, a misspelt one, and a function."""
 
 
