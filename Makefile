@@ -2,6 +2,7 @@
 #               users and items
 # make test     the tests: of the engine and the tools in place, of the template, of baked projects
 # make slow     those of them that are marked as slow
+# make single   the fast tests of each folder in one process, without workers that would hide a crash at its exit
 # make nightly  what takes too long for that, within 40 minutes: kills under torchrun, two agents, planted causes,
 #               benchmarks, Slurm, the site, `make compat`, and short forms of `make fuzz images soak`
 # make check    the gate: format, lint, types, fast tests; changes no file
@@ -35,13 +36,14 @@ export MYPY_CACHE_DIR := $(CURDIR)/.cache/mypy
 WORKLOAD ?= images
 IN_PLACE := cd "$(PROJECT)" && "$(BIN)/python" -m
 
-.PHONY: help demo test slow nightly check fix messages docs pictures screenshots goldens compat lines gpu slurm soak fuzz images bench bench-peers clean
+.PHONY: help demo test slow single nightly check fix messages docs pictures screenshots goldens compat lines gpu slurm soak fuzz images bench bench-peers clean
 .DELETE_ON_ERROR:
 
 .venv/installed: requirements.txt $(PROJECT)/constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: python3 is %d.%d; install Python >= 3.11 or use make PYTHON=python3.x" % sys.version_info[:2])'
 	$(PYTHON) -m venv .venv
-	"$(BIN)/pip" install -q --disable-pip-version-check -r "$(PROJECT)/constraints.txt" -r requirements.txt
+	grep -v '^torchvision==' "$(PROJECT)/constraints.txt" \
+		| "$(BIN)/pip" install -q --disable-pip-version-check -r /dev/stdin -r requirements.txt
 	@touch $@
 
 help:
@@ -50,9 +52,12 @@ help:
 demo: .venv/installed
 	"$(BIN)/python" tools/demo.py $(WORKLOAD)
 
+# The style of the engine, which the project leaves to its owner elsewhere, binds all of it here.
+WHOLE_PROJECT := --config 'lint.per-file-ignores = {"*.py" = ["E402"], "__init__.py" = ["F401"]}' "$(PROJECT)"
+
 # Three test processes share two CPUs, since runs that are killed and resumed wait a lot. They have one thread each, or
 # they would wait for each other's threads.
-test slow nightly check goldens compat gpu: export OMP_NUM_THREADS := 1
+test slow single nightly check goldens compat gpu: export OMP_NUM_THREADS := 1
 PYTEST := "$(BIN)/python" -m pytest -n 3 --dist worksteal
 
 test: .venv/installed
@@ -61,10 +66,14 @@ test: .venv/installed
 slow: .venv/installed
 	$(PYTEST) -m "slow and not nightly"
 
+single: .venv/installed
+	@set -e; for folder in tests/engine/*/ tests/tools/*/ "tests/engine/test_*.py" tests/template/; do \
+		echo "$$folder"; "$(BIN)/python" -m pytest -n 0 -m "not slow" $$folder; done
+
 # Some tests of the night measure, for which a third process would be too many.
 nightly: .venv/installed
 	$(PYTEST) -n 2 -m nightly
-	$(MAKE) slurm docs compat
+	$(MAKE) single slurm docs compat
 	"$(BIN)/python" tests/faults/fuzz.py --files 500
 	"$(BIN)/python" tests/faults/images.py --images 100000
 	"$(BIN)/python" tests/faults/soak.py --runs 20
@@ -72,11 +81,13 @@ nightly: .venv/installed
 check: .venv/installed
 	"$(BIN)/ruff" format --check
 	"$(BIN)/ruff" check
+	"$(BIN)/ruff" check $(WHOLE_PROJECT)
 	$(IN_PLACE) mypy --disallow-untyped-defs
 	$(PYTEST) -m "not slow"
 
 fix: .venv/installed
 	"$(BIN)/ruff" check --fix
+	"$(BIN)/ruff" check --fix $(WHOLE_PROJECT)
 	"$(BIN)/ruff" format
 	mkdir -p .cache
 	"$(BIN)/python" tools/config_page.py > .cache/config.md

@@ -20,7 +20,7 @@ KEEP = [
         "docs/data.md docs/python.md docs/measuring.md docs/troubleshooting.md docs/why-is-my-gpu-idle.md",
     ),
     ({"tools": ["all"]}, "docs/pictures/tensorboard.png docs/pictures/report.png"),
-    ({"tools": ["all"], "workload": ["images", "recsys", "both"]}, "docs/tutorial.md docs/ko"),
+    ({"tools": ["all"]}, "docs/tutorial.md docs/ko"),
     ({"launch": ["slurm", "kubernetes", "both"]}, "launch docs/clusters.md"),
     ({"launch": ["slurm", "both"]}, "launch/slurm.sh"),
     ({"launch": ["kubernetes", "both"]}, "launch/kubernetes.yaml launch/Dockerfile launch/Dockerfile.dockerignore"),
@@ -48,6 +48,13 @@ FACTS = {
 """What a page may ask by `<!-- only: tools images or own -->`; `no-tools` asks for the opposite."""
 SECTION = re.compile(r"(?ms)(^)?<!-- only: ([^>]+) -->(?(1)\n)((?:(?!<!-- only:).)*?)<!-- end -->(?(1)\n)")
 """An innermost section: whole lines if its comment begins a line, else a part of a sentence, list or table."""
+TEMPLATE = "https://github.com/org/fastgpu-template"
+"""Stands in pages and in pyproject.toml for the address that this project was made from."""
+HOSTS = {"gh": "github.com", "gl": "gitlab.com", "bb": "bitbucket.org"}
+"""Cookiecutter's short forms."""
+INSTALL = ".[dev,convert]"
+NO_CONVERT = "#          This project has no convert.py. A project that was made with tools=all has it.\n"
+"""For recipes of a project without tools."""
 NUMBERS = re.compile(r"(?m)^<!-- numbers: .*\n")
 """Says which numbers of the template's benchmarks fill the table below."""
 LEFTOVERS = [
@@ -87,6 +94,32 @@ def choose_sections(text: str) -> str:
     return text
 
 
+def web_address(template: str) -> str:
+    """Of what cookiecutter was given, such as gh:me/template, without passwords; empty for a folder or a zip file."""
+    host, _, path = template.partition(":")
+    address = f"https://{HOSTS[host]}/{path}" if host in HOSTS else template
+    found = re.fullmatch(r"https://(?:[^/@]*@)?([\w.:-]+(?:/[\w.~-]+?)+)(?:\.git)?/?", address)
+    return f"https://{found[1]}" if found and not address.endswith(".zip") else ""
+
+
+def name_template(text: str) -> str:
+    """A page or pyproject.toml with the address of its template, or without links to it."""
+    address = web_address(answers.get("_template", ""))
+    if not address:
+        text = re.sub(rf"\[([^\]]+)\]\({TEMPLATE}\)", r"\1", text)
+        text = re.sub(rf"\[project\.urls\]\n.*{TEMPLATE}.*\n\n", "", text)
+    text = text.replace(TEMPLATE, address)
+    return text.replace(TEMPLATE.replace("https://github.com/", "gh:"), address or "path/to/fastgpu-template")
+
+
+def name_tools(text: str) -> str:
+    """A file that speaks of convert.py and its packages, in a project that may have been made without tools."""
+    if FACTS["tools"]:
+        return text
+    text = re.sub(r"(?m)^(?:convert|export) = .*\n", "", text.replace(INSTALL, ".[dev]"))
+    return text.replace("# Train: ", f"{NO_CONVERT}# Train: ", 1) if "convert.py" in text else text
+
+
 for questions, paths in KEEP:
     if any(answers[question] not in kept for question, kept in questions.items()):
         for name in paths.split():
@@ -97,10 +130,18 @@ if config.exists():
 for path in list(Path().glob("config.*.yaml")):
     remove(path)
 for page in [*Path().glob("*.md"), *Path("docs").rglob("*.md")]:
-    text = NUMBERS.sub("", choose_sections(page.read_text("utf-8")))
+    text = name_template(NUMBERS.sub("", choose_sections(page.read_text("utf-8"))))
     if page.name == "README.md":  # its title is the name of the project
         text = f"# {answers['project_name']}\n{text.partition(chr(10))[2]}"
-    page.write_text(f"{text.rstrip()}\n", "utf-8", newline="\n")
+    page.write_text(f"{name_tools(text).rstrip()}\n", "utf-8", newline="\n")
+for name in (
+    "pyproject.toml",
+    "constraints.txt",
+    ".github/workflows/ci.yml",
+    *map(str, Path("configs").glob("*.yaml")),
+):
+    path = Path(name)
+    path.write_text(name_tools(name_template(path.read_text("utf-8"))), "utf-8", newline="\n")
 for pattern in LEFTOVERS:
     for path in list(Path().glob(pattern)):
         remove(path)
@@ -116,6 +157,6 @@ if not ("_commit" in answers and in_scratch):
     print(f"""
 Next:
   cd {answers["project_slug"]}
-  python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e ".[dev,convert]"
+  python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e "{name_tools(INSTALL)}"
   .venv/bin/python train.py
 """)

@@ -1,6 +1,7 @@
 """CIFAR-10 and CelebA through torchvision, as Datasets for `data.dataset` and `convert.py dataset`.
 
-Put this file beside train.py, `pip install torchvision`, and name the split behind the folder:
+Put this file beside train.py, run `pip install -c constraints.txt torchvision`, without a GPU `pip install -c
+constraints.txt torchvision --index-url https://download.pytorch.org/whl/cpu`, and name the split behind the folder:
 
 python convert.py dataset published:Cifar10 cifar10/train data/cifar10-train.h5
 python convert.py dataset published:CelebA celeba/valid data/celeba-val.h5

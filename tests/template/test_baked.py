@@ -7,15 +7,18 @@ import subprocess
 import sys
 import sysconfig
 import venv
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import h5py
 import pytest
 import yaml
+from cookiecutter.environment import StrictEnvironment
 from template import FOLDER, LEAF_ROOMS, PROJECT, WORKLOAD_ANSWERS
 
-from support.projects import convert_commands, expected_files, files_below, parse_files, run_in
+from support import ROOT
+from support.projects import convert_commands, expected_files, files_below, parse_files, resolve, run_in
 from support.ranks import printed_by, run_to_end, run_train
 from support.runs import metrics_of
 
@@ -47,6 +50,46 @@ LICENSES = {"MIT": "MIT License", "BSD-3-Clause": "BSD 3-Clause License", "Apach
 LICENSES |= {"proprietary": "All rights reserved"}
 
 
+def is_binary(path: Path) -> bool:
+    return path.suffix in (".h5", ".png")
+
+
+@pytest.mark.parametrize(
+    ("given", "address"),
+    [
+        ("gh:me/copy", "https://github.com/me/copy"),
+        ("https://name:secret@git.example.com/team/copy.git", "https://git.example.com/team/copy"),
+        ("/home/me/copy", ""),
+        ("git@example.com:me/copy.git", ""),
+        ("https://example.com/copy.zip", ""),
+    ],
+)
+def test_bake_links_to_its_template(tmp_path, given, address):
+    """Or, made from a folder, to none."""
+    project = shutil.copytree(PROJECT, tmp_path / "cats", ignore=shutil.ignore_patterns("data", ".*_cache"))
+    hook = (ROOT / "hooks/post_gen_project.py").read_text()
+    variables = resolve({"project_slug": "cats", "tools": "all"}) | {"_template": given}
+    (tmp_path / "hook.py").write_text(StrictEnvironment(context={}).from_string(hook).render(cookiecutter=variables))
+    printed_by([sys.executable, tmp_path / "hook.py"], project)
+    pages = [path.read_text() for path in (project / "docs").rglob("*.md")]
+    links = {link for text in pages for link in re.findall(r"\[(?:the template|템플릿)\]\(([^)]*)\)", text)}
+    assert links == ({address} if address else set())
+    assert ("[project.urls]" in (project / "pyproject.toml").read_text()) == bool(address)
+    texts = "".join([*pages, (project / "pyproject.toml").read_text()])
+    assert "org/fastgpu-template" not in texts
+    assert "secret" not in texts
+    assert f"cookiecutter --no-input {address or 'path/to/fastgpu-template'} &&" in texts
+
+
+@pytest.mark.slow
+def test_bake_without_tools_says_where_they_are(own_copy):
+    """Messages that name convert.py as a cure."""
+    project = own_copy("images", tools="none", launch="none")
+    done = run_to_end([sys.executable, "train.py", "data.train=README.md"], project)
+    assert done.returncode == 2
+    assert done.stderr.endswith("(convert.py is not here: projects made with tools=all have it)\n")
+
+
 @pytest.mark.parametrize("answers", BAKES, ids=lambda answers: "-".join(answers.values()))
 def test_bake_has_what_was_asked_for(baked, answers):
     project = baked(**answers)
@@ -74,8 +117,18 @@ def test_bake_has_what_was_asked_for(baked, answers):
         assert "\n\n\n" not in re.sub(r"(?ms)^```.*?^```$", "block", text), page
         links = re.findall(r"\]\((?!https?:|#)([^)#]+)[^)]*\)", text)
         assert [link for link in links if not (page.parent / link).exists()] == [], page
+        paths = re.findall(r"`((?:launch|configs|docs|fastgpu|tests)/[\w./-]+\.\w+)`(?! of the template)", text)
+        paths = [path for path in paths if path not in ("configs/mine.yaml", "fastgpu/theirs.py")]
+        assert [path for path in paths if not (project / path).exists()] == [], page
         if answers.get("tools") == "none":
             assert not re.search(r"\b(convert|diagnose|predict)\.py|python report\.py", text), page
+    texts = {name: path.read_text() for name in files_below(project) if not is_binary(path := project / name)}
+    assert [name for name, text in texts.items() if "org/fastgpu-template" in text] == []
+    if answers.get("tools") == "none":
+        assert not meta["optional-dependencies"].keys() & {"convert", "export"}
+        assert [name for name, text in texts.items() if "dev,convert" in text] == []
+        recipes = [text for name, text in texts.items() if name.startswith("configs/") and "convert.py" in text]
+        assert all("This project has no convert.py." in text for text in recipes)
     if workload in WORDS_OF_THE_OTHER:
         pattern = re.compile(WORDS_OF_THE_OTHER[workload], re.IGNORECASE)
         texts = [name for name in files_below(project) - SPEAK_OF_BOTH if Path(name).suffix not in (".h5", ".png")]
@@ -136,6 +189,25 @@ def test_bake_installed_is_imported_from_any_folder(own_copy, tmp_path):
     printed_by([tmp_path / "venv/bin/pip", "install", "-q", "--no-deps", "-e", project], tmp_path)
     code = "import fastgpu.feed, mine; print(fastgpu.__file__)"
     assert str(project) in printed_by([tmp_path / "venv/bin/python", "-c", code], tmp_path)
+
+
+@pytest.mark.slow
+def test_bake_wheel_has_all_rooms(own_copy, tmp_path):
+    """`pip install .` installs every file of the engine and of the workloads, and each room is imported from there."""
+    project = own_copy("both")
+    build = ("-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path / "wheel"), ".")
+    run_in(project, *build)
+    (wheel,) = (tmp_path / "wheel").glob("*.whl")
+    with zipfile.ZipFile(wheel) as packed:
+        packed.extractall(tmp_path / "site")
+    folders = ("fastgpu", "workloads")
+    found = {name for name in files_below(tmp_path / "site") if name.startswith(folders)}
+    assert found == {name for name in expected_files("both", "both") if name.startswith(folders)}
+    rooms = sorted(path.parent for path in (tmp_path / "site/fastgpu").rglob("__init__.py"))
+    names = [".".join(path.relative_to(tmp_path / "site").parts) for path in rooms]
+    code = f"import {', '.join(names)}, workloads.images; print(fastgpu.feed.__file__)"
+    printed = printed_by([sys.executable, "-c", code], tmp_path, PYTHONPATH=str(tmp_path / "site"))
+    assert printed.startswith(str(tmp_path / "site"))
 
 
 COMMANDS_OF = {"images": {"images", "pixels"}, "recsys": {"events"}}

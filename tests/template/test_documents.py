@@ -67,6 +67,25 @@ def test_pages_links_and_commands_exist(name):
             assert word != "convert.py" or after in convert_commands(PROJECT), command
 
 
+OTHER_INSTALLS = r"(?:cookiecutter|cruft|pre-commit|py-spy|scikit-learn|torch==\S+ --index-url|-r|-q) "
+"""Programs beside a project, torch for CPUs, and environments of the template's own tools."""
+
+
+def test_pages_installs_take_the_constraints():
+    """An install without them takes other versions: torchvision of another one would replace torch, for example."""
+    for name in tracked():
+        if name.startswith(("tests/", "bench/", "CHANGELOG.md")) or Path(name).suffix in (".h5", ".png"):
+            continue
+        text = (ROOT / name).read_text()
+        joined = re.sub(r"\s+(?:# +)?", " ", text) + " "  # a command may be broken at the end of a line
+        found = [joined[at.end() :] for at in re.finditer(r"pip install ", joined)]
+        allowed = re.compile(rf"(?:--\S+ )*-c constraints.txt |{OTHER_INSTALLS}")
+        assert [command[:40] for command in found if not allowed.match(command)] == [], name
+        if re.search(r"-c constraints.txt (?:torchvision|-e .\.\[timm)", joined):
+            index = "torchvision --index-url https://download.pytorch.org/whl/cpu"
+            assert index in joined or "the head of constraints.txt" in joined, name
+
+
 TIMES = r"x(?= as| the|,|;|\.|\)|$| slower| faster)|times (?:as|slower|faster|the (?:speed|time|CPU|rows|samples))"
 RATE = r"(?:[a-z]+ )?(?:rows|samples|images|users|steps|MB|GB|MiB|GiB)/s"
 UNIT = rf"(?:ms|us|\xb5s|{TIMES})(?!\w)|{RATE}"
@@ -138,7 +157,9 @@ def missing_lines(shown: str, printed: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workload", ["images", pytest.param("recsys", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "workload", ["images", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("recsys", "own"))]
+)
 def test_pages_tutorial_works(own_copy, workload):
     """As a person types it, in the environment of these tests."""
     project = own_copy(workload)

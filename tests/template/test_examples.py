@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from contract import check_workload
 from template import LEAF_ROOMS
 
 from fastgpu.convert.images.readers import IGNORED_CLASS
 from fastgpu.rows.rows import Field, Rows
-from support.projects import EXAMPLES, take_example, use_torch_loader
+from support.projects import EXAMPLES, run_in, take_example, use_torch_loader
 from support.ranks import printed_by
 from support.rows import write_rows
 from support.runs import metrics_of, newest, same_after_a_kill, step_of
@@ -171,13 +172,17 @@ WORDS = ["data.dataset=digits:Digits", "data.val=10%", "dist.device=cpu", "loade
 @pytest.mark.slow
 def test_torch_loader_trains_resumes_and_is_diagnosed(own_copy):
     """The words and the code of the page: two ranks learn (10 % is chance) without the rows that are held out, and do
-    the same after SIGKILL."""
+    the same after SIGKILL. The project's tests pass."""
     project = own_copy("both")
     (project / "digits.py").write_text(DIGITS)
     use_torch_loader(project)
     assert same_after_a_kill(project, "last-00000[3-9]", *WORDS, "run.checkpoint_every_steps=5", "train.epochs=2")
     assert [point["val/top1_pct"] for point in metrics_of(project / "runs/whole") if "val/top1_pct" in point][-1] > 35
     assert step_of(newest(project / "runs/whole")) == 2 * (1442 * 9 // 10 // 64)
+    config = yaml.safe_load((project / "config.yaml").read_text())
+    config["data"] |= {"dataset": "digits:Digits", "val": "10%"}
+    (project / "config.yaml").write_text(yaml.safe_dump(config))
+    run_in(project, "-m", "pytest", "-p", "no:cacheprovider", "-m", "not slow", "tests")
     printed = printed_by([sys.executable, "diagnose.py", *WORDS, "--seconds=0.05"], project)
     assert "TorchLoader as the loader" in printed
     assert "supply" in printed

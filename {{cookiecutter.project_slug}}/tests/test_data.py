@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from fastgpu.feed import Loader
 from fastgpu.rows.rows import Ragged, Rows
 
 MAX_ROWS = 5_000
@@ -16,13 +17,13 @@ MAX_ROWS = 5_000
 MAX_BYTES = 64 << 20
 
 
-def first_pools(feed, max_rows: int = MAX_ROWS) -> Iterator[Rows]:
-    """Pools from the beginning of an epoch. Each is valid until the next one is asked for."""
+def first_batches(loader: Loader, max_rows: int = MAX_ROWS) -> Iterator[Rows]:
+    """Batches from the beginning of an epoch. Each is valid until the next one is asked for."""
     n_rows = n_bytes = 0
-    for pool in feed.pools(0):
-        yield pool.rows.slice(0, min(len(pool.rows), max_rows - n_rows))
-        n_rows += len(pool.rows)
-        n_bytes += sum(values_of(column).nbytes for column in pool.rows.columns.values())
+    for batch in loader.batches(0):
+        yield batch.slice(0, min(len(batch), max_rows - n_rows))
+        n_rows += len(batch)
+        n_bytes += sum(values_of(column).nbytes for column in batch.columns.values())
         if n_rows >= max_rows or n_bytes >= MAX_BYTES * max_rows / MAX_ROWS:
             return
 
@@ -72,8 +73,8 @@ def test_both_splits_have_the_fields_of_the_config(parts):
 
 
 def test_no_value_is_nan_or_infinite(parts):
-    for feed in (parts.loader, parts.val_loader):
-        for rows in first_pools(feed):
+    for loader in (parts.loader, parts.val_loader):
+        for rows in first_batches(loader):
             for name in rows.columns:
                 values = values_of(rows[name])
                 assert not values.is_floating_point() or bool(values.isfinite().all()), name
@@ -81,8 +82,8 @@ def test_no_value_is_nan_or_infinite(parts):
 
 def test_labels_that_are_whole_numbers_fit_the_class_names(parts):
     names = parts.data.train.attributes.get("class_names")
-    for feed in (parts.loader, parts.val_loader):
-        for rows in first_pools(feed):
+    for loader in (parts.loader, parts.val_loader):
+        for rows in first_batches(loader):
             if "labels" not in rows.columns or rows["labels"].is_floating_point():
                 pytest.skip("the rows have no labels that are whole numbers")
             assert int(rows["labels"].min()) >= 0
@@ -91,12 +92,12 @@ def test_labels_that_are_whole_numbers_fit_the_class_names(parts):
 
 def test_most_validation_rows_are_not_trained_on(build):
     """A few equal rows are no mistake: pictures repeat, and users like the same two items. 5 % are a leak."""
-    parts = build("data.min_crop_scale=1")  # of encoded images, both splits have the centre
+    parts = build("data.min_crop_scale=1", "data.echo=1")  # of encoded images, both splits have the centre
     train, val = parts.data.train, parts.data.val
     shared = sorted(train.fields.keys() & val.fields.keys())
     names = [name for name in shared if train.fields[name].shape or train.fields[name].is_ragged] or shared
-    trained_on = [key for rows in first_pools(parts.loader, 4 * MAX_ROWS) for key in row_keys(rows, names)]
-    validated = [key for rows in first_pools(parts.val_loader) for key in row_keys(rows, names)]
+    trained_on = [key for rows in first_batches(parts.loader, 4 * MAX_ROWS) for key in row_keys(rows, names)]
+    validated = [key for rows in first_batches(parts.val_loader) for key in row_keys(rows, names)]
     equal = np.flatnonzero(np.isin(validated, trained_on))
     # Of a large file, only a part of the training rows was looked at.
     leaked_pct = 100 * len(equal) / len(validated) * max(1, len(train) / len(trained_on))

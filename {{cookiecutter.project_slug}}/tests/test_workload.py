@@ -8,6 +8,7 @@ import torch
 from contract import check_workload
 
 import workloads
+from fastgpu.feed import Loader
 from fastgpu.rows.rows import Rows
 
 PROJECT = Path(__file__).parents[1]
@@ -15,9 +16,9 @@ NAMES = sorted(path.stem for path in PROJECT.glob("workloads/[a-z]*.py"))
 MAX_ROWS = 32
 
 
-def first_batch(feed) -> Rows:
+def first_batch(loader: Loader) -> Rows:
     """A copy of the first rows of an epoch, on the CPU."""
-    rows = next(iter(feed.pools(0))).rows
+    rows = next(iter(loader.batches(0)))
     return rows.take(torch.arange(min(len(rows), MAX_ROWS))).to(torch.device("cpu"))
 
 

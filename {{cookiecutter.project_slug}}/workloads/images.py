@@ -122,6 +122,8 @@ class Workload(workloads.Workload):
         # timm is not installed, knows no such network, or cannot load its weights.
         except (ImportError, RuntimeError, OSError) as error:
             cure = "pip install -c constraints.txt -e '.[timm]', or see timm.list_models()"
+            if "torchvision::" in str(error):  # its build for CUDA does not load beside a torch for CPUs
+                cure = "torchvision is not from the index of torch: the head of constraints.txt says how to install it"
             raise UserError(f"model.timm is {o.timm}: {error}; {cure}") from None
 
     def transform(self, batch: Rows, rng: torch.Generator) -> Rows:

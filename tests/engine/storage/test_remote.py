@@ -199,7 +199,7 @@ def test_remote_file_that_cannot_be_opened(bucket, dense_file, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # nobody listens
     assert "cannot be read: " in message(url)
     monkeypatch.setattr(remote, "find_spec", lambda name: None)
-    assert message(url) == 'data.train: s3://b/rows.h5 is read by obstore: pip install "obstore>=0.12"'
+    assert message(url) == "data.train: s3://b/rows.h5 is read by obstore: pip install -c constraints.txt obstore"
 
 
 def test_remote_pattern_names_files_in_order(bucket, dense_file):

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import h5py
 import numpy as np
@@ -93,6 +94,10 @@ def test_images_network_of_timm(monkeypatch):
     assert made == {"in_chans": 3, "num_classes": 4, "pretrained": True}
     with pytest.raises(UserError, match=r"^model\.timm is resnet5: Unknown model \(resnet5\); .* timm.list_models"):
         make_workload(timm="resnet5").model()
+    unloadable = Mock(side_effect=RuntimeError("operator torchvision::nms does not exist"))
+    monkeypatch.setattr(sys.modules["timm"], "create_model", unloadable)
+    with pytest.raises(UserError, match=r"does not exist; torchvision .*constraints\.txt"):
+        make_workload(timm="resnet50").model()
 
 
 @pytest.mark.parametrize(

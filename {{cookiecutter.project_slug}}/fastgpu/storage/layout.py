@@ -304,7 +304,7 @@ def open_layout(name: str, data: h5py.Dataset, file: OpenFile, n_items: int | No
         return (CompressedRows if filters else PlainRows)(name, data, file, n_items)
     for code, _, filter_name in filters:
         if not h5py.h5z.filter_avail(code):
-            raise UserError(f"{name} is compressed by {filter_name}: pip install hdf5plugin, which can undo that")
+            raise UserError(f"{name} is compressed by {filter_name}: pip install -c constraints.txt hdf5plugin")
     return Layout(name, data, file, n_items)
 
 

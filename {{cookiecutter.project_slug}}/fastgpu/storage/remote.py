@@ -341,7 +341,7 @@ def _open_copy(folder: str, where: str, url: str, version: tuple[Any, ...]) -> L
 def _request(where: str, request: Callable[[Any], Any], then: str = "") -> Any:
     """What a request gives, called with obstore. then: follows the cure. Raises UserError for what it raises."""
     if not find_spec("obstore"):
-        raise UserError(f'{where} is read by obstore: pip install "obstore>=0.12"')
+        raise UserError(f"{where} is read by obstore: pip install -c constraints.txt obstore")
     if _process() != os.getpid():  # the threads of obstore are not in a fork
         cure = "use loader.num_workers=0, or copy the file to a disk"
         raise UserError(f"{where} cannot be fetched by a fork of a process that has read URLs; {cure}")
