@@ -144,8 +144,8 @@ class Train(Section):
     precision: Precision | Auto = "auto"
     """auto: bf16 on a GPU that supports it, fp16 on an older GPU, fp32 on a CPU."""
     compile: bool = False
-    """Use torch.compile for the steps: the first one is slow, the others are faster. Validation is not compiled. It needs
-    gcc, or g++ on a CPU."""
+    """Use torch.compile for the steps: the first one is slow, the others are faster. Validation is not compiled. It
+    needs gcc, or g++ on a CPU."""
     ema: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Validate and save for use an exponential moving average of the weights with this decay, such as 0.999. The decay
     after n steps is at most n / (n + 9). 0: the weights themselves."""
