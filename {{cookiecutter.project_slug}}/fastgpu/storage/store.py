@@ -149,10 +149,7 @@ def open_store(
     n_bytes = sum(Path(path).stat().st_size for path in {path for path, _ in names} if Path(path).is_file())
     is_large = n_bytes > AROUND_PAGE_CACHE * free_host_bytes()
     remote.open_ahead(key, {path for path, _ in names if remote.is_url(path)}, cache)
-    first, *others = files = [
-        _open(key, path, group, fields, around_page_cache=is_large, is_first=not number)
-        for number, (path, group) in enumerate(names)
-    ]
+    first, *others = files = [_open(key, *each, fields, is_large=is_large, is_first=each is names[0]) for each in names]
     for other in others:
         check_meaning(key, first, other)
         for field, found in other.fields.items():
@@ -208,13 +205,11 @@ def _pool_statistics(files: Sequence[HDF5Dataset]) -> dict[str, Any]:
     return {"mean": mean.tolist(), "std": np.sqrt(np.maximum(variance, 0)).tolist()}
 
 
-def _open(
-    key: str, path: str, group: str, fields: Mapping[str, str], *, around_page_cache: bool, is_first: bool
-) -> HDF5Dataset:
-    """The rows of one file, or of one group of a file. is_first: of several, so that they are warned of once."""
+def _open(key: str, path: str, group: str, fields: Mapping[str, str], *, is_large: bool, is_first: bool) -> HDF5Dataset:
+    """The rows of one file, or of one group of a file. is_first: of several, to say once what is true of all."""
     name = path if group == "/" else f"{path}::{group}"
     where = f"{key}: {name}"
-    with open_file(path, f"{key}: {path}", around_page_cache=around_page_cache) as (file, h5):
+    with open_file(path, f"{key}: {path}", around_page_cache=is_large) as (file, h5):
         root = find(h5, group, h5py.Group, f"{key}: {path}")
         attributes = attributes_of(root)
         opened = {field: _open_column(root, dataset, where, file) for field, dataset in fields.items()}
