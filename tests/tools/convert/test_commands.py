@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -161,19 +162,24 @@ LEFT_OUT = {
 }
 
 
-@pytest.mark.parametrize("command", ["info x.h5", "check x.h5", "repack x.h5 y.h5"])
+@pytest.mark.parametrize("command", ["info x.h5", "check x.h5", "repack x.h5 w.h5 y.h5"])
 def test_commands_list_what_they_leave_out(dense_file, convert, command):
+    shutil.copyfile(dense_file(8), "w.h5")
     with h5py.File(dense_file(8, name="x.h5"), "a") as file:
         file["elsewhere"] = h5py.ExternalLink("z.h5", "x")
         file["nothing"] = h5py.SoftLink("/none")
         file["empty"], file["one"], file["text"] = np.zeros(0), 1, np.array(["a"] * 8, object)
         file["other/x"] = np.zeros(8)
+    with h5py.File("w.h5", "a") as file:
+        file["text"], file["more text"] = np.array(["a"] * 8, object), np.array(["a"] * 8, object)
     shown = convert(command).out
     assert "whole" not in shown
     for name, why in LEFT_OUT.items():
         assert f"/{name} is left out: {why}" in shown
     if command.startswith("repack"):
         assert "warning: x.h5: the rows in /other are left out\n" in shown
+        assert "/more text is left out" in shown
+        assert shown.count("/text is left out") == 1
         assert "is left out" not in convert(command, "--force --fields images").out  # as that was asked for
 
 

@@ -74,9 +74,9 @@ def repack(args: Namespace) -> None:
     fields = named or groups.get(group, {})
     if not fields:
         raise UserError(f"{args.source[0]} has no rows in {group}, but {', '.join(sorted(groups)) or 'no numbers'}")
-    left_out = [each.text for each in next(iter(stored.values())) if each.is_left_out]
+    left_out = [each.text for datasets in stored.values() for each in datasets if each.is_left_out]
     left_out += [f"the rows in {other} are left out" for other in sorted(groups.keys() - {group})]
-    for text in () if named else left_out:
+    for text in () if named else dict.fromkeys(left_out):
         warn(f"{args.source[0]}: {text}")
     for path, datasets in stored.items():
         if any(each.has_digests for each in datasets) and (damages := damaged(path)):

@@ -272,7 +272,7 @@ def _open_column(root: h5py.Group, name: str, where: str, file: OpenFile) -> Lay
         data = find(root, name, h5py.Dataset, where)
         cuts = look_up(data.parent, "indptr", where) if data.ndim == 1 else None
         is_cut = isinstance(cuts, h5py.Dataset) and cuts.ndim == 1 and len(cuts) != len(data) + 1
-        if not is_cut:  # one value per row, or a dataset like any other
+        if not is_cut:  # indptr gives each row one value, or there is none
             return open_layout(f"{where}: {name}", data, file)
     elif "values" in group:
         data = find(root, f"{name}/values", h5py.Dataset, where)
