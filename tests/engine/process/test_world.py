@@ -165,7 +165,7 @@ passing the keyword argument `find_unused_parameters=True` to `torch.nn.parallel
         (
             RuntimeError(UNUSED),
             UserError,
-            "^DDP: a step left .*; set dist.find_unused_parameters=true, or remove them$",
+            "^DDP: the loss does not .*; set dist.find_unused_parameters=true, or remove them$",
         ),
     ],
 )

@@ -219,4 +219,3 @@ def test_log_thread_of_a_writer_that_fails_is_one_warning(board, monkeypatch, ca
         thread.join()
     assert [args.exc_type for args in others] == [ZeroDivisionError]
     assert capsys.readouterr().out.count("training goes on") == 1
-    assert threading.excepthook == others.append

@@ -95,17 +95,13 @@ def _read_host() -> dict[str, float]:
 
 
 def _read_disks() -> Iterator[dict[str, float]]:
-    """The rate of all disks of this machine since the last value. The first one is empty."""
-    rate: dict[str, float] = {}
+    """The rate of all disks of this machine since the last value. The first one means nothing."""
     then = before = 0.0
-    while True:
-        if not (counters := psutil.disk_io_counters()):
-            raise RuntimeError("this system has no disks")
+    while counters := psutil.disk_io_counters():
         now, after = time.monotonic(), counters.read_bytes
-        if then:
-            rate = {"host/disk_read_mb_per_s": (after - before) / 1e6 / max(1e-9, now - then)}
+        yield {"host/disk_read_mb_per_s": (after - before) / 1e6 / max(1e-9, now - then)}
         then, before = now, after
-        yield rate
+    raise RuntimeError("this system has no disks")
 
 
 def gpu_counters(world: World) -> Counters:

@@ -7,8 +7,9 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
                 _start_wandb(folder, config)
         self.writer: SummaryWriter | None = None
         """For images, texts and histograms. None on other ranks, and if the disk refused."""
-        self._hook, threading.excepthook = threading.excepthook, self._handle
+        threading.excepthook = partial(_show_error, threading.excepthook)
         if self._folder:
             with self._forgiving():
                 purge_step = step + 1 if step else None  # a resumed run trains these steps again
@@ -73,12 +74,6 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
         if self.writer:
             with self._forgiving():
                 self.writer.close()
-        threading.excepthook = self._hook
-
-    def _handle(self, args: threading.ExceptHookArgs) -> None:
-        """Show the error of a thread, but not that of a SummaryWriter, which its next call raises, too."""
-        if not type(args.thread).__module__.startswith("tensorboard."):
-            self._hook(args)
 
     def count(self) -> None:
         """Count a step that is queued for the device. The bar is drawn once a second."""
@@ -145,6 +140,12 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
             if not self._has_warned:
                 warn(f"cannot log to {self._folder} ({type(error).__name__}: {error}); training goes on")
             self._has_warned = True
+
+
+def _show_error(hook: Callable[[threading.ExceptHookArgs], object], args: threading.ExceptHookArgs) -> None:
+    """Show the error of a thread, but not that of a SummaryWriter: its next call raises it, too."""
+    if not type(args.thread).__module__.startswith("tensorboard."):
+        hook(args)
 
 
 def _start_wandb(folder: Path, config: Mapping[str, Any]) -> None:
