@@ -80,7 +80,8 @@ class Workers:
                 self._is_warned = True
                 warn(
                     f"{self._name}: a worker has been reading for {SLOW_S:g} s, from row {rows[0]} on. If it hangs, as "
-                    f"libraries with threads of their own (polars) do in a fork, use {self._key}=0"
+                    f"libraries with threads of their own (polars) do in a fork, use {self._key}=0",
+                    own=True,
                 )
             answer = pipe.recv()
         except (OSError, EOFError):
