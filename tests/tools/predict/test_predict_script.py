@@ -282,7 +282,7 @@ def test_predict_photos_as_converted(tmp_path, monkeypatch, run):
     for words, told in (
         (
             "photos -o x.jsonl",
-            r"1 of 41 images are left out; the others are written, .* code is 2\n  photos/a/broken.png cannot be read: it is not",
+            r"1 of 41 images are left out; the others are written, .*\n  photos/a/broken.png cannot be read",
         ),
         ("nowhere -o y.jsonl", r"1 of 1 images are left out\n  nowhere cannot be read: .*No such file"),
         ("empty -o y.jsonl", "there is no image file in empty"),
