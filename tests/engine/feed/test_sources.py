@@ -92,8 +92,8 @@ def test_sources_rows_by_index(ragged_file, named):
 
 def test_sources_items_of_a_dataset_by_index():
     for part in open_both("a", "20%", {"x": "x"}, dataset="test_sources:Ten"):
-        assert [part[0], part[-1]] == part.column("x")[[0, -1]].tolist()
-        assert part[1:3] == part.column("x")[1:3].tolist()
+        assert [part[0]["x"], part[-1]["x"]] == part.column("x")[[0, -1]].tolist()
+        assert part[1:3]["x"].tolist() == part.column("x")[1:3].tolist()
 
 
 def test_sources_column_that_is_not_in_memory():

@@ -14,12 +14,15 @@ from pathlib import Path
 import convert as convert_script
 import h5py
 import numpy as np
+import predict
 import pytest
 import torch
 import yaml
 from PIL import Image
 from predict import to_columns, write_rows
+from scipy import sparse
 
+from fastgpu.predict.answers import Answers
 from fastgpu.predict.model import load_model, open_inputs
 from fastgpu.process.launch import UserError
 from support import PROJECT
@@ -38,6 +41,8 @@ def test_messages_of_predict(compare_messages, run, minimal_run, model_of, ragge
     np.save(tmp_path / "five.npy", np.zeros((3, 5), np.float32))
     (tmp_path / "pickle.npy").write_bytes(np.array([None, {}]).dumps())
     np.savez(tmp_path / "few.npz", x=np.zeros((3, 6), np.float32), id=np.zeros(2))
+    np.savez(tmp_path / "one.npz", x=np.float32(1), rate=8)
+    sparse.save_npz(tmp_path / "sparse.npz", sparse.eye(6, format="csr"))
     for name in ("old.csv", "old.pt2"):
         (tmp_path / name).write_text("old")
     (tmp_path / "run").symlink_to(minimal_run.parents[1])
@@ -73,8 +78,8 @@ def lines_of_values(values, *, is_csv=True, top=None, every=False, **attributes)
     """The lines for two batches of the same two rows. Of the second one only its first row is written."""
     file = io.StringIO()
     columns = {"row": [0, 1]} | to_columns(values, attributes, top, every=every)
-    write_rows(file, columns, [True, True], is_csv=is_csv, is_first=True)
-    write_rows(file, columns, [True, False], is_csv=is_csv, is_first=False)
+    titles = write_rows(file, columns, [True, True], is_csv=is_csv)
+    write_rows(file, columns, [True, False], is_csv=is_csv, titles=titles)
     *lines, again = file.getvalue().splitlines()
     assert lines[-2] == again
     return lines if is_csv else [json.loads(line) for line in lines]
@@ -112,6 +117,33 @@ def test_predict_json_lines():
     assert lines_of_values(PROBABILITY, is_csv=False, class_names=["=1", "cat"])[1]["class_name"] == "=1"
     y = torch.from_numpy(np.random.default_rng(0).standard_normal(2).astype(np.float32))
     assert torch.equal(torch.tensor([line["y"] for line in lines_of_values({"y": y}, is_csv=False)]), y)
+
+
+def test_predict_csv_has_one_width(run, minimal_run, rows, tmp_path, monkeypatch):
+    """A number of values that depends on the batch, as of padded sequences. JSON lines hold them."""
+    widths = iter((2, 3, 3) * 2)
+    monkeypatch.setattr(minimal.Workload, "predict", lambda _, __, batch: {"y": torch.zeros(len(batch), next(widths))})
+    words = (minimal_run, rows, "--batch-size", 16, "-o")
+    with pytest.raises(
+        UserError, match="the first rows have 3 columns, and later ones 4, such as y_2 in some only: .*"
+    ):
+        run(*words, tmp_path / "y.csv")
+    assert not (tmp_path / "y.csv").exists()
+    widths = iter((2, 3) * 9)
+    run(*words, tmp_path / "y.jsonl")
+    assert {len(line["y"]) for line in lines_of(tmp_path / "y.jsonl")} == {2, 3}
+
+
+def test_predict_evaluates_one_number_of_classes(run, minimal_run, rows, monkeypatch):
+    numbers = iter(range(2, 99))
+
+    def ask(_, batch):
+        zeros = np.zeros(len(batch), int)
+        return Answers([*map(str, range(next(numbers)))], zeros, zeros, zeros)
+
+    monkeypatch.setattr(predict, "ask", ask)
+    with pytest.raises(UserError, match="gives another number of classes for other rows"):
+        run(minimal_run, rows, "--evaluate", "--batch-size", 16)
 
 
 @pytest.fixture
@@ -248,7 +280,10 @@ def test_predict_photos_as_converted(tmp_path, monkeypatch, run):
     photo.rename(os.fsdecode(b"photos/b/39\xff.png"))  # which is not UTF-8
     Path("empty").mkdir()
     for words, told in (
-        ("photos -o x.jsonl", r"1 of 41 images are left out\n  photos/a/broken.png cannot be read: it is not"),
+        (
+            "photos -o x.jsonl",
+            r"1 of 41 images are left out; the others are written, .*\n  photos/a/broken.png cannot be read",
+        ),
         ("nowhere -o y.jsonl", r"1 of 1 images are left out\n  nowhere cannot be read: .*No such file"),
         ("empty -o y.jsonl", "there is no image file in empty"),
     ):
