@@ -80,3 +80,14 @@ def test_content_of_hdf5_and_odd_names(tmp_path):
     assert describe_content(tmp_path / "x").startswith("an HDF5 file")
     assert not describe_content("x\0y")
     assert not describe_content("x" * 5000)
+
+
+def test_content_before_an_hdf5_file_is_no_other_kind(tmp_path):
+    """HDF5 may begin behind a block of any text; then another mistake is told as what it is."""
+    with h5py.File(tmp_path / "x", "w", userblock_size=512) as file:
+        file["x"] = 1
+    with (tmp_path / "x").open("r+b") as raw:
+        raw.write(b"notes".ljust(512))
+    path = str(tmp_path / "x")
+    with pytest.raises(UserError, match="cannot be read as HDF5: .* doesn't exist"), open_file(path, path) as (_, file):
+        file["y"]

@@ -116,7 +116,7 @@ def of_tables() -> Mistakes:
         made[f"labels {case}"] = lambda case=case: parse_labels(table(csv_of(case)), names_of(case))
     made["labels with a comma"] = lambda: parse_labels(table("a;b\n0,5;x\n"), ["a"])
     made["labels with a separator of thousands"] = lambda: parse_labels(table("a;b\n1,234,567;x\n"), ["a"])
-    for cell in ("cat, dog", "cat|dog"):
+    for cell in ("cat, dog", "cat|dog", "bat|dog;x\nbat|owl"):
         made[f"several labels, {cell}"] = lambda cell=cell: parse_labels(table(f"a;b\ncat;x\n{cell};x\n"), ["a"])
     made["a table that is a pipe"] = lambda: Table(Path("pipe.npy"))
     made["splits"] = partial(read_splits, "x.csv", ["train", "../x", "fold-3"])

@@ -40,6 +40,7 @@ def test_csv_warns_of_line_breaks(table, capsys):
         ("10 01 10", [1, 0, 1], np.int64, {"class_names": ["01", "10"]}),
         ("1st 2nd 3rd", [0, 1, 2], np.int64, {"class_names": ["1st", "2nd", "3rd"]}),
         ('"oak,red" "oak,white"', [0, 1], np.int64, {"class_names": ["oak,red", "oak,white"]}),
+        ("tench;fish;cat #1", [1, 0], np.int64, {"class_names": ["#1", "tench;fish;cat"]}),
         ("0 1|-1 1", [[0, 0], [1, 1]], np.uint8, {"class_names": ["a", "b"]}),
         ("0.5 -1e-3 .25", [0.5, -1e-3, 0.25], np.float32, {}),
         ("0.5 2|7 8", [[0.5, 7], [2, 8]], np.float32, {"target_names": ["a", "b"]}),

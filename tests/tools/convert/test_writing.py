@@ -111,12 +111,15 @@ def test_writing_of_many_broken_rows_changes_nothing(tmp_path, n_rows, broken, m
     assert [path.name for path in tmp_path.iterdir()] == ["x.h5"]
 
 
-def test_writing_does_not_follow_a_link(tmp_path):
+def test_writing_follows_no_link_and_replaces_no_pipe(tmp_path):
     (tmp_path / "x.h5").symlink_to("nowhere")
     with pytest.raises(UserError, match="x.h5 exists; --force replaces a file"):
         write_files({"": Numbers(3)}, tmp_path / "x.h5")
     write_files({"": Numbers(3)}, tmp_path / "x.h5", replace=True)
     assert sorted(numbers_in(tmp_path / "x.h5")) == [0, 1, 2]
+    os.mkfifo(tmp_path / "pipe.h5")
+    with pytest.raises(UserError, match="pipe.h5 is a device or a pipe; name a file"):
+        write_files({"": Numbers(3)}, tmp_path / "pipe.h5", replace=True)
     # Nor do the lists of broken rows.
     for name in ("y.h5.skipped.txt", "z.h5.broken.txt"):
         (tmp_path / name).symlink_to("nowhere")

@@ -21,7 +21,7 @@ MAX_UNUSED_CLASSES = 1000  # class numbers without a row; if there are more, the
 NO_NAME = re.compile(r"[./]|^\d")
 """What names of columns rarely have, but paths and numbers do."""
 NUMBER_WITH_COMMAS = r"^[-+]?\d[\d,]*,[\d.]+$"
-UNIT = r"^([^\w\s.,+-]*)\s*[-+]?\d[\d,.]*\s*([^\W\d]*[^\w\s]*)$"
+UNIT = r"^([$€£¥₩₹]?)\s*[-+]?\d[\d,.]*\s*([^\W\d]*[^\w\s]*)$"
 """A number with a sign such as $ before it, or a unit such as % or kg behind it."""
 csv.field_size_limit(1 << 30)  # pixels of one image may be a field
 
@@ -160,16 +160,14 @@ def refuse_other_labels(table: Table, texts: pl.Series) -> None:
     if units.n_unique() == 1 and units[0] and (units != texts).all():
         cure = "write numbers alone, such as 12.0; in names of classes, put text before the number"
         table.check(texts, units != units[0], f"it is a number with {units[0]}: {cure}")
-    alone = set(texts.unique().to_list())
+    distinct = texts.unique()
     for separator in "|;,":
-        parts = texts.str.split(separator).list.eval(pl.element().str.strip_chars())
-        has_several = parts.list.len() > 1
-        # A comma may belong to a name, unless a part of it is a name, too.
-        if separator == "," and alone.isdisjoint(parts.filter(has_several).explode().to_list()):
-            continue
-        with_space = texts.str.contains(f"{separator} ", literal=True).any()
-        get_dummies = f'table["{texts.name}"].str.get_dummies("{separator}{" " * with_space}")'
-        cure = (
-            f"several labels in a cell are attributes, a column of 0 and 1 for each, as pandas makes by {get_dummies}"
-        )
-        table.check(texts, ~has_several, f"{cure}; name all in --columns")
+        parts = distinct.str.split(separator)
+        parts = parts.filter(parts.list.len() > 1).explode().str.strip_chars()
+        # The sign may belong to a name, above all a comma. A part that is a label of its own, or comes again, is one.
+        if parts.is_in(distinct.to_list()).any() or (separator != "," and parts.n_unique() < len(parts)):
+            with_space = " " * texts.str.contains(f"{separator} ", literal=True).any()
+            get_dummies = f'table["{texts.name}"].str.get_dummies("{separator}{with_space}")'
+            cure = f"several labels in a cell are attributes, a column of 0 and 1 for each, as pandas has {get_dummies}"
+            has_one = ~texts.str.contains(separator, literal=True)
+            table.check(texts, has_one, f"{cure}; name all in --columns")

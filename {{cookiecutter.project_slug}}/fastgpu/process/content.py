@@ -12,7 +12,10 @@ KINDS = (
     (rb"\x89HDF\r\n\x1a\n", "an HDF5 file: `python convert.py info FILE` shows its datasets"),
     (rb"\x93NUMPY", "a NumPy array: `python convert.py arrays NAME=FILE x.h5`"),
     (rb"PK\x03\x04.*\.npy", "NumPy arrays: `python convert.py arrays FILE x.h5`"),
-    (rb"PK\x03\x04.*/data\.pkl", 'a file of torch.save: np.save("x.npy", torch.load("FILE").numpy())'),
+    (
+        rb"PK\x03\x04.*/data\.pkl",
+        'a file of torch.save: np.save("x.npy", torch.load("FILE", weights_only=True).numpy())',
+    ),
     (rb"PK\x03\x04.*(\[Content_Types\]|xl/)", "an Excel file: save it as CSV"),
     (rb"MATLAB 5", 'a MATLAB 5 file: np.save("x.npy", scipy.io.loadmat("FILE")["x"]) for each variable'),
     (rb"CDF[\x01\x02\x05]", 'a netCDF-3 file: xarray.open_dataset("FILE").to_netcdf("x.h5", engine="h5netcdf")'),

@@ -36,6 +36,8 @@ def new_file(target: Path, *, replace: bool = False) -> Iterator[Path]:
     """
     if target.is_dir():
         raise UserError(f"{target} is a folder; name a file in it, or another one")
+    if os.path.lexists(target) and not (target.is_file() or target.is_symlink()):
+        raise UserError(f"{target} is a device or a pipe; name a file")
     if os.path.lexists(target) and not replace:
         raise UserError(f"{target} exists; --force replaces a file")
     partial = target.with_name(f".{target.stem[:200]}.{uuid4().hex}{target.suffix}")

@@ -48,7 +48,7 @@ def open_file(path: str, where: str, *, around_page_cache: bool = False) -> Iter
         cure = "wait for that to end, or set HDF5_USE_FILE_LOCKING=FALSE if there is none"
         raise UserError(f"{where} is locked by a process that writes it; {cure}") from None
     except (OSError, RuntimeError, KeyError, MemoryError) as error:  # all that h5py raised in 4,000 damaged files
-        if not is_remote and (content := describe_content(path)) and not content.startswith("an HDF5"):
+        if not is_remote and not h5py.is_hdf5(path) and (content := describe_content(path)):
             raise UserError(f"{where} is no HDF5 file, but {content}") from None
         reason = " ".join(str(error).split())
         cure = (file and file.cure) or f"copy or write it again, {OR_CONVERT}"

@@ -124,7 +124,7 @@ class Masks(ImageFiles):
             raise UserError(f"{found_none}: {list_first(lonely)}; {cure}")
         if ending:
             print(f"masks in {masks} are taken for the images without {ending} at the end of the name")
-        if n_unused := len(mask_of) - len(names):
+        if n_unused := len(mask_of.keys() - {name + ending for name in names}):
             print(f"masks without an image in {root}, which are left out: {n_unused:,}")
         self._masks = [Path(masks, mask_of[name + ending]) for name in names]
         self._is_binary = is_binary
