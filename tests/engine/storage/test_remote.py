@@ -123,7 +123,8 @@ def test_remote_rows_without_a_copy_are_fetched_once_an_epoch(bucket, dense_file
     assert fetched_twice(bucket) <= 47 * 2 * 4096 + (1 << 20)  # pages of two blocks, and metadata
     assert not [*Path().glob("data/cache/*")]
     forget()
-    put(bucket, dense_file(3000, (3, 32, 32), start=5000, **{"chunk": 64} | options))  # as large, but other rows
+    path = dense_file(3000, (3, 32, 32), start=5000, name="other.h5", **{"chunk": 64} | options)
+    bucket.objects["/b/rows.h5"] = Path(path).read_bytes()  # as large
     rows = open_store("data.train", "s3://b/rows.h5", DENSE_FIELDS)
     assert rows.digest == open_store("data.train", path, DENSE_FIELDS).digest
 
@@ -225,9 +226,9 @@ def test_remote_rows_are_checked_whoever_fetched_them(bucket, dense_file, kind):
         vars(bucket).update(flipped=2)
     rows = open_store("data.train", url, DENSE_FIELDS)
     if kind == "a neighbour":
+        rows[600:601]
         vars(bucket).update(flipped_ends=1)
-        for start in (500, 700, 600):
-            rows[start : start + 1]
+        rows[500:501]
     if kind == "an earlier process":
         read_rows(rows)
         forget()
@@ -249,7 +250,6 @@ LINES = {
     "a token that expires": ({"refused": 99, "status": 403, "message": EXPIRED}, "cannot be read: .*token has expired"),
     "an object that is removed": ({"refused": 99, "status": 404}, "does not exist"),
     "another object": ({"tag": '"2"'}, "was changed while in use; restore the file"),
-    "405": ({"refused": 99, "status": 405}, "cannot be read: .*405.*check the URL, and the credentials"),
     "another object, no If-Match": ({"tag": '"2"', "ignores_tags": True}, "was changed while in use"),
     "ranges that are ignored": ({"ignores_ranges": True}, "cannot be read: .*[Rr]ange.*; its server sends whole files"),
     "a flipped bit": ({"flipped": 99}, "images: block 0 is damaged: its SHA-256 is another one; restore"),
@@ -293,6 +293,10 @@ def test_remote_file_that_cannot_be_opened(bucket, dense_file, monkeypatch):
     bucket.objects["/b/rows.h5"] = b"no HDF5" * 100
     assert "cannot be read as HDF5: " in message(url)
     bucket.objects["/b/rows.h5"] = Path("rows.h5").read_bytes()
+    vars(bucket).update(head_status=405, refused=99, status=405)
+    refused = message(f"{os.environ['AWS_ENDPOINT_URL']}/b/rows.h5")
+    assert "405 Method Not Allowed" in refused
+    vars(bucket).update(head_status=200, refused=0)
     monkeypatch.setitem(remote.TIMES, "read_timeout", timedelta(seconds=0.2))
     bucket.hanging = 99
     assert "(TimedOut); check the host, the network, and the certificate" in message(url)
