@@ -29,7 +29,7 @@ from fastgpu.storage import local_copy, remote
 from fastgpu.storage.store import open_store
 from support import PROJECT
 from support.object_store import Store, serve
-from support.ranks import fork, free_port, printed_by, train_command, wait_for_port, wait_until
+from support.ranks import fork, free_port, printed_by, run_to_end, train_command, wait_for_port, wait_until
 from support.rows import DENSE_FIELDS, open_feed, read_rows
 from support.runs import metrics_of, same_weights, train, wait_for_step
 
@@ -359,6 +359,24 @@ def test_remote_file_by_a_signed_and_encoded_url(bucket, dense_file, capfd, stat
     forget()
     with pytest.raises(UserError, match="403 Forbidden.*check the URL, and the credentials"):
         open_store("data.train", f"{url}?X-Amz-Signature=old", DENSE_FIELDS)
+
+
+@pytest.mark.slow
+def test_remote_secrets_of_a_url_are_nowhere(bucket, folder, capfd):
+    """Nor in what is printed, and a resumed run asks for the URL again."""
+    bucket.objects["/rows.h5"] = Path("rows.h5").read_bytes()
+    bucket.query = "X-Amz-Signature=top%2Fsecret&b=2"
+    url = f"{os.environ['AWS_ENDPOINT_URL']}/rows.h5?{bucket.query}"
+    words = [f"data.train={url}::/train", f"data.val={url}::/val", "run.name=r", "data.tier=disk", "train.epochs=1"]
+    done = run_to_end(train_command(*words), folder)
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "rows.h5"]
+    assert len(files) > 10
+    assert not [path for path in files if b"secret" in path.read_bytes()]
+    assert "secret" not in done.stdout + done.stderr
+    assert f"{url.partition('?')[0]}?...::/train" in (folder / "runs/r/config.yaml").read_text()
+    with pytest.raises(UserError, match=r"data.train: http.*/rows.h5\?\.\.\.: .* give the whole URL again"):
+        train("run.resume=runs/r", "train.epochs=2")
+    assert train("run.resume=runs/r", *words[:2], "train.epochs=2") == 0
 
 
 def test_remote_digests_of_many_files_come_side_by_side(bucket, dense_file):

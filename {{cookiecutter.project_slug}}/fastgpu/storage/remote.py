@@ -226,10 +226,6 @@ class RemoteFile(OpenFile):
         content, _ = self._fetch(begin, count, is_piece=True)
         return (self.read(begin, count) if content is None else content).tobytes()
 
-    @property
-    def n_local_bytes(self) -> int:
-        return min(self.size, self._copy.n_local * PAGE_BYTES) if self._copy else 0
-
 
 class _Metadata(io.RawIOBase):
     """A remote file as h5py reads it."""
@@ -300,10 +296,11 @@ def n_requests() -> int:
 def counters() -> dict[str, float]:
     """{tag: value}: what this process has fetched until now, and how much of its files is on this machine."""
     files = list(_opened.values())
+    n_local = sum(512 * os.fstat(file._raw.fileno()).st_blocks for file in files)
     counts = {
         "storage/requests": float(n_requests()),
         "storage/fetched_mib": sum(file.n_fetched_bytes for file in files) / MIB,
-        "storage/local_pct": 100 * sum(file.n_local_bytes for file in files) / max(1, sum(file.size for file in files)),
+        "storage/local_pct": min(100.0, 100 * n_local / max(1, sum(file.size for file in files))),
     }
     return counts if files else {}
 
