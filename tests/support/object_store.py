@@ -25,7 +25,8 @@ class Store:
     message: str = ""
     refused: int = 0  # answered by `status` and `message`
     cut: int = 0  # the connection ends in mid-body
-    hanging: int = 0  # no answer comes
+    hanging: int = 0  # no answer comes for hang_s
+    hang_s: float = 3.0
     flipped: int = 0  # a bit is another one
     flipped_ends: int = 0  # the first and the last one are
     replaced: int = 0  # all are those of a page
@@ -86,7 +87,7 @@ def serve(store: Store) -> tuple[ThreadingHTTPServer, str]:
 
         def answer_range(self, path: str, query: str) -> None:
             if store.strikes("hanging"):
-                time.sleep(3)
+                time.sleep(store.hang_s)
             if store.strikes("refused"):
                 return self.answer(store.status, store.message.encode(), Content_Type="application/xml")
             if store.query not in ("", query):

@@ -15,6 +15,8 @@ from fastgpu.process.launch import (
     exit_with_message,
     planned_launches,
     read_launch,
+    say,
+    without_secrets,
 )
 from support.ranks import TIMEOUT_S, start_python
 
@@ -177,3 +179,25 @@ def test_launch_orphan_ends():
         orphan = psutil.Process(int(launcher.stdout.readline()))
         launcher.kill()
         orphan.wait(TIMEOUT_S)
+
+
+SHOWN = {
+    "s3://b/part-?.h5::/train": "s3://b/part-?.h5::/train",
+    "https://h/x.h5?sig=a%2Fb&c=1::/train": "https://h/x.h5?...::/train",
+    "HTTP://h/x.h5?...": "HTTP://h/x.h5?...",
+    "data.train=[https://h/x.h5?a=1,https://h/y.h5?b=2]": "data.train=[https://h/x.h5?...,https://h/y.h5?...",
+    "{'https://h/x.h5?a=1': 2}": "{'https://h/x.h5?...': 2}",
+    "  https://h/x.h5?a=1: 2.0": "  https://h/x.h5?...: 2.0",
+    "s3://key:top/secret@b/x.h5 of http://me@h/x": "s3://b/x.h5 of http://h/x",
+    "http://h:8080/a@b/x.h5": "http://h:8080/a@b/x.h5",
+    "http://alice:pw@h/x.h5": "http://h/x.h5",
+    "abfss://files@account.dfs.core.windows.net/x": "abfss://files@account.dfs.core.windows.net/x",
+    "is it? see https://h/docs": "is it? see https://h/docs",
+}
+
+
+@pytest.mark.parametrize("text", SHOWN)
+def test_launch_shows_no_secret_of_a_url(capfd, text):
+    assert without_secrets(text) == SHOWN[text] == without_secrets(SHOWN[text])
+    say(text)
+    assert capfd.readouterr().out == f"{SHOWN[text]}\n"

@@ -42,7 +42,6 @@ def test_copy_has_the_pages_that_were_written():
     copy = open_copy()
     write_pages(copy, 2, 3, 9)
     assert local_pages(copy) == [2, 3, 9] == local_pages(open_copy())
-    assert copy.n_local == 3
     assert copy.missing(0, 5 * PAGE_BYTES) == (0, 5 * PAGE_BYTES)
     assert copy.missing(2 * PAGE_BYTES, 6 * PAGE_BYTES) == (4 * PAGE_BYTES, 6 * PAGE_BYTES)
     assert copy.missing(0, 4 * PAGE_BYTES) == (0, 2 * PAGE_BYTES)
@@ -52,7 +51,6 @@ def test_copy_has_the_pages_that_were_written():
     assert content[-1] == 10
     copy.forget(3 * PAGE_BYTES)
     assert local_pages(copy) == [3, 9]
-    assert copy.n_local == 2
 
 
 def test_copy_keeps_the_bytes_of_neighbours():
@@ -139,7 +137,6 @@ def test_copy_that_others_write_is_unchanged():
         write_pages(copy, number + 5)
         other.check_unchanged()
     assert local_pages(copy) == list(range(10))
-    assert copy.n_local == 10
 
 
 @pytest.mark.parametrize("n_calls", [0, 1])

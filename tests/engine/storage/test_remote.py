@@ -1,13 +1,16 @@
 import errno
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import threading
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 from hashlib import sha256
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from urllib.request import Request, urlopen
 
@@ -26,7 +29,7 @@ from fastgpu.storage import local_copy, remote
 from fastgpu.storage.store import open_store
 from support import PROJECT
 from support.object_store import Store, serve
-from support.ranks import fork, free_port, printed_by, train_command, wait_for_port, wait_until
+from support.ranks import fork, free_port, printed_by, run_to_end, train_command, wait_for_port, wait_until
 from support.rows import DENSE_FIELDS, open_feed, read_rows
 from support.runs import metrics_of, same_weights, train, wait_for_step
 
@@ -88,11 +91,42 @@ def test_remote_rows_are_fetched_once_and_equal_local_ones(bucket, dense_file, o
     assert rows.fingerprint == local.fingerprint
     assert same(read_rows(rows), read_rows(local))
     ranges = bucket.gets.copy()
-    assert len(set(ranges)) == len(ranges)
+    assert fetched_twice(bucket) == 0
     assert same(read_rows(rows), read_rows(local))
     forget()
     assert same(read_rows(open_store("data.train", "s3://b/rows.h5", DENSE_FIELDS)), read_rows(local))
     assert bucket.gets == ranges
+
+
+def fetched_twice(store: Store) -> int:
+    """Bytes that came more than once."""
+    counts = np.zeros(max(map(len, store.objects.values())) + 1, np.int64)
+    for _, part in store.gets:
+        begin, _, last = part.partition("-")
+        counts[int(begin) : int(last) + 1] += 1
+    return int((counts - 1).clip(0).sum())
+
+
+@pytest.mark.parametrize("options", [{}, {"compression": "gzip"}, {"fletcher32": True}], ids=str)
+def test_remote_rows_without_a_copy_are_fetched_once_an_epoch(bucket, dense_file, capfd, options):
+    bucket.tag = bucket.date = ""
+    path = dense_file(3000, (3, 32, 32), **{"chunk": 64} | options)
+    rows = open_store("data.train", put(bucket, path), DENSE_FIELDS)
+    assert "has neither an ETag nor a date, so data.cache keeps no copy" in capfd.readouterr().out
+    bucket.gets.clear()
+    local = open_store("data.train", path, DENSE_FIELDS)
+    one, other = (np.zeros((64, 3, 32, 32), np.uint8) for _ in range(2))
+    for start in range(0, 2944, 64):
+        for source, out in ((rows, one), (local, other)):
+            source.parts[0]["images"].read([(start, range(64))], out)
+        assert np.array_equal(one, other)
+    assert fetched_twice(bucket) <= 47 * 2 * 4096 + (1 << 20)  # pages of two blocks, and metadata
+    assert not [*Path().glob("data/cache/*")]
+    forget()
+    path = dense_file(3000, (3, 32, 32), start=5000, name="other.h5", **{"chunk": 64} | options)
+    bucket.objects["/b/rows.h5"] = Path(path).read_bytes()  # as large
+    rows = open_store("data.train", "s3://b/rows.h5", DENSE_FIELDS)
+    assert rows.digest == open_store("data.train", path, DENSE_FIELDS).digest
 
 
 def test_remote_batches_equal_local_ones(bucket, dense_file):
@@ -110,16 +144,25 @@ def test_remote_batches_equal_local_ones(bucket, dense_file):
 def test_remote_readers_that_waited_for_the_network_end(bucket, dense_file, monkeypatch):
     monkeypatch.setattr(sizes, "available_cpus", lambda: 2)
     rows = open_store("data.train", put(bucket, dense_file(4000, (3, 32, 32), 50)), DENSE_FIELDS)
-    feed = open_feed(rows, BlockSampler(rows, 50, pool_batches=4, seed=1), "disk", n_readers=24)
+    for start in range(0, 1600, 50):  # pools at the beginning are local, as after a kill
+        rows[start : start + 1]
+    order = BlockSampler(rows, 50, pool_batches=4, seed=None)
 
     def n_readers() -> int:
         return sum(thread.name.startswith("reader_") for thread in threading.enumerate())
 
+    feed = open_feed(rows, order, "disk", n_readers=24)
     batches = feed.batches(0)
-    next(batches)
+    deque(islice(batches, 30), maxlen=0)
     assert n_readers() == 24
     deque(chain(batches, feed.batches(1)), maxlen=0)
     wait_until(lambda: n_readers() == 2)
+    feed.close()
+    forget()
+    rows = open_store("data.train", "s3://b/rows.h5", DENSE_FIELDS)
+    feed = open_feed(rows, order, "disk", n_readers=24, num_readers=24)
+    deque(feed.batches(0), maxlen=0)
+    assert n_readers() == 24  # somebody has asked for them
     feed.close()
 
 
@@ -139,15 +182,66 @@ FAULTS = {
     "a body that is cut": {"cut": 1},
     "a server that hangs": {"hanging": 1},
     "no If-Match": {"ignores_tags": True},
+    "a page of a proxy": {"replaced": 1},
+    "wrong bytes at both ends": {"flipped_ends": 1},
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_remote_fault_is_survived(bucket, dense_file, fault):
-    local = open_store("data.train", path := dense_file(500, (3, 16, 16)), DENSE_FIELDS)
-    rows = open_store("data.train", put(bucket, path), DENSE_FIELDS)
-    vars(bucket).update(FAULTS[fault])
-    assert same(read_rows(rows), read_rows(local))
+def test_remote_fault_is_survived(bucket, dense_file, monkeypatch, fault):
+    monkeypatch.setattr(remote, "PATIENCE", timedelta(minutes=1))
+    path = with_digests(dense_file(3000, (3, 32, 32), 100))
+    local = read_rows(open_store("data.train", path, DENSE_FIELDS))
+    for at_first in (True, False):
+        forget()
+        url = put(bucket, f"{shutil.copy(path, f'{at_first}.h5')}")
+        if at_first:
+            vars(bucket).update(FAULTS[fault])
+        rows = open_store("data.train", url, DENSE_FIELDS)
+        vars(bucket).update(FAULTS[fault])
+        with suppress(UserError):  # a block of which all bytes came at once is damaged
+            read_rows(rows)
+        assert same(read_rows(rows), local)
+    forget()
+    assert same(read_rows(open_store("data.train", url, DENSE_FIELDS)), local)
+
+
+def test_remote_server_that_is_gone_for_a_while(bucket, dense_file, monkeypatch):
+    """A request is sent again for as long as the patience lasts."""
+    rows = open_store("data.train", put(bucket, path := dense_file(3000, (3, 32, 32))), DENSE_FIELDS)
+    monkeypatch.setattr(remote, "PATIENCE", timedelta(minutes=1))
+    monkeypatch.setitem(remote.PAUSES, "max_backoff", timedelta(seconds=0.1))
+    remote._client.cache_clear()
+    bucket.refused = 12
+    assert same(read_rows(rows), read_rows(open_store("data.train", path, DENSE_FIELDS)))
+
+
+@pytest.mark.parametrize("kind", ["a neighbour", "the metadata", "an earlier process"])
+def test_remote_rows_are_checked_whoever_fetched_them(bucket, dense_file, kind):
+    """Their bytes may have come with those of others, and the copy may have been written by another process."""
+    path = with_digests(dense_file(2000, (3, 32, 32), 100))
+    url = put(bucket, path)
+    local = read_rows(open_store("data.train", path, DENSE_FIELDS))
+    if kind == "the metadata":
+        vars(bucket).update(flipped=2)
+    rows = open_store("data.train", url, DENSE_FIELDS)
+    if kind == "a neighbour":
+        rows[600:601]
+        vars(bucket).update(flipped_ends=1)
+        rows[500:501]
+    if kind == "an earlier process":
+        read_rows(rows)
+        forget()
+        (copy,) = Path("data/cache").glob("*.h5")
+        times = copy.stat()
+        with copy.open("r+b") as file:
+            file.seek(copy.stat().st_size // 2)
+            file.write(b"x" * 5000)
+        os.utime(copy, ns=(times.st_atime_ns, times.st_mtime_ns))
+        rows = open_store("data.train", url, DENSE_FIELDS)
+    assert same(read_rows(rows), local)
+    forget()
+    assert same(read_rows(open_store("data.train", url, DENSE_FIELDS)), local)
 
 
 EXPIRED = "<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
@@ -157,7 +251,7 @@ LINES = {
     "an object that is removed": ({"refused": 99, "status": 404}, "does not exist"),
     "another object": ({"tag": '"2"'}, "was changed while in use; restore the file"),
     "another object, no If-Match": ({"tag": '"2"', "ignores_tags": True}, "was changed while in use"),
-    "ranges that are ignored": ({"ignores_ranges": True}, "cannot be read: .*[Rr]ange"),
+    "ranges that are ignored": ({"ignores_ranges": True}, "cannot be read: .*[Rr]ange.*; its server sends whole files"),
     "a flipped bit": ({"flipped": 99}, "images: block 0 is damaged: its SHA-256 is another one; restore"),
 }
 
@@ -190,14 +284,26 @@ def test_remote_file_that_cannot_be_opened(bucket, dense_file, monkeypatch):
     assert message("s3://b/none-*.h5") == "data.train: no file matches s3://b/none-*.h5"
     assert "should end in the name of a file" in message("s3://b*/x.h5")
     assert "should end in the name of a file" in message("s3://b/")
-    assert "cannot be read: " in message("what://b/x.h5")
+    assert message("what://b/x.h5").endswith('recognise URL "what://b"; use s3://, gs://, az:// or https://')
+    assert "a user and a password in a URL are not sent; set AWS_ACCESS_KEY_ID" in message("http://a:b@host/x.h5")
+    assert "may be secret and was not recorded; give the whole URL again" in message("http://host/x.h5?...::/train")
     Path("data").write_text("a file")
     assert "needs a local copy, but data/cache cannot be written (" in message(url)
     Path("data").unlink()
     bucket.objects["/b/rows.h5"] = b"no HDF5" * 100
     assert "cannot be read as HDF5: " in message(url)
+    bucket.objects["/b/rows.h5"] = Path("rows.h5").read_bytes()
+    vars(bucket).update(head_status=405, refused=99, status=405)
+    refused = message(f"{os.environ['AWS_ENDPOINT_URL']}/b/rows.h5")
+    assert "405 Method Not Allowed" in refused
+    vars(bucket).update(head_status=200, refused=0)
+    monkeypatch.setitem(remote.TIMES, "read_timeout", timedelta(seconds=0.2))
+    bucket.hanging = 99
+    assert "(TimedOut); check the host, the network, and the certificate" in message(url)
+    bucket.hanging = 0
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # nobody listens
-    assert "cannot be read: " in message(url)
+    assert "(Connection refused); check the host, the network, and the certificate" in message(url)
+    assert "(failed to lookup address" in message("http://nobody.invalid/x.h5")
     monkeypatch.setattr(remote, "find_spec", lambda name: None)
     assert message(url) == "data.train: s3://b/rows.h5 is read by obstore: pip install -c constraints.txt obstore"
 
@@ -235,6 +341,90 @@ def test_remote_rows_are_right_without_a_copy(bucket, dense_file, monkeypatch, c
     assert capfd.readouterr().out.count("data.cache") == 1
 
 
+@pytest.mark.parametrize("status", [403, 405, 501])
+def test_remote_file_by_a_signed_and_encoded_url(bucket, dense_file, capfd, status):
+    """A URL that is signed for GET refuses HEAD."""
+    bucket.objects["/a folder/r%s 1.h5"] = Path(path := dense_file(500, (3, 16, 16))).read_bytes()
+    bucket.head_status = status
+    bucket.query = "X-Amz-Signature=top%2Fsecret&b=2"
+    url = f"{os.environ['AWS_ENDPOINT_URL']}/a%20folder/r%25s%201.h5"
+    rows = open_store("data.train", f"{url}?{bucket.query}::/", DENSE_FIELDS)
+    assert same(read_rows(rows), read_rows(open_store("data.train", path, DENSE_FIELDS)))
+    gets = bucket.gets.copy()
+    forget()
+    bucket.query = "X-Amz-Signature=new"
+    rows = open_store("data.train", f"{url}?{bucket.query}", DENSE_FIELDS)
+    read_rows(rows)
+    assert {*bucket.gets} == {*gets}  # the copy is that of the object, whoever signs its URL
+    forget()
+    with pytest.raises(UserError, match="403 Forbidden.*check the URL, and the credentials"):
+        open_store("data.train", f"{url}?X-Amz-Signature=old", DENSE_FIELDS)
+
+
+@pytest.mark.slow
+def test_remote_secrets_of_a_url_are_nowhere(bucket, folder, capfd):
+    """Nor in what is printed, and a resumed run asks for the URL again."""
+    bucket.objects["/rows.h5"] = Path("rows.h5").read_bytes()
+    bucket.query = "X-Amz-Signature=top%2Fsecret&b=2"
+    url = f"{os.environ['AWS_ENDPOINT_URL']}/rows.h5?{bucket.query}"
+    words = [f"data.train={url}::/train", f"data.val={url}::/val", "run.name=r", "data.tier=disk", "train.epochs=1"]
+    done = run_to_end(train_command(*words), folder)
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "rows.h5"]
+    assert len(files) > 10
+    assert not [path for path in files if b"secret" in path.read_bytes()]
+    assert "secret" not in done.stdout + done.stderr
+    assert f"{url.partition('?')[0]}?...::/train" in (folder / "runs/r/config.yaml").read_text()
+    with pytest.raises(UserError, match=r"data.train: http.*/rows.h5\?\.\.\.: .* give the whole URL again"):
+        train("run.resume=runs/r", "train.epochs=2")
+    assert train("run.resume=runs/r", *words[:2], "train.epochs=2") == 0
+
+
+def test_remote_digests_of_many_files_come_side_by_side(bucket, dense_file):
+    for number in range(6):
+        put(bucket, dense_file(5000, (3, 16, 16), 250, name=f"part-{number}.h5"))
+    rows = open_store("data.train", "s3://b/part-*.h5", DENSE_FIELDS)
+    bucket.delay_s = 0.05
+    bucket.max_at_work = 0
+    assert rows.digest == open_store("data.train", "part-*.h5", DENSE_FIELDS).digest
+    assert bucket.max_at_work >= 4
+
+
+def test_remote_copies_of_an_object_that_changed_are_named(bucket, dense_file, capfd):
+    url = put(bucket, dense_file(500, (3, 16, 16)))
+    open_store("data.train", url, DENSE_FIELDS)
+    (old,) = Path("data/cache").glob("*.h5")
+    forget()
+    put(bucket, path := dense_file(600, (3, 16, 16)))
+    bucket.tag = '"2"'
+    rows = open_store("data.train", url, DENSE_FIELDS)
+    assert same(read_rows(rows), read_rows(open_store("data.train", path, DENSE_FIELDS)))
+    assert f"{url} has changed since it was copied; if no run reads what it was: rm {old}*" in capfd.readouterr().out
+
+
+def test_remote_rows_of_a_copy_that_was_copied(bucket, dense_file):
+    """Holes that were filled on the way are no rows."""
+    url = put(bucket, path := dense_file(3000, (3, 32, 32), 100))
+    open_store("data.train", url, DENSE_FIELDS)[1000:1200]
+    forget()
+    subprocess.run("tar cf t data/cache; mv data/cache old; tar xf t", shell=True, check=True)
+    rows = open_store("data.train", url, DENSE_FIELDS)
+    assert same(read_rows(rows), read_rows(open_store("data.train", path, DENSE_FIELDS)))
+    assert remote.counters()["storage/local_pct"] == 100
+
+
+def test_remote_rows_of_a_copy_that_is_changed_in_use(bucket, dense_file):
+    rows = open_store("data.train", put(bucket, path := dense_file(3000, (3, 32, 32), 100)), DENSE_FIELDS)
+    read_rows(rows)
+    (copy,) = Path("data/cache").glob("*.h5")
+    os.truncate(copy, 0)
+    os.truncate(copy, Path(path).stat().st_size)
+    with pytest.raises(UserError, match=f"{copy} was changed while in use; go on with run.resume=auto"):
+        rows[1000:1001]
+    forget()
+    rows = open_store("data.train", "s3://b/rows.h5", DENSE_FIELDS)
+    assert same(read_rows(rows), read_rows(open_store("data.train", path, DENSE_FIELDS)))
+
+
 READ_ALL = """
 from fastgpu.storage.store import open_store
 rows = open_store("data.train", "s3://b/rows.h5", {"images": "images", "labels": "labels"})
@@ -243,13 +433,33 @@ for start in range(0, len(rows), 100):
 """
 
 
+def python(code: str, **options) -> subprocess.Popen:
+    env = {**os.environ, "PYTHONPATH": str(PROJECT)}
+    return subprocess.Popen([sys.executable, "-c", code], env=env, text=True, **options)
+
+
+def test_remote_process_ends_with_0_after_rows_that_h5py_reads(bucket, dense_file):
+    put(bucket, dense_file(1000, (3, 16, 16), 100, fletcher32=True))
+    assert python(READ_ALL).wait() == 0
+
+
+def test_remote_wait_for_a_server_that_hangs_ends_by_ctrl_c(bucket, dense_file):
+    put(bucket, dense_file(1000, (3, 16, 16), 100, fletcher32=True))
+    bucket.hanging = 1
+    bucket.hang_s = 100
+    process = python(READ_ALL, stderr=subprocess.PIPE)
+    wait_until(lambda: bucket.n_at_work)
+    process.send_signal(signal.SIGINT)
+    assert "KeyboardInterrupt" in process.communicate(timeout=20)[1]
+    assert process.returncode == -signal.SIGINT
+
+
 @pytest.mark.slow
 def test_remote_copy_is_shared_by_processes(bucket, dense_file):
     path = dense_file(3000, (3, 32, 32), 100)
     put(bucket, path)
     bucket.delay_s = 0.01
-    env = {**os.environ, "PYTHONPATH": str(PROJECT)}
-    processes = [subprocess.Popen([sys.executable, "-c", READ_ALL], env=env) for _ in range(2)]
+    processes = [python(READ_ALL) for _ in range(2)]
     assert [process.wait() for process in processes] == [0, 0]
     n_gets = len(bucket.gets)
     rows = open_store("data.train", "s3://b/rows.h5", DENSE_FIELDS)
@@ -262,9 +472,14 @@ def test_remote_copy_is_shared_by_processes(bucket, dense_file):
 def test_remote_file_refuses_a_fork(bucket, dense_file):
     rows = open_store("data.train", put(bucket, dense_file(4000, (3, 32, 32), 100)), DENSE_FIELDS)
 
+    other = put(bucket, dense_file(10, name="other.h5"))
+
     def read(pipe):
+        assert len(rows[:8]["labels"]) == 8  # what is local can be read
         with pytest.raises(UserError, match="cannot be fetched by a fork"):
             rows[2000:2008]
+        with pytest.raises(UserError, match="cannot be fetched by a fork.*use loader.num_workers=0, or copy the file"):
+            open_store("data.train", other, DENSE_FIELDS)
         pipe.send("refused")
 
     _, pipe = fork(read)

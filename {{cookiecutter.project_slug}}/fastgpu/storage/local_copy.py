@@ -27,7 +27,7 @@ from fastgpu.storage.file import PAGE_BYTES
 
 KEEP_FREE_BYTES, KEEP_FREE_SHARE = 1 << 30, 0.1
 """A copy leaves so much of its disk free, and this share of it: checkpoints are often on the same disk."""
-HEADER = struct.Struct("<QqQ?")
+HEADER = struct.Struct("<Qq?")
 HEADER_BYTES = 64
 PATIENCE_S = 0.5
 """How long the time of a change may differ from that of the last write: another process is about to note it."""
@@ -37,8 +37,6 @@ OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 class _Header(NamedTuple):
     inode: int = 0
     written_ns: int = 0
-    n_local: int = 0
-    """Pages that are there."""
     is_writing: bool = False
     """A process writes to the copy, or was killed while it did."""
 
@@ -71,12 +69,12 @@ class LocalCopy:
             status, header = os.fstat(self.descriptor), self._header()
             if header.inode == status.st_ino and self._is_ours(status, header):
                 if header.is_writing and self.is_writable:  # by a process that was killed
-                    self._note(header.n_local)
+                    self._note()
                 return True
             if not status.st_size and not header.inode:  # both are new
                 os.truncate(self.descriptor, self.size)
                 os.truncate(self._account.fileno(), HEADER_BYTES + -(-self.size // PAGE_BYTES))
-                self._note(0)
+                self._note()
                 return True
             os.close(self.descriptor)
             for each in (account_path, self.path):
@@ -97,11 +95,11 @@ class LocalCopy:
         data = os.pread(self._account.fileno(), HEADER.size, 0)
         return _Header(*HEADER.unpack(data)) if len(data) == HEADER.size else _Header()
 
-    def _note(self, n_local: int) -> None:
+    def _note(self) -> None:
         """Note that nobody is writing. The time is one of whole seconds, as a write of somebody else hardly has."""
         os.utime(self.descriptor, (now := int(time.time()), now))
         status = os.fstat(self.descriptor)
-        os.pwrite(self._account.fileno(), HEADER.pack(status.st_ino, status.st_mtime_ns, n_local, False), 0)
+        os.pwrite(self._account.fileno(), HEADER.pack(status.st_ino, status.st_mtime_ns, False), 0)
         self._known_ns = status.st_mtime_ns
 
     def _is_ours(self, status: os.stat_result, header: _Header) -> bool:
@@ -123,11 +121,6 @@ class LocalCopy:
             f"{self.path} was changed while in use; go on with run.resume=auto, which fetches it again: only this "
             "project should write to data.cache"
         )
-
-    @property
-    def n_local(self) -> int:
-        """Pages that are there."""
-        return self._header().n_local
 
     def missing(self, begin: int, end: int) -> tuple[int, int]:
         """The first byte of whole pages that is not local, and the byte behind the last one; `end` twice for none."""
@@ -169,21 +162,16 @@ class LocalCopy:
             marks = self._marks(begin, end)
             first = max(begin, offset) if marks[0] else begin
             last = min(end, offset + count) if marks[-1] else end
-            n_local = header.n_local
             os.pwrite(self._account.fileno(), HEADER.pack(*header._replace(is_writing=True)), 0)
             try:
                 _write_all(self.descriptor, pages[first - begin : last - begin], first)
                 _write_all(self._account.fileno(), np.ones_like(marks), HEADER_BYTES + begin // PAGE_BYTES)
-                n_local += len(marks) - int(marks.sum())
             finally:
-                self._note(n_local)
+                self._note()
 
     def forget(self, end: int) -> None:
         """Fetch the pages up to `end` again, when they are asked for."""
-        with self._locked():
-            marks = self._marks(0, end)
-            os.pwrite(self._account.fileno(), bytes(len(marks)), HEADER_BYTES)
-            self._note(self._header().n_local - int(marks.sum()))
+        os.pwrite(self._account.fileno(), bytes(-(-end // PAGE_BYTES)), HEADER_BYTES)
 
 
 def _open_own(path: str) -> int:

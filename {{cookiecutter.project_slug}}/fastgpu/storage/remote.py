@@ -40,9 +40,9 @@ PAUSES = {"init_backoff": timedelta(seconds=0.5), "max_backoff": timedelta(secon
 TIMES = {"connect_timeout": timedelta(seconds=10), "read_timeout": timedelta(seconds=30), "timeout": "10m"}
 CURE = "check the URL, and the credentials and the region in the environment"
 CURES = {
-    "Range request not supported": "its server sends whole files only: download it, and name the file",
-    "Unable to recognise URL": "use s3://, gs://, az:// or https://",
-    "HTTP error: error": "check the host, the network, and the certificate of the server",
+    "range request": "its server sends whole files only: download it, and name the file",
+    "unable to recognise url": "use s3://, gs://, az:// or https://",
+    "http error: error": "check the host, the network, and the certificate of the server",
 }
 """{part of an error that is no answer of the server: what to try}"""
 LOCKS = [threading.Lock() for _ in range(1024)]
@@ -138,7 +138,7 @@ class RemoteFile(OpenFile):
         return self._copy.missing(begin, end) if self._copy else (begin, end)
 
     def _fetch(
-        self, offset: int, count: int, check: Callable[[np.ndarray], None] | None = None
+        self, offset: int, count: int, check: Callable[[np.ndarray], None] | None = None, *, is_piece: bool = False
     ) -> tuple[np.ndarray | None, bool]:
         """The bytes, or None if all were local, and whether all are from now on."""
         begin, end = self._pages_of(offset, count)
@@ -150,7 +150,8 @@ class RemoteFile(OpenFile):
             first, last = missing
             pages = self._fill(begin, end, first, last)
             content = pages[offset - begin : offset - begin + count]
-            _held.pages = self, begin, pages
+            if not is_piece:
+                _held.pages = self, begin, pages
             try:
                 if check:
                     check(content)
@@ -161,7 +162,7 @@ class RemoteFile(OpenFile):
         if first == last:
             return None, True
         is_kept = self._keep(pages[first - begin : last - begin], first, offset, count)
-        if is_kept:
+        if is_kept and not is_piece:
             _held.pages = None
         return content, is_kept
 
@@ -222,12 +223,8 @@ class RemoteFile(OpenFile):
         """A piece of the metadata."""
         begin = number * PIECE_BYTES
         count = min(PIECE_BYTES, self.size - begin)
-        content, _ = self._fetch(begin, count)
+        content, _ = self._fetch(begin, count, is_piece=True)
         return (self.read(begin, count) if content is None else content).tobytes()
-
-    @property
-    def n_local_bytes(self) -> int:
-        return min(self.size, self._copy.n_local * PAGE_BYTES) if self._copy else 0
 
 
 class _Metadata(io.RawIOBase):
@@ -299,10 +296,11 @@ def n_requests() -> int:
 def counters() -> dict[str, float]:
     """{tag: value}: what this process has fetched until now, and how much of its files is on this machine."""
     files = list(_opened.values())
+    n_local = sum(512 * os.fstat(file._raw.fileno()).st_blocks for file in files)
     counts = {
         "storage/requests": float(n_requests()),
         "storage/fetched_mib": sum(file.n_fetched_bytes for file in files) / MIB,
-        "storage/local_pct": 100 * sum(file.n_local_bytes for file in files) / max(1, sum(file.size for file in files)),
+        "storage/local_pct": min(100.0, 100 * n_local / max(1, sum(file.size for file in files))),
     }
     return counts if files else {}
 
@@ -360,7 +358,7 @@ def _request(where: str, request: Callable[[Any], Any], then: str = "") -> Any:
         if source := source.partition("HttpError")[2]:
             last = re.findall('"(.+?)"', source) or re.split("error: |source: ", source)
             text = f"{text} ({' '.join(re.findall('[^(){}, ]+', ' '.join(last[-1].split())))})"
-        cure = next((cure for sign, cure in CURES.items() if sign in text), CURE)
+        cure = next((cure for sign, cure in CURES.items() if sign in text.lower()), CURE)
         text = without_secrets(" ".join(text.split()))[:300]
         raise UserError(f"{where} cannot be read: {text}; {cure}{then}") from None
 
