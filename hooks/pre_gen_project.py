@@ -7,69 +7,36 @@ import sys
 
 answers = json.loads(r"""{{ cookiecutter | tojson }}""")
 
-# pip and what an install brings (constraints.txt and the extras): pip would take a project of such a name for that
-# package, and remove it.
-PACKAGES = {
-    "absl_py",
-    "annotated_types",
-    "ast_serialize",
-    "filelock",
-    "flatbuffers",
-    "fsspec",
-    "grpcio",
+# pip would take a project of such a name for one of the packages that it installs, with its extras.
+DEPENDENCIES = {
     "h5py",
     "hdf5plugin",
     "imagecodecs",
-    "iniconfig",
-    "jinja2",
-    "librt",
-    "markdown",
-    "markupsafe",
-    "ml_dtypes",
-    "mpmath",
     "mypy",
-    "mypy_extensions",
-    "networkx",
     "numpy",
     "nvidia_ml_py",
     "obstore",
     "onnx",
-    "onnx_ir",
     "onnxruntime",
     "onnxscript",
-    "packaging",
-    "pathspec",
     "pillow",
-    "pip",
-    "pluggy",
     "polars",
-    "polars_runtime_32",
-    "protobuf",
     "psutil",
     "pydantic",
-    "pydantic_core",
-    "pygments",
     "pytest",
     "pyyaml",
     "ruff",
     "safetensors",
     "scipy",
-    "setuptools",
     "simplejpeg",
-    "sympy",
     "tensorboard",
-    "tensorboard_data_server",
     "timm",
     "torch",
     "tqdm",
     "types_psutil",
     "types_pyyaml",
     "types_tqdm",
-    "typing_extensions",
-    "typing_inspection",
     "wandb",
-    "werkzeug",
-    "wheel",
 }
 # Its folder would stand for such a package where Python is started beside it.
 IMPORTED = {"apex", "fastgpu", "pil", "torchvision", "workloads", "yaml"}
@@ -84,8 +51,10 @@ def mistakes() -> list[str]:
         found.append(f"project_slug is {slug!r}: {cure}, at most 50 characters, a letter first, no _ last")
     elif keyword.iskeyword(slug) or keyword.issoftkeyword(slug):
         found.append(f"project_slug is {slug!r}, a word of the Python language: {cure}")
-    elif re.sub("_+", "_", slug) in PACKAGES | IMPORTED:
-        found.append(f"project_slug is {slug!r}, a package that the project needs: add a word, such as {slug}_project")
+    elif slug in DEPENDENCIES | IMPORTED:
+        found.append(
+            f"project_slug is {slug!r}, a package that the project imports: add a word, such as {slug}_project"
+        )
     for name in ("project_name", "author"):
         answer = answers[name]
         if not answer.strip():

@@ -177,16 +177,10 @@ def test_node_evicted_saves_and_the_job_continues(folder, start_node):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [("data.dataset=missing:Rows", "missing"), ("data.batch_size=63", "multiple of 2 (2 ranks x ")],
-)
-def test_node_with_a_mistake_ends_before_torchrun(folder, start_node, word, message):
-    node = start_node(free_port(), word)  # one process of two nodes
-    printed = output_of(node)
+def test_node_with_a_mistake_ends_before_torchrun(folder, start_node):
+    node = start_node(free_port(), "data.dataset=missing:Rows")
+    last_line = output_of(node).splitlines()[-1]
     assert node.returncode == 2
-    last_line = printed.splitlines()[-1]
     assert last_line.startswith("error: ")
-    assert message in last_line
-    assert printed.count("error: ") == 1
+    assert "missing" in last_line
     assert not (folder / "runs/train").exists()

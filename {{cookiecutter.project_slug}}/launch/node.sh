@@ -32,7 +32,7 @@ set -- train.py run.folder="${RUN_FOLDER:-runs}" run.name="$RUN_NAME" run.resume
 
 # torchrun restarts whatever fails, so a mistake must show before it starts.
 if [ "${LAUNCH_STEP:-check}" = check ]; then
-  LAUNCH_STEP=check python "$@" run.check=true      # it reads PET_NNODES and PET_NPROC_PER_NODE, too
+  python "$@" run.check=true
 fi
 if [ "${LAUNCH_STEP:-train}" != train ]; then
   exit

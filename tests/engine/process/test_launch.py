@@ -10,10 +10,8 @@ from fastgpu.process.launch import (
     Launch,
     SharedError,
     UserError,
-    check_launch,
     check_parent,
     exit_with_message,
-    planned_launches,
     read_launch,
     say,
     without_secrets,
@@ -40,49 +38,6 @@ def test_launch_reads_the_variables_of_torchrun(monkeypatch):
         monkeypatch.setenv(name, str(number))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     assert read_launch() == Launch(3, 4, 5, 6, 7, is_launched=True)
-
-
-def test_launch_empty_variables_are_not_set(monkeypatch):
-    for name in (*VARIABLES, "SLURM_STEP_NUM_TASKS"):
-        monkeypatch.setenv(name, "")
-    check_launch()
-    assert read_launch() == Launch()
-
-
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        ("RANK=x", "RANK is 'x'"),
-        ("WORLD_SIZE=-2", "WORLD_SIZE is '-2'"),
-        (f"LOCAL_RANK={10**400}", "LOCAL_RANK is '1000"),
-        ("RANK=3", "RANK is 3 and WORLD_SIZE 1 in the environment"),
-        ("LOCAL_RANK=1", "LOCAL_RANK is 1 and LOCAL_WORLD_SIZE 1"),
-        ("WORLD_SIZE=2", "WORLD_SIZE is 2 without RANK and MASTER_ADDR and MASTER_PORT"),
-        ("WORLD_SIZE=2 RANK=1 MASTER_PORT=5", "WORLD_SIZE is 2 without MASTER_ADDR"),
-        ("SLURM_STEP_NUM_TASKS=8", "srun started 8 tasks without torchrun"),
-    ],
-)
-def test_launch_without_torchrun_is_one_line(monkeypatch, capsys, variables, message):
-    for variable in variables.split():
-        monkeypatch.setenv(*variable.split("="))
-    with pytest.raises(SystemExit) as stop, exit_with_message():
-        check_launch()
-    assert stop.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {message}")
-
-
-@pytest.mark.parametrize(
-    ("nodes", "processes", "world_sizes"),
-    [("2", "8", [16]), ("1:3", "8", [8, 16, 24]), ("2", "gpu", []), ("x", "8", []), ("", "", [])],
-)
-def test_launch_checks_every_size_of_a_job(monkeypatch, nodes, processes, world_sizes):
-    for name, value in {"PET_NNODES": nodes, "PET_NPROC_PER_NODE": processes, "SLURM_STEP_NUM_TASKS": "2"}.items():
-        monkeypatch.setenv(name, value)
-    assert planned_launches() == []  # this process checks nothing for launch/node.sh
-    monkeypatch.setenv("LAUNCH_STEP", "check")
-    assert [each.world_size for each in planned_launches()] == world_sizes
-    assert {each.local_world_size for each in planned_launches()} <= {8}
 
 
 @pytest.mark.parametrize(

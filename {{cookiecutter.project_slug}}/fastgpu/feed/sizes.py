@@ -12,7 +12,7 @@ from fastgpu.dataset.source import ItemDataset
 from fastgpu.feed.loader import Passes
 from fastgpu.process import config
 from fastgpu.process.config import Auto, Config, Tier
-from fastgpu.process.launch import UserError, planned_launches, warn
+from fastgpu.process.launch import UserError, warn
 from fastgpu.process.machine import available_cpus, format_bytes, free_host_bytes
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Dataset
@@ -91,14 +91,12 @@ def choose_sizes(cfg: Config, source: Dataset, val_source: Dataset, world: World
     Raises UserError if the numbers do not fit together.
     """
     data, loader = cfg.data, cfg.loader
-    # A process that checks a job knows how many ranks it will have; they would all fail, and torchrun restarts them.
-    for n_ranks in [each.world_size for each in planned_launches()] or [world.world_size]:
-        divisor = n_ranks * cfg.optim.accumulation_steps
-        if data.batch_size % divisor:
-            raise UserError(
-                f"data.batch_size is {data.batch_size}; it should be a multiple of {divisor} ({n_ranks} ranks x "
-                f"optim.accumulation_steps {cfg.optim.accumulation_steps})"
-            )
+    divisor = world.world_size * cfg.optim.accumulation_steps
+    if data.batch_size % divisor:
+        raise UserError(
+            f"data.batch_size is {data.batch_size}; it should be a multiple of {divisor} ({world.world_size} ranks x "
+            f"optim.accumulation_steps {cfg.optim.accumulation_steps})"
+        )
     if len(source) < data.batch_size:
         raise UserError(f"data.batch_size is {data.batch_size}; use at most {len(source)}, the rows of {source.name}")
     wide = lcm(8, world.world_size)  # so that 1, 2, 4 and 8 ranks see the same batches

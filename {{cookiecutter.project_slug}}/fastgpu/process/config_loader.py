@@ -2,7 +2,7 @@
 
 import json
 import re
-from argparse import SUPPRESS, ArgumentParser
+from argparse import ArgumentParser
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from fastgpu.process.config import Config, Section
-from fastgpu.process.launch import SharedError, check_launch, read_launch, say
+from fastgpu.process.launch import SharedError, read_launch, say
 
 SectionT = TypeVar("SectionT", bound=Section)
 COMMAND_LINE = "command line"
@@ -34,12 +34,9 @@ def load_config(argv: list[str]) -> Config:
 
     Raises SharedError with one line for each mistake: file and line, key, value, what is allowed, and the nearest key.
     """
-    check_launch()
     parser = _Parser(prog="train.py", epilog=HELP, allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE", action="append", default=[], help="default: config.yaml")
     parser.add_argument("words", metavar="section.key=value", nargs="*")
-    # `python -m torch.distributed.launch` sets the variables of torchrun, and passes this, too.
-    parser.add_argument("--local-rank", help=SUPPRESS)
     args = parser.parse_intermixed_args(argv)
     words: dict[str, str] = {}
     for word in args.words:

@@ -7,7 +7,6 @@ import ctypes
 import faulthandler
 import io
 import os
-import re
 import signal
 import socket
 import sys
@@ -34,10 +33,6 @@ STARTED_S = time.time()
 EXIT_DELAY_S = 3.0
 """The other ranks of a machine exit this much later, so that the first one can print the message of all: torchrun kills
 all ranks when one exits. With a first rank that was 0.3 s late, no message came in 4 of 4 jobs without this."""
-
-
-VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
-BY_TORCHRUN = "torchrun sets these variables; start the job with torchrun, or unset them"
 
 
 class UserError(ValueError):
@@ -67,46 +62,9 @@ class Launch(NamedTuple):
 
 def read_launch() -> Launch:
     """The values that torchrun set in the environment (https://docs.pytorch.org/docs/stable/elastic/run.html)."""
-    values = [_read_number(name, default) for name, default in zip(VARIABLES, Launch()[:-1], strict=True)]
-    return Launch._make([*values, "TORCHELASTIC_RUN_ID" in os.environ])
-
-
-def _read_number(name: str, default: int) -> int:
-    """A variable of torchrun; the default if it is not set, or empty as in a job template that nobody filled in."""
-    text = os.environ.get(name) or str(default)
-    if not re.fullmatch("[0-9]{1,9}", text):
-        raise SharedError(f"{name} is {text!r} in the environment; {BY_TORCHRUN}")
-    return int(text)
-
-
-def check_launch() -> None:
-    """Raise SharedError if the environment describes no job: variables are left over, or torchrun did not set them."""
-    launch = read_launch()
-    for prefix, rank, size in (("", *launch[:2]), ("LOCAL_", *launch[2:4])):
-        if rank >= size:
-            raise SharedError(f"{prefix}RANK is {rank} and {prefix}WORLD_SIZE {size} in the environment; {BY_TORCHRUN}")
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
-    if launch.world_size > 1 and missing:
-        raise SharedError(f"WORLD_SIZE is {launch.world_size} without {' and '.join(missing)}; {BY_TORCHRUN}")
-    # Each task of `srun python train.py` would train alone, and all of them in the same folder. The number of tasks is
-    # that of this step: a shell inside `salloc` has none, or 1. launch/node.sh checks a job on each node.
-    n_tasks = os.environ.get("SLURM_STEP_NUM_TASKS") or "1"
-    if n_tasks != "1" and not launch.is_launched and launch.world_size == 1 and not planned_launches():
-        cure = "let each node run torchrun once, as launch/slurm.sh does, or use srun --ntasks=1"
-        raise SharedError(f"srun started {n_tasks} tasks without torchrun, each of which would train alone; {cure}")
-
-
-def planned_launches() -> list[Launch]:
-    """The sizes of the job that launch/node.sh will start, if this process checks it before; else none.
-
-    With PET_NNODES=1:2, nodes may leave and join, so there are several.
-    """
-    nodes = re.fullmatch("([0-9]{1,5})(?::([0-9]{1,5}))?", os.environ.get("PET_NNODES", ""))
-    processes = os.environ.get("PET_NPROC_PER_NODE", "")
-    if os.environ.get("LAUNCH_STEP") != "check" or not nodes or not re.fullmatch("[0-9]{1,5}", processes):
-        return []
-    n_processes, n_nodes = int(processes), range(int(nodes[1]), int(nodes[2] or nodes[1]) + 1)
-    return [Launch(world_size=n * n_processes, local_world_size=n_processes) for n in n_nodes]
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
+    numbers = [int(os.environ.get(name, default)) for name, default in zip(names, Launch()[:-1], strict=True)]
+    return Launch._make([*numbers, "TORCHELASTIC_RUN_ID" in os.environ])
 
 
 def say(text: str, file: TextIO | None = None) -> None:
@@ -198,11 +156,10 @@ def exit_with_message(*others: type[Exception]) -> Iterator[None]:
     """
     expected: tuple[type[Exception], ...] = (UserError, *others)
     faulthandler.enable(sys.__stderr__ or 2)
-    launch = Launch()
+    launch = read_launch()
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        launch = read_launch()
         if launch.is_launched:
             end_with_parent()
             check_parent()
@@ -210,7 +167,7 @@ def exit_with_message(*others: type[Exception]) -> Iterator[None]:
         end_on_interrupt()
     except expected as error:
         is_shared = isinstance(error, SharedError)
-        if launch.local_rank == 0 or not is_shared or not launch.is_launched:
+        if launch.local_rank == 0 or not is_shared:
             rank = "" if is_shared or launch.world_size == 1 else f"[rank {launch.rank}] "
             is_output = isinstance(error, OSError) and not error.filename
             text = f"the output cannot be written ({error})" if is_output else str(error)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastgpu.process.config import Dist
-from fastgpu.process.launch import HangError, Launch, SharedError, UserError, planned_launches, read_launch, say
+from fastgpu.process.launch import HangError, Launch, SharedError, UserError, read_launch, say
 
 
 @dataclass(frozen=True)
@@ -194,9 +194,8 @@ def _choose_device(launch: Launch, device: str) -> torch.device:
         raise SharedError(f"dist.device is cuda, but torch {torch.__version__} sees no GPU; look at nvidia-smi")
     if device == "cpu" or not n_gpus:
         return torch.device("cpu")
-    n_processes = max(each.local_world_size for each in (launch, *planned_launches()))
-    if n_processes > n_gpus:
-        raise SharedError(f"{n_processes} processes for {n_gpus} visible GPUs; use --nproc-per-node=gpu")
+    if launch.local_world_size > n_gpus:
+        raise SharedError(f"{launch.local_world_size} processes for {n_gpus} visible GPUs; use --nproc-per-node=gpu")
     chosen = torch.device("cuda", launch.local_rank)
     # Before anything allocates, or every rank would hold memory on GPU 0.
     torch.cuda.set_device(chosen)
