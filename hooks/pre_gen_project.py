@@ -12,9 +12,10 @@ answers = json.loads(r"""{{ cookiecutter | tojson }}""")
 DEPENDENCIES = """
 absl_py annotated_types ast_serialize filelock flatbuffers fsspec grpcio h5py hdf5plugin imagecodecs iniconfig jinja2
 librt markdown markupsafe ml_dtypes mpmath mypy mypy_extensions networkx numpy nvidia_ml_py obstore onnx onnx_ir
-onnxruntime onnxscript packaging pathspec pillow pip pluggy polars polars_runtime_32 protobuf psutil pydantic pydantic_core
-pygments pytest pyyaml ruff safetensors scipy setuptools simplejpeg sympy tensorboard tensorboard_data_server timm torch tqdm
-types_psutil types_pyyaml types_tqdm typing_extensions typing_inspection wandb werkzeug wheel
+onnxruntime onnxscript packaging pathspec pillow pip pluggy polars polars_runtime_32 protobuf psutil pydantic
+pydantic_core pygments pytest pyyaml ruff safetensors scipy setuptools simplejpeg sympy tensorboard
+tensorboard_data_server timm torch tqdm types_psutil types_pyyaml types_tqdm typing_extensions
+typing_inspection wandb werkzeug wheel
 """
 # Its folder would stand for such a module where Python is started beside it: modules of these packages that are called
 # otherwise, optional packages, and modules of the project.
