@@ -114,7 +114,7 @@ def test_config_aliases_are_counted_before_they_are_read(load, form):
 ABSURD = "1.0e+308 | -1 | '' | .nan | .inf | [] | {} | null | on | [[[]]] | {{}: 1} | {1: {}} | [null] | {null: null}"
 ABSURD += " | {2024-01-01: .inf} | !!binary aGk= | !!set {x} | !!timestamp x | *x | ~nobody/x | 2024-11-27 | 1e-308"
 ABSURD += r' | "\0" | "\ud800" | "\udcff" | "\e[31m"'
-ABSURD += f" | 1{'0' * 400} | 0x{'f' * 3400} | 1:{'01:' * 2000}01 | {'x' * 5000}"
+ABSURD += f" | 1{'0' * 400} | 0x{'f' * 3400} | 1:{'01:' * 2000}01 | {'x' * 5000} | {'x' * 300}"
 """Values that hardly a key allows, as YAML."""
 
 
@@ -186,6 +186,11 @@ def test_config_paths_begin_in_the_home_folder(load, monkeypatch, kind):
         load("data: {train: {~/a.h5: 1, /home/me/a.h5: 2}}")
 
 
+def test_config_share_of_a_long_number_is_a_name(load):
+    assert load("data: {val: 12.5 %, train: [s3://a/" + "b" * 300 + "]}").data.val_share == 0.125
+    assert load(words=(f"data.val={'9' * 200}%",)).data.val_share is None
+
+
 def test_config_flag_of_the_old_launcher_is_ignored(load):
     assert load(words=("--local-rank=1", "optim.lr=1")).optim.lr == 1
 
@@ -241,6 +246,7 @@ def test_messages_of_config(compare_messages, load):
 
     calls = {text: partial(load, text) for text in MISTAKES_IN_A_FILE}
     calls["nested too deeply"] = partial(load, "{" * 2000)
+    calls["long names"] = partial(load, f"run: {{folder: {'x' * 256}}}\ndata: {{cache: {'é' * 128}}}")
     calls["too large"] = partial(load, "#" * 2**20 + "#")
     calls["aliases of aliases"] = partial(load, bomb("[{}]"))
     calls |= {words: partial(load_config, words.split()) for words in MISTAKES_IN_WORDS}

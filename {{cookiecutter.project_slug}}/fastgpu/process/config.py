@@ -24,16 +24,24 @@ Weight = Annotated[float, Field(ge=1e-6, le=1e6)]
 Names = Annotated[dict[str, str], Field(max_length=1000)]
 
 
-def expand_home(paths: Any) -> Any:
-    """A path, the items of a list or the keys of a mapping, with the home folder in place of `~` at the beginning."""
-    if isinstance(paths, str):
-        return os.path.expanduser(paths)  # noqa: PTH111 (Path would change URLs, and refuse names of unknown users)
+def expand_home(path: str) -> str:
+    """The path with the home folder in place of a `~` at its beginning."""
+    return os.path.expanduser(path)  # noqa: PTH111 (Path would change URLs, and refuse names of unknown users)
+
+
+def _as_paths(paths: Any) -> Any:
+    """A path, the items of a list or the keys of a mapping, as `expand_home` gives them."""
     if isinstance(paths, list):
-        return [expand_home(path) for path in paths]
-    expanded = {expand_home(path): value for path, value in paths.items()}
-    if len(expanded) < len(paths):
-        raise ValueError("it should name each file once")
-    return expanded
+        return [_as_paths(path) for path in paths]
+    if isinstance(paths, dict):
+        expanded = {_as_paths(path): value for path, value in paths.items()}
+        if len(expanded) < len(paths):
+            raise ValueError("it should name each file once")
+        return expanded
+    path = expand_home(paths)
+    if "://" not in path and max(map(len, os.fsencode(path).split(b"/"))) > 255:
+        raise ValueError("it should have at most 255 bytes between two slashes, as names of files have")
+    return path
 
 
 class Section(BaseModel):
@@ -53,7 +61,7 @@ class Run(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "auto"
     """Folder of this run below `run.folder`. auto: date and time, or with `resume: auto` the newest run."""
-    folder: Annotated[str, AfterValidator(expand_home)] = "runs"
+    folder: Annotated[str, AfterValidator(_as_paths)] = "runs"
     """Folder that holds all runs."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the weights, the order of the rows and the augmentation."""
@@ -73,11 +81,11 @@ class Run(Section):
 class Data(Section):
     """Which rows are trained on, and in which portions."""
 
-    train: Annotated[str | list[str] | dict[str, Weight], AfterValidator(expand_home)]
+    train: Annotated[str | list[str] | dict[str, Weight], AfterValidator(_as_paths)]
     """HDF5 file, list of files or glob pattern (shards), also as URLs (s3://bucket/part-*.h5). `file.h5::/group` uses
     the datasets of a group. {file: weight} mixes several sources: each epoch takes rows from them in proportion to the
     weights."""
-    val: Annotated[str | list[str], AfterValidator(expand_home)]
+    val: Annotated[str | list[str], AfterValidator(_as_paths)]
     """The same for validation, without weights. A share such as 10% holds out rows of data.train: the same rows for
     every run.seed."""
     fields: Names
@@ -100,7 +108,7 @@ class Data(Section):
     pool_batches: Count | Auto = "auto"
     """Global batches in a pool, which is shuffled, copied and echoed as a whole. auto: 256 MiB of rows, at most 8
     million."""
-    cache: Annotated[str, Field(min_length=1), AfterValidator(expand_home)] = "data/cache"
+    cache: Annotated[str, Field(min_length=1), AfterValidator(_as_paths)] = "data/cache"
     """Folder for the local copies of files that are named by URLs: s3://, gs://, az:// or https://."""
     echo: Annotated[float, Field(ge=1, le=1000)] = 1.0
     """Train on each pool this many times, reshuffled each time (2.5 means 2, 3, 2, 3, ...)."""
@@ -108,7 +116,7 @@ class Data(Section):
     @property
     def val_share(self) -> float | None:
         """The share of the training rows that data.val asks for; None if it names files."""
-        match = re.fullmatch(r"(\d+(?:\.\d+)?) *%", self.val) if isinstance(self.val, str) else None
+        match = re.fullmatch(r"(\d{1,9}(?:\.\d+)?) *%", self.val) if isinstance(self.val, str) else None
         return float(match[1]) / 100 if match else None
 
 

@@ -25,8 +25,8 @@ MAX_TEXT = 1 << 20
 """Letters of a file. To read so many takes seconds; of more files than fit, a pattern names all."""
 MAX_NODES = 100_000
 """Keys and values of a file, with each alias counted as what it stands for: a few aliases may stand for millions."""
-MAX_LETTERS = 3500
-"""Letters of a key or value: a path may have 4,095 bytes, and Python writes no number of more than 4,300 digits."""
+MAX_BYTES = 3500
+"""Bytes of a key or value: a path may have 4,095 bytes, and Python writes no number of more than 4,300 digits."""
 HELP = "docs/config.md explains every key, and the class Options in workloads/ those of the section model."
 
 
@@ -156,14 +156,14 @@ def _count_nodes(node: yaml.Node, known: dict[yaml.Node, float]) -> float:
 class _ConfigLoader(YamlLoader):
     """YAML as people expect it: `1e-3` is a number, as in YAML 1.2. Whatever it reads can be part of a path."""
 
-    def construct_scalar(self, node: yaml.Node) -> str:
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> str:
         text: str = super().construct_scalar(node)
         try:
-            is_path = b"\0" not in os.fsencode(text)
+            encoded = os.fsencode(text)
         except UnicodeEncodeError:  # half a pair of surrogates
-            is_path = False
-        if len(text) > MAX_LETTERS or not is_path:
-            problem = f"{text[:50]!r} is not allowed: use at most {MAX_LETTERS:,} letters of UTF-8, and no zero byte"
+            encoded = b"\0"
+        if len(encoded) > MAX_BYTES or b"\0" in encoded:
+            problem = f"{text[:50]!r} is not allowed: use at most {MAX_BYTES:,} bytes of UTF-8, none of them zero"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         return text
 
