@@ -7,39 +7,22 @@ import sys
 
 answers = json.loads(r"""{{ cookiecutter | tojson }}""")
 
-# pip would take a project of such a name for one of the packages that it installs, with its extras.
-DEPENDENCIES = {
-    "h5py",
-    "hdf5plugin",
-    "imagecodecs",
-    "mypy",
-    "numpy",
-    "nvidia_ml_py",
-    "obstore",
-    "onnx",
-    "onnxruntime",
-    "onnxscript",
-    "pillow",
-    "polars",
-    "psutil",
-    "pydantic",
-    "pytest",
-    "pyyaml",
-    "ruff",
-    "safetensors",
-    "scipy",
-    "simplejpeg",
-    "tensorboard",
-    "timm",
-    "torch",
-    "tqdm",
-    "types_psutil",
-    "types_pyyaml",
-    "types_tqdm",
-    "wandb",
-}
-# Its folder would stand for such a package where Python is started beside it.
-IMPORTED = {"apex", "fastgpu", "pil", "torchvision", "workloads", "yaml"}
+# pip would take a project of such a name for one of the packages that it installs, and remove that or itself. Besides
+# the tools of an environment, these are the packages of pyproject.toml and constraints.txt, which a test compares.
+DEPENDENCIES = """
+absl_py annotated_types ast_serialize filelock flatbuffers fsspec grpcio h5py hdf5plugin imagecodecs iniconfig jinja2
+librt markdown markupsafe ml_dtypes mpmath mypy mypy_extensions networkx numpy nvidia_ml_py obstore onnx onnx_ir
+onnxruntime onnxscript packaging pathspec pillow pip pluggy polars polars_runtime_32 protobuf psutil pydantic
+pydantic_core pygments pytest pyyaml ruff safetensors scipy setuptools simplejpeg sympy tensorboard
+tensorboard_data_server timm torch tqdm types_psutil types_pyyaml types_tqdm typing_extensions
+typing_inspection wandb werkzeug wheel
+"""
+# Its folder would stand for such a module where Python is started beside it: modules of these packages that are called
+# otherwise, optional packages, and modules of the project.
+IMPORTED = """
+absl apex convert cv2 diagnose fastgpu functorch google grpc isympy mypyc pil pkg_resources predict py pynvml report
+tests torchgen torchvision train workloads yaml
+"""
 
 
 def mistakes() -> list[str]:
@@ -51,10 +34,8 @@ def mistakes() -> list[str]:
         found.append(f"project_slug is {slug!r}: {cure}, at most 50 characters, a letter first, no _ last")
     elif keyword.iskeyword(slug) or keyword.issoftkeyword(slug):
         found.append(f"project_slug is {slug!r}, a word of the Python language: {cure}")
-    elif slug in DEPENDENCIES | IMPORTED:
-        found.append(
-            f"project_slug is {slug!r}, a package that the project imports: add a word, such as {slug}_project"
-        )
+    elif slug in {*DEPENDENCIES.split(), *IMPORTED.split(), *sys.stdlib_module_names}:
+        found.append(f"project_slug is {slug!r}, a package that the project needs: add a word, such as {slug}_project")
     for name in ("project_name", "author"):
         answer = answers[name]
         if not answer.strip():

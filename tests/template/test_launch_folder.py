@@ -177,10 +177,18 @@ def test_node_evicted_saves_and_the_job_continues(folder, start_node):
 
 
 @pytest.mark.slow
-def test_node_with_a_mistake_ends_before_torchrun(folder, start_node):
-    node = start_node(free_port(), "data.dataset=missing:Rows")
-    last_line = output_of(node).splitlines()[-1]
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("data.dataset=missing:Rows", "missing"),
+        ("data.batch_size=63", "it should be a multiple of 2 (2 ranks x "),  # one process could train on it
+    ],
+)
+def test_node_with_a_mistake_ends_before_torchrun(folder, start_node, word, message):
+    node = start_node(free_port(), word)
+    printed = output_of(node)
     assert node.returncode == 2
-    assert last_line.startswith("error: ")
-    assert "missing" in last_line
+    assert printed.count("error: ") == 1
+    assert printed.splitlines()[-1].startswith("error: ")
+    assert message in printed.splitlines()[-1]
     assert not (folder / "runs/train").exists()

@@ -40,11 +40,23 @@ def test_answers_suggested_slug_is_accepted(name, slug):
     assert load_hook(project_name=name)["mistakes"]() == []
 
 
-def test_answers_dependencies_are_no_slugs():
+def test_answers_packages_of_the_environment_are_no_slugs():
+    """By the names of what pip installs, and of the modules that it brings."""
     project = tomllib.loads(re.sub(r"{%.*?%}", "", (PROJECT / "pyproject.toml").read_text()))["project"]
     needed = itertools.chain(project["dependencies"], *project["optional-dependencies"].values())
-    names = {re.match(r"[\w-]+", each)[0].replace("-", "_") for each in needed}
-    assert load_hook()["DEPENDENCIES"] == names
+    pinned = re.findall(r"(?m)^([\w.-]+)==", (PROJECT / "constraints.txt").read_text())
+    names = {canonicalize_name(re.match(r"[\w.-]+", each)[0]).replace("-", "_") for each in (*needed, *pinned)}
+    packages, imported = (set(load_hook()[name].split()) for name in ("DEPENDENCIES", "IMPORTED"))
+    assert packages == names | {"pip", "setuptools", "wheel"}
+
+    modules = {
+        module.lower()
+        for module, owners in metadata.packages_distributions().items()
+        if names & {canonicalize_name(owner).replace("-", "_") for owner in owners}
+    }
+    own = {path.stem for path in PROJECT.glob("[a-z]*") if path.suffix == ".py" or any(path.glob("*.py"))}
+    found = {name for name in modules | own if re.fullmatch("[a-z][a-z0-9_]*[a-z0-9]", name)}
+    assert found - {"example"} <= packages | imported  # nvidia-ml-py has an example.py
 
 
 @pytest.mark.parametrize(
@@ -54,7 +66,13 @@ def test_answers_dependencies_are_no_slugs():
         ("project_slug", "a" * 51, "at most 50"),
         ("project_slug", "match", "a word of the Python language"),
         ("project_slug", "nvidia_ml_py", "add a word, such as nvidia_ml_py_project"),
-        ("project_slug", "torchvision", "a package that the project imports"),
+        ("project_slug", "torchvision", "a package that the project needs"),
+        ("project_slug", "pip", "a package that the project needs"),
+        ("project_slug", "setuptools", "a package that the project needs"),
+        ("project_slug", "jinja2", "a package that the project needs"),
+        ("project_slug", "cv2", "a package that the project needs"),
+        ("project_slug", "json", "a package that the project needs"),
+        ("project_slug", "train", "a package that the project needs"),
         ("project_name", "two\nlines", "without control characters"),
         ("author", "   ", "write a word or two"),
     ],

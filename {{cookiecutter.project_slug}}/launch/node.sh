@@ -30,7 +30,8 @@ fi
 run=${RUN_FOLDER:-runs}/$RUN_NAME
 set -- train.py run.folder="${RUN_FOLDER:-runs}" run.name="$RUN_NAME" run.resume=auto "$@"
 
-# torchrun restarts whatever fails, so a mistake must show before it starts.
+# torchrun restarts whatever fails, so a mistake must show before it starts. This process reads from PET_NNODES and
+# PET_NPROC_PER_NODE how many ranks there will be, and tests the sizes for them (with min:max nodes, for both).
 if [ "${LAUNCH_STEP:-check}" = check ]; then
   python "$@" run.check=true
 fi

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import workloads
 from fastgpu.images import augment
-from fastgpu.process.config import Count, CountOrZero, Section
+from fastgpu.process.config import CountOrZero, Section
 from fastgpu.process.launch import UserError
 from fastgpu.rows.classes import read_classes
 from fastgpu.rows.contract import Dataset
@@ -43,9 +43,9 @@ class Workload(workloads.Workload):
     class Options(Section):
         """Settings of this workload: the section `model` of config.yaml."""
 
-        width: Count = 32
+        width: Annotated[int, Limits(ge=1, le=4096)] = 32
         """Channels of the first stage. Each later stage doubles them."""
-        blocks: Count = 1
+        blocks: Annotated[int, Limits(ge=1, le=1000)] = 1
         """Residual blocks in each stage."""
         timm: str = ""
         """Name of a network of timm, such as resnet50, to use in place of the one here."""

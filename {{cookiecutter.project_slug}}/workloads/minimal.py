@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import workloads
-from fastgpu.process.config import Section
+from fastgpu.process.config import Count, Section
 from fastgpu.process.launch import UserError
 from fastgpu.rows import Dataset, Rows
 
@@ -21,7 +21,7 @@ class Workload(workloads.Workload):
     class Options(Section):
         """Settings, read from the section `model` of config.yaml."""
 
-        hidden_dim: int = 64
+        hidden_dim: Count = 64
         """Width of the hidden layer."""
 
     options: Options

@@ -10,7 +10,7 @@ from torch.utils.data import TensorDataset
 from fastgpu.dataset.source import ItemDataset
 from fastgpu.feed import Passes, sizes
 from fastgpu.feed.sizes import Sizes, choose_sizes, choose_tier
-from fastgpu.process.config import Config, Data, Loader, Optim, Section
+from fastgpu.process.config import Config, Data, Dist, Loader, Optim, Run, Section
 from fastgpu.process.launch import UserError
 from fastgpu.process.machine import GIB
 from fastgpu.process.world import World
@@ -31,9 +31,10 @@ class Shape(Dataset):
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch) -> None:
-    """32 CPUs, 64 GiB of free memory, and GPUs with 10 GiB of free memory."""
+    """32 CPUs, 64 GiB of free memory, and two GPUs with 10 GiB of free memory."""
     monkeypatch.setattr(sizes, "available_cpus", lambda: 32)
     monkeypatch.setattr(sizes, "free_host_bytes", lambda: 64 * GIB)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10 * GIB, 80 * GIB))
 
 
@@ -107,6 +108,39 @@ def test_sizes_that_do_not_fit_are_refused(options, n_rows, message):
     world = World(0, 4, 2, torch.device("cuda", 0))
     with pytest.raises(UserError, match=message):
         choose(Shape(n_rows, row_bytes=1 << 20), world, sections=ACCUMULATION, **options)
+
+
+@pytest.mark.parametrize(
+    ("machines", "own", "sections", "message"),
+    [
+        ("1", "2", {}, r"data.batch_size is 63; it should be a multiple of 2 \(2 ranks x "),
+        ("1:2", "1", {}, r"data.batch_size is 63; it should be a multiple of 2 \(2 ranks x "),
+        ("1", "3", {"dist": Dist(strategy="dp")}, "dist.strategy is dp, .* not for 3: use ddp"),
+        ("3", "3", {}, r"3 processes \(PET_NPROC_PER_NODE\) for 2 visible GPUs"),
+        ("1", "gpu", {}, ""),
+        ("", "", {}, ""),
+    ],
+)
+def test_sizes_of_the_ranks_to_come_are_checked(monkeypatch, machines, own, sections, message):
+    monkeypatch.setenv("PET_NNODES", machines)
+    monkeypatch.setenv("PET_NPROC_PER_NODE", own)
+    world = World(0, 1, 1, torch.device("cuda", 0))
+    chosen = choose(Shape(1000), world, sections=sections, batch_size=63)  # a run that is no check is alone
+    check = {"run": Run(check=True), **sections}
+    if message:
+        with pytest.raises(UserError, match=message):
+            choose(Shape(1000), world, sections=check, batch_size=63)
+    else:
+        assert choose(Shape(1000), world, sections=check, batch_size=63) == chosen
+
+
+def test_sizes_of_a_check_count_the_memory_of_each_rank(monkeypatch):
+    monkeypatch.setenv("PET_NNODES", "2")
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "2")
+    rows = Shape(33 * 1024, row_bytes=1 << 20)
+    assert choose(rows, tier="host").tier == "host"
+    with pytest.raises(UserError, match="data.tier is host, .* 33.0 GiB a rank and 32.0 GiB are free"):
+        choose(rows, tier="host", sections={"run": Run(check=True)})
 
 
 def test_sizes_all_together():

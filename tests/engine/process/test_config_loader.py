@@ -1,3 +1,4 @@
+import json
 import re
 import shlex
 from collections.abc import Callable
@@ -10,7 +11,7 @@ import yaml
 from pydantic import Field
 
 from fastgpu.process.config import Config, Count, Section
-from fastgpu.process.config_loader import PROJECT, load_config, read_options
+from fastgpu.process.config_loader import PROJECT, keys, load_config, read_options
 from fastgpu.process.launch import SharedError
 from support.ranks import run_train
 from support.runs import write_minimal
@@ -27,6 +28,13 @@ MISTAKES_IN_A_FILE = (
     "data: [",
     "run:\n  seed: 2026-13-45",
     "run: {folder: !!python/object:os.system x}",
+    "data: {train: &all [*all]}",
+    'data: {train: "a\\0.h5"}',
+    'run: {folder: "\\ud800"}',
+    "run: {seed: !!timestamp x}",
+    "data: {train: {a.h5: 1.0e+308, b.h5: 1.0e-308}}",
+    "data: {train: {./~: 1, a.h5: 1}, fields: {x: null}}",
+    "model: {label: on, width: 1e3, note: 2024}",
 )
 MISTAKES_IN_WORDS = (
     "data.echo=0.5 data.val=10 optim.lr=-1 optim.warmup_share=2 train.epochs=-1 run.seed=-1 workload=Mine",
@@ -54,6 +62,13 @@ class Options(Section):
     anything: Any = None
     note: str | None = "x"
     label: str | int = 0
+
+
+def bomb(form: str) -> str:
+    """YAML of 600 bytes with 10 ** 15 values. form: of a collection with ten members."""
+    lines = ["a0: &a0 {x: 1}"]
+    lines += [f"a{n}: &a{n} {form.format(', '.join([f'*a{n - 1}'] * 10))}" for n in range(1, 16)]
+    return "\n".join(lines)
 
 
 @pytest.fixture
@@ -88,19 +103,105 @@ def test_config_later_files_and_words_win(load):
     assert by_file.data.fields == {"items": "z"}
 
 
+@pytest.mark.parametrize("form", ["[{}]", "{{<<: [{}], y: 2}}", "{{? [{}] : 1}}"])
+def test_config_aliases_are_counted_before_they_are_read(load, form):
+    with pytest.raises(SharedError, match="0.yaml: stands for more than 100,000 keys and values"):
+        load(bomb(form))
+    many = ", ".join(["*x"] * 900)  # aliases that stand for little are read
+    assert load(f"model: {{a: &x [1, 2], b: [{many}]}}").model["b"][899] == [1, 2]
+
+
+ABSURD = "1.0e+308 | -1 | '' | .nan | .inf | [] | {} | null | on | [[[]]] | {{}: 1} | {1: {}} | [null] | {null: null}"
+ABSURD += " | {2024-01-01: .inf} | !!binary aGk= | !!set {x} | !!timestamp x | *x | ~nobody/x | 2024-11-27 | 1e-308"
+ABSURD += r' | "\0" | "\ud800" | "\udcff" | "\e[31m"'
+ABSURD += f" | 1{'0' * 400} | 0x{'f' * 3400} | 1:{'01:' * 2000}01 | {'x' * 5000} | {'x' * 300}"
+"""Values that hardly a key allows, as YAML."""
+
+
+@pytest.mark.parametrize("key", [*keys(), "model.width", "model.anything", "model", "data", "zzz", "0", "null"])
+def test_config_absurd_values_are_one_line(load, key):
+    """Each is refused with its place, or has a text that can be written and read again, and sizes that can be used."""
+    section, _, name = key.partition(".")
+    for value in ABSURD.split(" | "):
+        text = f"{section}: {{{name}: {value}}}" if name else f"{key}: {value}"
+        try:
+            config = load(text)
+            read_options(config, Options)
+        except SharedError as error:
+            message = str(error)
+        else:
+            if section != "model":  # what the class of a workload allows is its own matter
+                flat = config.flat()
+                assert load(yaml.safe_dump(config.model_dump(), allow_unicode=True)).flat() == flat, text
+                assert all(number <= 2**63 for number in flat.values() if type(number) is int), text
+            continue
+        assert message.startswith(("0.yaml:1: ", "0.yaml: ", "config: ")), text
+        assert len(message) < 1500, text
+
+
 @pytest.mark.parametrize("text", ["20241127", "1e5", "on", "null", "2024-11-27", "007", ".5", "~"])
 def test_config_words_for_text_stay_text(load, text):
     keys = ("run.folder", "data.train", "data.val", "log.wandb", "model.note")
     config = load(words=tuple(f"{key}={text}" for key in keys))
     note = None if text in ("null", "~") else text
     values = (config.run.folder, config.data.train, config.data.val, config.log.wandb)
-    assert (*values, read_options(config, Options).note) == (text,) * 4 + (note,)
+    path = str(Path(text).expanduser())
+    assert (*values, read_options(config, Options).note) == (path, path, path, text, note)
     if text[0].isalnum():
         assert load(words=(f"run.name={text}",)).run.name == text
     config = load(words=("data.train=[1.h5, b]", "run.folder='1'", "log.wandb=", "model.label=5", "model.anything=5"))
     options = read_options(config, Options)
     assert (config.data.train, config.run.folder, config.log.wandb) == (["1.h5", "b"], "1", "")
     assert (options.label, options.anything) == (5, 5)
+
+
+def test_config_names_that_yaml_reads_as_others_are_text(load):
+    config = load(
+        "workload: on\nrun: {folder: 2024-11-27}\ndata: &data {fields: {on: no, 1: 1e3}, train: [2024, ~x, .5]}",
+        "data: {<<: {fields: {yes: 007}}, val: 1_000, train: {2024: 2, on: 1}}",
+    )
+    assert (config.workload, config.run.folder, config.data.val) == ("on", "2024-11-27", "1_000")
+    assert (config.data.fields, config.data.train) == ({"yes": "007"}, {"2024": 2, "on": 1})
+    assert load("data: {train: [2024, on, no.h5], fields: {on: no, 1: 1e3}}").data.train == ["2024", "on", "no.h5"]
+    words = ("data.train=[2024, on]", "data.fields={x: on, y: no}", "workload=no")
+    config = load(words=words)
+    assert (config.workload, config.data.train, config.data.fields) == ("no", ["2024", "on"], {"x": "on", "y": "no"})
+
+
+@pytest.mark.parametrize("kind", ["file", "word"])
+def test_config_paths_begin_in_the_home_folder(load, monkeypatch, kind):
+    monkeypatch.setenv("HOME", "/home/me")
+    paths = {"train": "~/a.h5::/train", "val": ["~/b-*.h5", "c/~.h5", "https://a/~b"], "cache": "~/cache"}
+    trees = {"data": paths, "run": {"folder": "~"}}, {"data": {"train": {"~/a.h5": 1, "b.h5": 2}}}
+    for tree in trees:
+        pairs = [(f"{name}.{key}", value) for name, section in tree.items() for key, value in section.items()]
+        words = tuple(f"{key}={json.dumps(value)}" for key, value in pairs)
+        config = load(yaml.safe_dump(tree)) if kind == "file" else load(words=words)
+        if len(tree) == 2:
+            assert (config.data.train, config.data.cache) == ("/home/me/a.h5::/train", "/home/me/cache")
+            assert config.data.val == ["/home/me/b-*.h5", "c/~.h5", "https://a/~b"]
+            assert config.run.folder == "/home/me"
+    assert config.data.train == {"/home/me/a.h5": 1, "b.h5": 2}
+    with pytest.raises(SharedError, match="data.train is .*; it should name each file once"):
+        load("data: {train: {~/a.h5: 1, /home/me/a.h5: 2}}")
+
+
+def test_config_share_of_a_long_number_is_a_name(load):
+    assert load("data: {val: 12.5 %, train: [s3://a/" + "b" * 300 + "]}").data.val_share == 0.125
+    assert load(words=(f"data.val={'9' * 200}%",)).data.val_share is None
+
+
+def test_config_flag_of_the_old_launcher_is_ignored(load):
+    assert load(words=("--local-rank=1", "optim.lr=1")).optim.lr == 1
+
+
+def test_config_tasks_of_srun_train_only_with_torchrun(load, monkeypatch):
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert load(words=("run.check=true",)).run.check  # as launch/node.sh on each node
+    with pytest.raises(SharedError, match="srun started 2 tasks"):
+        load()
 
 
 def test_config_missing_names_the_folder_of_the_project(load):
@@ -145,6 +246,9 @@ def test_messages_of_config(compare_messages, load):
 
     calls = {text: partial(load, text) for text in MISTAKES_IN_A_FILE}
     calls["nested too deeply"] = partial(load, "{" * 2000)
+    calls["long names"] = partial(load, f"run: {{folder: {'x' * 256}}}\ndata: {{cache: {'é' * 128}}}")
+    calls["too large"] = partial(load, "#" * 2**20 + "#")
+    calls["aliases of aliases"] = partial(load, bomb("[{}]"))
     calls |= {words: partial(load_config, words.split()) for words in MISTAKES_IN_WORDS}
     checks = {mistake: lambda read=read: read_options(read(), Options) for mistake, read in calls.items()}
     checks["model: {zzz: 1}, of a workload without settings"] = lambda: read_options(load("model: {zzz: 1}"), Section)

@@ -1,5 +1,7 @@
 """What torchrun tells a process, and how processes end: with a message, or with their launcher."""
 
+import os
+import re
 import socket
 
 import psutil
@@ -10,6 +12,7 @@ from fastgpu.process.launch import (
     Launch,
     SharedError,
     UserError,
+    check_alone,
     check_parent,
     exit_with_message,
     read_launch,
@@ -27,17 +30,88 @@ def slept(monkeypatch) -> list[float]:
     slept: list[float] = []
     monkeypatch.setattr(launch_module.time, "sleep", slept.append)
     monkeypatch.setattr(launch_module, "end_with_parent", lambda: None)
-    for name in (*VARIABLES, "TORCHELASTIC_RUN_ID"):
+    for name in (*VARIABLES, "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     return slept
 
 
 def test_launch_reads_the_variables_of_torchrun(monkeypatch):
     assert read_launch() == Launch()
-    for number, name in enumerate(VARIABLES, 3):
-        monkeypatch.setenv(name, str(number))
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
-    assert read_launch() == Launch(3, 4, 5, 6, 7, is_launched=True)
+    for name, text in zip(VARIABLES, "39267", strict=True):
+        monkeypatch.setenv(name, text)
+    for name, text in (("TORCHELASTIC_RUN_ID", "job"), ("MASTER_ADDR", "a"), ("MASTER_PORT", "29500")):
+        monkeypatch.setenv(name, text)
+    assert read_launch() == Launch(3, 9, 2, 6, 7, is_launched=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("RANK= WORLD_SIZE= LOCAL_RANK= MASTER_ADDR= MASTER_PORT= TORCHELASTIC_RUN_ID=", ""),
+        ("MASTER_ADDR=a MASTER_PORT=tcp://10.0.0.1:80", ""),  # of a Service of Kubernetes
+        ("RANK=0 WORLD_SIZE=1 LOCAL_RANK=0", ""),
+        ("RANK=x", "RANK is 'x' in the environment; it should be a number: start with torchrun"),
+        ("WORLD_SIZE=-2", "WORLD_SIZE is '-2'"),
+        ("RANK=0 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=tcp://a:80", "MASTER_PORT is 'tcp://a:80'"),
+        ("WORLD_SIZE=2", "WORLD_SIZE=2, but no RANK, MASTER_ADDR, MASTER_PORT: start with torchrun, .* or unset RANK"),
+        ("RANK=0 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=", "RANK=0, WORLD_SIZE=2, but no MASTER_PORT"),
+        ("RANK=1", "RANK=1, which do not fit 1 processes"),
+        ("LOCAL_RANK=3", "LOCAL_RANK=3, which do not fit"),
+        ("RANK=2 WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1", "RANK=2, WORLD_SIZE=2, which do not fit"),
+        ("WORLD_SIZE=0", "WORLD_SIZE=0, but no RANK"),
+        ("LOCAL_WORLD_SIZE=0", "LOCAL_WORLD_SIZE=0, which do not fit"),
+    ],
+)
+def test_launch_variables_left_over_are_one_line(monkeypatch, capsys, given, message):
+    for word in given.split():
+        monkeypatch.setenv(*word.split("=", 1))
+    if not message:
+        assert read_launch() == Launch()
+        return
+    with pytest.raises(SystemExit) as stop, exit_with_message():
+        pytest.fail("it went on")
+    assert stop.value.code == 2
+    assert re.fullmatch(f"error: .*{message}.*\n", capsys.readouterr().err)
+
+
+def test_launch_tasks_of_srun_without_torchrun_are_refused(monkeypatch):
+    for variables in ({"SLURM_NTASKS": "4"}, {"SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_STEP_NUM_TASKS": ""}):
+        for name, text in variables.items():
+            monkeypatch.setenv(name, text)
+        check_alone()  # a script of sbatch, the shell of salloc, a single task
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    with pytest.raises(SharedError, match=r"srun started 4 tasks, .* torchrun once on each node .*launch/slurm.sh"):
+        check_alone()
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    with pytest.raises(SystemExit, match="2"):
+        check_alone()
+    monkeypatch.setenv("WORLD_SIZE", "4")  # of torchrun, or of a script that sets all
+    check_alone()
+
+
+def test_launch_prints_what_terminals_obey_as_text(capsys):
+    say("a\nb\x1b[31m\x07\rc\udcfc\x9b é")
+    with pytest.raises(SystemExit), exit_with_message():
+        raise SharedError("\x1b]0;title\x07")
+    assert capsys.readouterr() == ("a\nb\\x1b[31m\\x07\\x0dc\\xfc\\x9b é\n", "error: \\x1b]0;title\\x07\n")
+
+
+ASCII = """
+import sys
+from fastgpu.process.launch import SharedError, exit_with_message, say
+with exit_with_message():
+    say(f"ü {sys.argv[1]}")
+    print("ü")
+    raise SharedError("ü")
+"""
+
+
+def test_launch_output_that_cannot_encode_ends_nothing(monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    with start_python(ASCII, os.fsdecode(b"\xfc.h5")) as process:
+        printed = process.communicate(timeout=TIMEOUT_S)
+    assert (process.returncode, printed) == (2, ("\\xfc \\xfc.h5\n\\xfc\n", "error: \\xfc\n"))
 
 
 @pytest.mark.parametrize(
@@ -51,6 +125,8 @@ def test_launch_reads_the_variables_of_torchrun(monkeypatch):
 def test_launch_shows_one_message_per_failure(monkeypatch, capsys, slept, error, code, message):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "1")
     for local_rank in range(2):
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
         monkeypatch.setenv("RANK", str(local_rank + 2))

@@ -28,3 +28,8 @@ def test_machine_limits_are_those_of_its_cgroup(tmp_path, monkeypatch, cgroup, c
     for name, content in zip(FILES, cgroup, strict=False):
         (tmp_path / name).write_text(str(content))
     assert (available_cpus(), free_host_bytes()) == (cpus, free)
+
+
+def test_machine_without_proc_has_free_memory(monkeypatch):
+    monkeypatch.setattr(psutil, "PROCFS_PATH", "/nowhere")
+    assert free_host_bytes() > MIB

@@ -102,6 +102,8 @@ def test_world_maximum_on_a_gpu_does_not_wait():
 
 
 def test_world_prints_once(monkeypatch, capsys):
+    for name, text in (("WORLD_SIZE", "4"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, text)
     for rank in range(4):
         monkeypatch.setenv("RANK", str(rank))
         World(rank, 4, 4, CPU).print_once("a line")

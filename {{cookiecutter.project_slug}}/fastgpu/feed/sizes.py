@@ -12,7 +12,7 @@ from fastgpu.dataset.source import ItemDataset
 from fastgpu.feed.loader import Passes
 from fastgpu.process import config
 from fastgpu.process.config import Auto, Config, Tier
-from fastgpu.process.launch import UserError, warn
+from fastgpu.process.launch import UserError, planned_ranks, warn
 from fastgpu.process.machine import available_cpus, format_bytes, free_host_bytes
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Dataset
@@ -91,12 +91,19 @@ def choose_sizes(cfg: Config, source: Dataset, val_source: Dataset, world: World
     Raises UserError if the numbers do not fit together.
     """
     data, loader = cfg.data, cfg.loader
-    divisor = world.world_size * cfg.optim.accumulation_steps
-    if data.batch_size % divisor:
-        raise UserError(
-            f"data.batch_size is {data.batch_size}; it should be a multiple of {divisor} ({world.world_size} ranks x "
-            f"optim.accumulation_steps {cfg.optim.accumulation_steps})"
-        )
+    # A check is one process, which also finds what the ranks of the job would refuse.
+    ranks = [(world.world_size, world.local_world_size), *(planned_ranks() if cfg.run.check else [])]
+    for n_ranks, n_local in ranks:
+        divisor = n_ranks * cfg.optim.accumulation_steps
+        if data.batch_size % divisor:
+            raise UserError(
+                f"data.batch_size is {data.batch_size}; it should be a multiple of {divisor} ({n_ranks} ranks x "
+                f"optim.accumulation_steps {cfg.optim.accumulation_steps})"
+            )
+        if n_ranks > 1 and cfg.dist.strategy == "dp":
+            raise UserError(f"dist.strategy is dp, which is for one process, not for {n_ranks}: use ddp")
+        if world.device.type == "cuda" and n_local > (n_gpus := torch.cuda.device_count()):
+            raise UserError(f"{n_local} processes (PET_NPROC_PER_NODE) for {n_gpus} visible GPUs; use one for each")
     if len(source) < data.batch_size:
         raise UserError(f"data.batch_size is {data.batch_size}; use at most {len(source)}, the rows of {source.name}")
     wide = lcm(8, world.world_size)  # so that 1, 2, 4 and 8 ranks see the same batches
@@ -112,7 +119,7 @@ def choose_sizes(cfg: Config, source: Dataset, val_source: Dataset, world: World
         asked = REMOTE_READERS
     max_readers = sys.maxsize if has_items or source.decoding else MAX_READERS
     need = sum(len(each) * each.row_bytes for each in (source, val_source))
-    free_host = free_host_bytes() // world.local_world_size
+    free_host = free_host_bytes() // n_local
     free_device = torch.cuda.mem_get_info(world.device)[0] if world.device.type == "cuda" else free_host
     free = {"device": free_device, "host": free_host}
     tier = choose_tier(data, (source, val_source), need, free)
@@ -121,7 +128,7 @@ def choose_sizes(cfg: Config, source: Dataset, val_source: Dataset, world: World
         canonical_ranks=canonical_ranks,
         pool_batches=pool_batches,
         tier=tier,
-        n_readers=count_readers(asked, world.local_world_size, max_readers),
+        n_readers=count_readers(asked, n_local, max_readers),
         readers_key="num_workers" if has_items else "num_readers",
         passes=Passes(data.echo, cfg.train.epochs),
         memory=_describe_memory(need, tier, free),

@@ -6,20 +6,45 @@ workloads/__init__.py). This module does not import torch, so a typing error in 
 """
 
 import json
+import os
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr
 
 from fastgpu.process.launch import without_secrets
 
 Auto = Literal["auto"]
 Tier = Literal["device", "host", "disk"]
 Precision = Literal["bf16", "fp16", "fp32"]
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
+# Numbers are limited where larger ones have no use and would overflow, fill the memory or start threads for minutes.
+Count = Annotated[int, Field(ge=1, le=10**9)]
+CountOrZero = Annotated[int, Field(ge=0, le=10**9)]
+Seconds = Annotated[int, Field(ge=1, le=10**6)]  # a million: libraries count milliseconds in 32 bits
+Threads = Annotated[int, Field(ge=1, le=1000)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Weight = Annotated[float, Field(gt=0)]
+Weight = Annotated[float, Field(ge=1e-6, le=1e6)]
+Names = Annotated[dict[str, str], Field(max_length=1000)]
+
+
+def expand_home(path: str) -> str:
+    """The path with the home folder in place of a `~` at its beginning."""
+    return os.path.expanduser(path)  # noqa: PTH111 (Path would change URLs, and refuse names of unknown users)
+
+
+def _as_paths(paths: Any) -> Any:
+    """A path, the items of a list or the keys of a mapping, as `expand_home` gives them."""
+    if isinstance(paths, list):
+        return [_as_paths(path) for path in paths]
+    if isinstance(paths, dict):
+        expanded = {_as_paths(path): value for path, value in paths.items()}
+        if len(expanded) < len(paths):
+            raise ValueError("it should name each file once")
+        return expanded
+    path = expand_home(paths)
+    if "://" not in path and max(map(len, os.fsencode(path).split(b"/"))) > 255:
+        raise ValueError("it should have at most 255 bytes between two slashes, as names of files have")
+    return path
 
 
 class Section(BaseModel):
@@ -39,9 +64,9 @@ class Run(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "auto"
     """Folder of this run below `run.folder`. auto: date and time, or with `resume: auto` the newest run."""
-    folder: str = "runs"
+    folder: Annotated[str, AfterValidator(_as_paths)] = "runs"
     """Folder that holds all runs."""
-    seed: CountOrZero = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the weights, the order of the rows and the augmentation."""
     resume: Literal["never", "auto"] = "never"
     """auto: continue from the last checkpoint if there is one. On the command line, also a run folder, such as
@@ -60,22 +85,22 @@ class Run(Section):
 class Data(Section):
     """Which rows are trained on, and in which portions."""
 
-    train: str | list[str] | dict[str, Weight]
+    train: Annotated[str | list[str] | dict[str, Weight], AfterValidator(_as_paths)]
     """HDF5 file, list of files or glob pattern (shards), also as URLs (s3://bucket/part-*.h5). `file.h5::/group` uses
     the datasets of a group. {file: weight} mixes several sources: each epoch takes rows from them in proportion to the
     weights."""
-    val: str | list[str]
+    val: Annotated[str | list[str], AfterValidator(_as_paths)]
     """The same for validation, without weights. A share such as 10% holds out rows of data.train: the same rows for
     every run.seed."""
-    fields: dict[str, str]
+    fields: Names
     """Fields to read: name in the code -> name of the dataset in the file, or of the group of a CSR matrix."""
-    val_fields: dict[str, str] = {}
+    val_fields: Names = {}
     """The same for data.val. Empty: data.fields."""
     balance: Literal["none", "classes"] = "none"
     """classes: each epoch has equally many rows of each value of the field `labels`, and as many rows as data.train."""
     dataset: Annotated[str, Field(pattern=r"^(none|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$")] = "none"
     """Your own map-style Dataset as `package.module:Class`, called with data.train or data.val. none: HDF5 files."""
-    image_size: CountOrZero = 0
+    image_size: Annotated[int, Field(ge=0, le=65_535)] = 0
     """Height and width that encoded images (JPEG, PNG, WebP) are decoded to."""
     min_crop_scale: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Encoded images: train on a random crop of at least this share of the area (0.08 to 0.35 for photographs), and
@@ -87,31 +112,31 @@ class Data(Section):
     pool_batches: Count | Auto = "auto"
     """Global batches in a pool, which is shuffled, copied and echoed as a whole. auto: 256 MiB of rows, at most 8
     million."""
-    cache: Annotated[str, Field(min_length=1)] = "data/cache"
+    cache: Annotated[str, Field(min_length=1), AfterValidator(_as_paths)] = "data/cache"
     """Folder for the local copies of files that are named by URLs: s3://, gs://, az:// or https://."""
-    echo: Annotated[float, Field(ge=1)] = 1.0
+    echo: Annotated[float, Field(ge=1, le=1000)] = 1.0
     """Train on each pool this many times, reshuffled each time (2.5 means 2, 3, 2, 3, ...)."""
 
     @property
     def val_share(self) -> float | None:
         """The share of the training rows that data.val asks for; None if it names files."""
-        match = re.fullmatch(r"(\d+(?:\.\d+)?) *%", self.val) if isinstance(self.val, str) else None
+        match = re.fullmatch(r"(\d{1,9}(?:\.\d+)?) *%", self.val) if isinstance(self.val, str) else None
         return float(match[1]) / 100 if match else None
 
 
 class Loader(Section):
     """How rows are read ahead of the training loop."""
 
-    num_readers: Count | Auto = "auto"
+    num_readers: Threads | Auto = "auto"
     """Threads of each rank that read HDF5 files. auto: the CPUs of this rank, at most 8 unless they decode images; 64
     for URLs."""
-    prefetch_pools: Count = 2
+    prefetch_pools: Annotated[int, Field(ge=1, le=100)] = 2
     """Pools prepared ahead of the one in use; for validation it is always 1. Each has its own staging memory. No effect
     on the device tier."""
-    num_workers: CountOrZero | Auto = "auto"
+    num_workers: Annotated[int, Field(ge=0, le=1000)] | Auto = "auto"
     """Worker processes of each rank for data.dataset. auto: the CPUs of this rank. 0: read in the main thread, to
     debug."""
-    timeout_s: Count = 300
+    timeout_s: Seconds = 300
     """Stop the run if a reader thread or the worker processes deliver nothing for this many seconds."""
 
 
@@ -161,7 +186,7 @@ class Dist(Section):
     """cuda: stop with an error if there is no GPU. auto: a GPU if there is one."""
     find_unused_parameters: bool = False
     """Let steps leave out parameters of the model, as the two steps of a GAN do. DDP is slower with it."""
-    timeout_s: Count = 600
+    timeout_s: Seconds = 600
     """Seconds a rank waits for the others before it gives up."""
 
 

@@ -1,23 +1,32 @@
 """Reads YAML files and words such as `optim.lr=0.1` into one checked `Config`."""
 
 import json
+import os
 import re
-from argparse import ArgumentParser
+from argparse import SUPPRESS, ArgumentParser
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
+from math import inf
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_args
+from types import UnionType
+from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from fastgpu.process.config import Config, Section
-from fastgpu.process.launch import SharedError, read_launch, say
+from fastgpu.process.config import Config, Section, expand_home
+from fastgpu.process.launch import SharedError, check_alone, read_launch, say
 
 SectionT = TypeVar("SectionT", bound=Section)
 COMMAND_LINE = "command line"
 PROJECT = Path(__file__).parents[2]
+MAX_TEXT = 1 << 20
+"""Letters of a file. To read so many takes seconds; of more files than fit, a pattern names all."""
+MAX_NODES = 100_000
+"""Keys and values of a file, with each alias counted as what it stands for: a few aliases may stand for millions."""
+MAX_BYTES = 3500
+"""Bytes of a key or value: a path may have 4,095 bytes, and Python writes no number of more than 4,300 digits."""
 HELP = "docs/config.md explains every key, and the class Options in workloads/ those of the section model."
 
 
@@ -36,6 +45,7 @@ def load_config(argv: list[str]) -> Config:
     """
     parser = _Parser(prog="train.py", epilog=HELP, allow_abbrev=False)
     parser.add_argument("--config", metavar="FILE", action="append", default=[], help="default: config.yaml")
+    parser.add_argument("--local-rank", type=int, help=SUPPRESS)  # python -m torch.distributed.launch adds it
     parser.add_argument("words", metavar="section.key=value", nargs="*")
     args = parser.parse_intermixed_args(argv)
     words: dict[str, str] = {}
@@ -46,7 +56,7 @@ def load_config(argv: list[str]) -> Config:
         words[key] = value
     recorded: list[Path] = []
     if words.get("run.resume", "auto") not in ("auto", "never", ""):
-        run = Path(words["run.resume"])
+        run = Path(expand_home(words["run.resume"]))
         recorded = sorted(run.glob("config*.yaml"), key=lambda path: (len(path.name), path.name))
         if not recorded:
             parser.error(f"run.resume is {run}, which is no run with a config.yaml")
@@ -56,12 +66,15 @@ def load_config(argv: list[str]) -> Config:
     origins: dict[str, str] = {}
     for path in args.config or ["config.yaml"]:
         try:
-            layer = _parse(Path(path).read_text(encoding="utf-8"), path, origins) or {}
-        except (OSError, UnicodeDecodeError) as error:
+            with Path(expand_home(str(path))).open(encoding="utf-8") as file:
+                text = file.read(MAX_TEXT + 1)
+        except (OSError, ValueError) as error:  # ValueError: it is no text, or its name has a zero byte
             cure = "" if args.config else f"; start it in {PROJECT}, or name a file (--config)"
             parser.error(f"{path} cannot be read ({error}){cure}")
+        layer = _parse(text, path, origins) or {}
         if not isinstance(layer, dict):
-            raise SharedError(f"{path}: holds {layer!r}; allowed are sections such as `data:` with keys below them")
+            allowed = "allowed are sections such as `data:` with keys below them"
+            raise SharedError(f"{path}: holds {layer!r:.200}; {allowed}")
         _merge(tree, layer)
     for key, text in words.items():
         section, _, name = key.partition(".")
@@ -75,6 +88,8 @@ def load_config(argv: list[str]) -> Config:
     config = _check(Config, tree, origins)
     config._origins.update(origins)
     config._words.update(words)
+    if not config.run.check:  # launch/node.sh checks on each node, before it starts torchrun
+        check_alone()
     if recorded and read_launch().rank == 0:
         code = f"workload={config.workload} data.dataset={config.data.dataset}"
         say(f"{recorded[-1]} names the code that will be imported: {code}")
@@ -112,37 +127,101 @@ def _merge(tree: dict[str, Any], layer: dict[str, Any]) -> None:
         tree[section] = old | values if isinstance(old, dict) and isinstance(values, dict) else values
 
 
-class _YamlLoader(yaml.SafeLoader):
-    """YAML as people expect it: `1e-3` is a number, as in YAML 1.2."""
+class YamlLoader(yaml.SafeLoader):
+    """A loader of YAML that stays quick whatever the text is. All errors are those of yaml, or a RecursionError."""
+
+    def __init__(self, text: str):
+        if len(text) > MAX_TEXT:
+            raise yaml.YAMLError(f"has more than {MAX_TEXT:,} letters; name files by a pattern, such as photos-*.h5")
+        super().__init__(text)
+
+    def get_single_node(self) -> yaml.Node | None:
+        """The tree of the text, in which aliases of a value share its node."""
+        node: yaml.Node | None = super().get_single_node()
+        if node and _count_nodes(node, {}) > MAX_NODES:
+            raise yaml.YAMLError(f"stands for more than {MAX_NODES:,} keys and values; write fewer, and fewer aliases")
+        return node
 
 
-_YamlLoader.add_implicit_resolver(
+def _count_nodes(node: yaml.Node, known: dict[yaml.Node, float]) -> float:
+    """The nodes of a tree, if each alias were written out: endless if a node holds itself."""
+    if node not in known:
+        known[node] = inf
+        below = node.value if isinstance(node, yaml.CollectionNode) else ()
+        pairs = (each if isinstance(each, tuple) else (each,) for each in below)
+        known[node] = 1 + sum(_count_nodes(each, known) for pair in pairs for each in pair)
+    return known[node]
+
+
+class _ConfigLoader(YamlLoader):
+    """YAML as people expect it: `1e-3` is a number, as in YAML 1.2. Whatever it reads can be part of a path."""
+
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> str:
+        text: str = super().construct_scalar(node)
+        try:
+            encoded = os.fsencode(text)
+        except UnicodeEncodeError:  # half a pair of surrogates
+            encoded = b"\0"
+        if len(encoded) > MAX_BYTES or b"\0" in encoded:
+            problem = f"{text[:50]!r} is not allowed: use at most {MAX_BYTES:,} bytes of UTF-8, none of them zero"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+        return text
+
+
+_ConfigLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\.\d+|\d+(\.\d*)?)([eE][-+]?\d+)$"), list("-+.0123456789")
 )
+NAMES = {f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float", "timestamp", "value")}
+"""Tags of what can be a name, too, such as `on`, 2024, 1e3, 2024-11-27 and =."""
 
 
 def _parse(text: str, place: str, origins: dict[str, str], prefix: str = "") -> Any:
     """The value of a YAML text. Raises SharedError if it is no YAML or a key occurs twice.
 
-    The place of each key, such as config.yaml:12, is added to `origins`.
+    prefix: the key of which it is the value. The place of each key, such as config.yaml:12, is added to `origins`.
     """
     lines: dict[str, int] = {}
     try:
-        loader = _YamlLoader(text)
+        loader = _ConfigLoader(text)
         node = loader.get_single_node()
         for key, at in _keys_in(node, prefix):
             if key in lines:
                 raise yaml.MarkedYAMLError(problem=f"{key} stands twice, first in line {lines[key]}", problem_mark=at)
             lines[key] = at.line + 1
         origins |= {key: f"{place}:{line}" for key, line in lines.items()}
+        field = keys().get(prefix)
+        _read_names(loader, node, field.annotation if field else None if prefix else Config)
         return loader.construct_document(node) if node else None
-    except (yaml.YAMLError, ValueError, LookupError, RecursionError) as error:  # such as a date in month 13
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:  # a date in month 13
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         problem = " ".join(str(getattr(error, "problem", None) or error).split())
+        if not isinstance(error, yaml.YAMLError | ValueError):
+            is_deep = isinstance(error, RecursionError)
+            problem = "is nested too deeply" if is_deep else "a value does not fit the !!tag before it"
         is_text = prefix and isinstance(error, yaml.scanner.ScannerError | yaml.parser.ParserError)
         cure = f"""; if it is text, such as a glob, quote it twice: {prefix}='"{text}"'""" if is_text else ""
         raise SharedError(f"{place}{line}: {problem}{cure}") from None
+
+
+def _read_names(loader: yaml.SafeLoader, node: yaml.Node | None, kind: Any) -> None:
+    """Make text of what YAML takes for a number or a boolean where the config asks for text, or it is a key.
+
+    kind: the type that is asked for.
+    """
+    for each in get_args(kind) if isinstance(kind, UnionType) else (kind,):
+        origin, inner = get_origin(each), get_args(each)
+        if each is str and isinstance(node, yaml.ScalarNode) and node.tag in NAMES:
+            node.tag = "tag:yaml.org,2002:str"
+        elif origin is list and isinstance(node, yaml.SequenceNode):
+            for item in node.value:
+                _read_names(loader, item, inner[0])
+        elif isinstance(node, yaml.MappingNode) and (origin is dict or hasattr(each, "model_fields")):
+            loader.flatten_mapping(node)  # merge keys
+            for key, value in node.value:
+                _read_names(loader, key, str)
+                field = None if origin else each.model_fields.get(str(key.value))
+                _read_names(loader, value, inner[1] if origin else field and field.annotation)
 
 
 def _as_asked(field: FieldInfo | None, text: str | None, value: Any) -> Any:
@@ -177,7 +256,10 @@ def _check(kind: type[SectionT], values: dict[str, Any], origins: dict[str, str]
         elif item["type"] == "extra_forbidden":
             lines[key] = f"unknown key {key} ({_near(key, known)})"
         elif key not in lines:
-            lines[key] = f"{key} is {json.dumps(item['input'], default=str)}; it should {wish}"
+            given = json.dumps(item["input"], default=str, skipkeys=True)
+            shown = given if len(given) <= 200 else f"{given[:200]}..."
+            is_name = item["type"] == "string_type" and isinstance(item["input"], bool | int | float)
+            lines[key] = f"{key} is {shown}; it should {wish}" + ", in quotes" * is_name
         elif wish not in lines[key]:
             lines[key] += f" or {wish}"
     raise SharedError("\n       ".join(f"{origins.get(key, 'config')}: {line}" for key, line in lines.items()))

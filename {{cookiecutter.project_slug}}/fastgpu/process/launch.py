@@ -7,6 +7,7 @@ import ctypes
 import faulthandler
 import io
 import os
+import re
 import signal
 import socket
 import sys
@@ -61,15 +62,59 @@ class Launch(NamedTuple):
 
 
 def read_launch() -> Launch:
-    """The values that torchrun set in the environment (https://docs.pytorch.org/docs/stable/elastic/run.html)."""
+    """The values that torchrun set in the environment (https://docs.pytorch.org/docs/stable/elastic/run.html).
+
+    Empty variables, as templates of jobs leave them, count as not set. Raises SharedError if a variable is no number,
+    or if this process would be one of several that do not know of each other.
+    """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
-    numbers = [int(os.environ.get(name, default)) for name, default in zip(names, Launch()[:-1], strict=True)]
-    return Launch._make([*numbers, "TORCHELASTIC_RUN_ID" in os.environ])
+    given = {name: os.environ[name] for name in (*names, "MASTER_ADDR", "MASTER_PORT") if os.environ.get(name)}
+    cure = "start with torchrun, which sets all, or unset RANK, WORLD_SIZE and LOCAL_RANK"
+    is_one_of_several = given.get("WORLD_SIZE", "1") != "1"
+    for name in (*names, *["MASTER_PORT"] * is_one_of_several):  # a Service of Kubernetes sets MASTER_PORT to a URL
+        if not re.fullmatch("[0-9]{1,9}", given.get(name, "0")):
+            raise SharedError(f"{name} is {given[name]!r} in the environment; it should be a number: {cure}")
+    numbers = [int(given.get(name, default)) for name, default in zip(names, Launch()[:-1], strict=True)]
+    launch = Launch._make([*numbers, bool(os.environ.get("TORCHELASTIC_RUN_ID"))])
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if is_one_of_several and name not in given]
+    if missing or launch.world_size <= max(launch.rank, launch.local_rank) or not launch.local_world_size:
+        found = ", ".join(f"{name}={given[name]}" for name in names[:4] if name in given)
+        problem = f"but no {', '.join(missing)}" if missing else f"which do not fit {launch.world_size} processes"
+        raise SharedError(f"the environment has {found}, {problem}: {cure}")
+    return launch
+
+
+def planned_ranks() -> list[tuple[int, int]]:
+    """[(ranks, ranks of each machine)] of the job that torchrun's variables ask for, with the fewest and most machines.
+
+    launch/node.sh checks a run in one process before it starts torchrun, which restarts whatever fails.
+    """
+    machines = re.findall("[1-9][0-9]*", os.environ.get("PET_NNODES", ""))
+    own = re.fullmatch("[1-9][0-9]*", os.environ.get("PET_NPROC_PER_NODE", ""))  # it may be a word, such as gpu
+    return [(int(each) * int(own[0]), int(own[0])) for each in machines] if own else []
+
+
+def check_alone() -> None:
+    """Raise SharedError if srun started several of this process, each of which would train for itself.
+
+    srun alone sets the number of tasks of a step. SLURM_NTASKS is that of the job, also in the shell of `salloc` and in
+    a script for `sbatch`, where one process runs. Whoever sets WORLD_SIZE has told the tasks of each other.
+    """
+    n_tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "")
+    if n_tasks not in ("", "1") and not os.environ.get("WORLD_SIZE"):
+        if os.environ.get("SLURM_PROCID", "0") != "0":
+            raise SystemExit(2)  # the first task prints the message of all
+        cure = "start torchrun once on each node (srun --ntasks-per-node=1), as the template's launch/slurm.sh does"
+        raise SharedError(f"srun started {n_tasks} tasks, each of which would train alone: {cure}")
 
 
 def say(text: str, file: TextIO | None = None) -> None:
-    """Print a line to stdout, or to `file`. On a full disk or to a closed pipe, it and all later output is dropped."""
+    """Print text to stdout, or to `file`; what terminals obey is shown as `\\x1b`, but for the ends of lines.
+
+    On a full disk or to a closed pipe, it and all later output is dropped.
+    """
     file = file or sys.stdout
+    text = text.translate(ESCAPES | {13: "\\x0d"})
     try:
         print(without_secrets(text), file=file, flush=True)
     except OSError as error:
@@ -156,10 +201,13 @@ def exit_with_message(*others: type[Exception]) -> Iterator[None]:
     """
     expected: tuple[type[Exception], ...] = (UserError, *others)
     faulthandler.enable(sys.__stderr__ or 2)
-    launch = read_launch()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # what it cannot encode ends no run
+        sys.stdout.reconfigure(errors="backslashreplace")
+    launch = Launch()
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
+        launch = read_launch()
         if launch.is_launched:
             end_with_parent()
             check_parent()

@@ -10,16 +10,12 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
-from fastgpu.process.config_loader import keys
+from fastgpu.process.config_loader import YamlLoader, keys
 from fastgpu.process.launch import say
 from fastgpu.report.ledger import Point, account, goodput, read_process
 
 WEIGHTS = {"train/step_ms": "steps", "data/echo": "fresh_rows"}
 """{scalar: the sum that weights its mean}; `seconds` for others: rows per second are all rows over all seconds."""
-MAX_DEPTH = 50
-"""Levels of a file that is read: configs of users may nest a little."""
 SPEED = ("train/trained_rows_per_s", "data/wait_pct", "gpu0/util_pct", "train/loss")
 """Scalars that are shown behind the quality."""
 
@@ -82,22 +78,10 @@ def _read_all(folder: Path, pattern: str) -> Iterator[dict[str, Any]]:
     for path in sorted(folder.glob(pattern), key=lambda path: (len(path.name), path.name), reverse=True):
         with suppress(Exception):  # of many kinds: whatever the bytes have become
             text = path.read_text(encoding="utf-8") if path.is_file() else ""  # a fifo would never end
-            content = yaml.safe_load(text) if _is_short_to_read(text) else None  # JSON is YAML, too
+            content = YamlLoader(text).get_single_data()  # JSON is YAML, too
             if isinstance(content, dict):
                 text = json.dumps(content, default=str, skipkeys=True, ensure_ascii=False)  # such as dates
                 yield dict(json.loads(text.encode(errors="replace")))
-
-
-def _is_short_to_read(text: str) -> bool:
-    """Whether a YAML text has no aliases, a few of which can stand for an endless text, and is not deep, which takes
-    minutes to read. No run writes either."""
-    depth = 0
-    for token in yaml.scan(text):
-        kind = type(token).__name__
-        depth += kind.endswith("StartToken") - kind.endswith("EndToken")
-        if kind == "AliasToken" or depth > MAX_DEPTH:
-            return False
-    return True
 
 
 def over_run(points: Sequence[Point], name: str) -> float:
