@@ -1,5 +1,6 @@
 import errno
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -291,7 +292,9 @@ def test_remote_file_that_cannot_be_opened(bucket, dense_file, monkeypatch):
     assert "needs a local copy, but data/cache cannot be written (" in message(url)
     Path("data").unlink()
     bucket.objects["/b/rows.h5"] = b"no HDF5" * 100
-    assert "cannot be read as HDF5: " in message(url)
+    damaged = message(url)
+    assert "cannot be read as HDF5: " in damaged
+    assert re.search(r"; if the file is whole there, its copy is damaged: rm data/cache/[0-9a-f-]+\.h5\*$", damaged)
     bucket.objects["/b/rows.h5"] = Path("rows.h5").read_bytes()
     vars(bucket).update(head_status=405, refused=99, status=405)
     refused = message(f"{os.environ['AWS_ENDPOINT_URL']}/b/rows.h5")

@@ -56,6 +56,10 @@ def test_rows_to_predict_have_places(tmp_path, monkeypatch):
         "row": [0, 1, 2, 0, 1],
         "source": ["", "", "", "é.png", "b.png"],
     }
+    rows = open_store("INPUT", ["b.h5", "a.h5"], {"x": "x"})
+    rows.files = [("https://h/x.h5?signature=1", "/"), ("https://h/y.h5?signature=2", "/val")]
+    monkeypatch.setattr(type(rows), "sources", lambda *_: [])
+    assert {*places_of(rows)["file"]} == {"https://h/x.h5?...", "https://h/y.h5?...::/val"}
 
 
 def test_model_of_a_run_is_the_best(copy_model, tmp_path):

@@ -159,12 +159,10 @@ class RemoteFile(OpenFile):
             except UserError:
                 if missing == (begin, end):
                     raise
-        if first == last:
-            return None, True
-        is_kept = self._keep(pages[first - begin : last - begin], first, offset, count)
+        is_kept = first == last or self._keep(pages[first - begin : last - begin], first, offset, count)
         if is_kept and not is_piece:
             _held.pages = None
-        return content, is_kept
+        return None if first == last else content, is_kept
 
     def _fill(self, begin: int, end: int, first: int, last: int) -> np.ndarray:
         """The bytes from `begin` to `end`. Those from `first` to `last` are fetched."""
