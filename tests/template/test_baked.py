@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -124,6 +125,8 @@ def test_bake_has_what_was_asked_for(baked, answers):
             assert not re.search(r"\b(convert|diagnose|predict)\.py|python report\.py", text), page
     texts = {name: path.read_text() for name in files_below(project) if not is_binary(path := project / name)}
     assert [name for name, text in texts.items() if "org/fastgpu-template" in text] == []
+    (extras,) = re.findall(r'(?m)^pip install -c constraints.txt -e "\.\[(.*)\]"$', texts["README.md"])
+    assert set(extras.split(",")) <= meta["optional-dependencies"].keys()
     if answers.get("tools") == "none":
         assert not meta["optional-dependencies"].keys() & {"convert", "export"}
         assert [name for name, text in texts.items() if "dev,convert" in text] == []
@@ -227,7 +230,8 @@ def test_bake_passes_its_own_gate(own_copy, answers):
     workload = answers["workload"]
     for command in (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"]):
         run_in(project, "-m", *command)
-    run_in(project, "-m", "pip", "install", "-q", "--dry-run", "-c", "constraints.txt", "-e", ".[dev,convert]")
+    (install,) = re.findall(r"(?m)^pip (install .*)$", (project / "README.md").read_text())
+    run_in(project, "-m", "pip", *shlex.split(install), "-q", "--dry-run")
     if (project / "convert.py").exists():  # it needs no library of another workload
         assert convert_commands(project) == SHARED_COMMANDS | COMMANDS_OF[workload]
         paths = [path.relative_to(project).with_suffix("") for path in (project / "fastgpu/convert").rglob("[a-z]*.py")]
