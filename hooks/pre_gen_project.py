@@ -14,14 +14,14 @@ absl_py annotated_types ast_serialize filelock flatbuffers fsspec grpcio h5py hd
 librt markdown markupsafe ml_dtypes mpmath mypy mypy_extensions networkx numpy nvidia_ml_py obstore onnx onnx_ir
 onnxruntime onnxscript packaging pathspec pillow pip pluggy polars polars_runtime_32 protobuf psutil pydantic
 pydantic_core pygments pytest pyyaml ruff safetensors scipy setuptools simplejpeg sympy tensorboard
-tensorboard_data_server timm torch tqdm types_psutil types_pyyaml types_tqdm typing_extensions
+tensorboard_data_server timm torch torchvision tqdm types_psutil types_pyyaml types_tqdm typing_extensions
 typing_inspection wandb werkzeug wheel
 """
 # Its folder would stand for such a module where Python is started beside it: modules of these packages that are called
 # otherwise, optional packages, and modules of the project.
 IMPORTED = """
 absl apex convert cv2 diagnose fastgpu functorch google grpc isympy mypyc pil pkg_resources predict py pynvml report
-tests torchgen torchvision train workloads yaml
+tests torchgen train workloads yaml
 """
 
 

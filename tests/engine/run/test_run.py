@@ -257,8 +257,8 @@ def test_run_loader_that_fails_costs_no_step(tmp_path, monkeypatch, capsys, prob
 
 def test_run_loader_that_fails_on_a_rank_of_two(tmp_path, monkeypatch, capsys):
     """Saving needs both, and the other one waits in its step."""
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, text in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, text)
     with started_run(tmp_path) as run:
         run._world = World(1, 2, 2, CPU)
         with pytest.raises(UserError, match="the server is gone"):

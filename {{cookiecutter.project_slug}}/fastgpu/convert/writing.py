@@ -135,8 +135,9 @@ def _count_odd(batches: Iterable[Columns], n_odd: Counter[str]) -> Iterator[Colu
     """The same rows. n_odd: {field: number of values that are NaN or infinite}, which is added to."""
     for columns in batches:
         for name, column in columns.items():
-            is_ragged = isinstance(column, RaggedArray)
-            values = column.values[column.offsets[0] : column.offsets[-1]] if is_ragged else column
+            values = column
+            if isinstance(values, RaggedArray):
+                values = values.values[values.offsets[0] : values.offsets[-1]]
             if values.dtype.kind == "f" and not (is_finite := np.isfinite(values)).all():
                 n_odd[name] += values.size - int(np.count_nonzero(is_finite))
         yield columns

@@ -26,7 +26,7 @@ MAX_TEXT = 1 << 20
 MAX_NODES = 100_000
 """Keys and values of a file, with each alias counted as what it stands for: a few aliases may stand for millions."""
 MAX_BYTES = 3500
-"""Bytes of a key or value: a path may have 4,095 bytes, and Python writes no number of more than 4,300 digits."""
+"""Bytes of a key or value: a path may have 4,095 bytes, and Python reads no number of more than 4,300 figures."""
 HELP = "docs/config.md explains every key, and the class Options in workloads/ those of the section model."
 
 
