@@ -32,8 +32,8 @@ for h5py; up to the second one, each reader thread opens them for itself. Files 
 rest is for checkpoints and for connections between ranks."""
 OWNERS = attrgetter("st_mode", "st_uid", "st_gid", "st_nlink")
 RESTORE = "restore the file, then go on with run.resume=auto"
-MAX_SIDE_BY_SIDE = 16
-"""Threads that wait for a network while a run starts. Later, its reader threads do."""
+SIDE_BY_SIDE, BELOW = 64, 4
+"""Threads that wait for a network while a run starts, and those that each of them may start. Later, readers do."""
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -223,7 +223,9 @@ def side_by_side(function: Callable[[Item], Result], items: Iterable[Item]) -> l
                 except BaseException as error:
                     outcome.set_exception(error)
 
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(MAX_SIDE_BY_SIDE, len(todo)))]
+    is_first = threading.current_thread() is threading.main_thread()
+    n_threads = min(SIDE_BY_SIDE if is_first else BELOW, len(todo))
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(n_threads)]
     for thread in threads:
         thread.start()
     wait(outcomes, return_when=FIRST_EXCEPTION)
