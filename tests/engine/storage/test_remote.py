@@ -45,7 +45,7 @@ def bucket(tmp_path: Path, monkeypatch) -> Iterator[Store]:
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(remote, "OPENING_RETRIES", 2)
-    monkeypatch.setattr(remote, "PATIENCE", timedelta(seconds=1))
+    monkeypatch.setattr(remote, "PATIENCE", timedelta(seconds=3))
     monkeypatch.setitem(remote.PAUSES, "init_backoff", timedelta(seconds=0.1))
     monkeypatch.setitem(remote.TIMES, "read_timeout", timedelta(seconds=1))
     forget()
@@ -453,7 +453,7 @@ def test_remote_wait_for_a_server_that_hangs_ends_by_ctrl_c(bucket, dense_file):
     process = python(READ_ALL, stderr=subprocess.PIPE)
     wait_until(lambda: bucket.n_at_work)
     process.send_signal(signal.SIGINT)
-    assert "KeyboardInterrupt" in process.communicate(timeout=20)[1]
+    assert "KeyboardInterrupt" in process.communicate(timeout=60)[1]
     assert process.returncode == -signal.SIGINT
 
 

@@ -34,8 +34,8 @@ KNOWS_PAGE_CACHE = hasattr(os, "RWF_NOWAIT") and hasattr(os, "posix_fadvise")
 N_SEEN, SEEN_BYTES = 64, 64
 """So many places of a file, of so many bytes, are kept to compare: the ones that were read first."""
 RESTORE = "restore the file, then go on with run.resume=auto"
-MAX_SIDE_BY_SIDE = 16
-"""Threads that wait for a network while a run starts. Later, its reader threads do."""
+SIDE_BY_SIDE, BELOW = 64, 4
+"""Threads that wait for a network while a run starts, and those that each of them may start. Later, readers do."""
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -253,7 +253,9 @@ def side_by_side(function: Callable[[Item], Result], items: Iterable[Item]) -> l
                 except BaseException as error:
                     outcome.set_exception(error)
 
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(MAX_SIDE_BY_SIDE, len(todo)))]
+    is_first = threading.current_thread() is threading.main_thread()
+    n_threads = min(SIDE_BY_SIDE if is_first else BELOW, len(todo))
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(n_threads)]
     for thread in threads:
         thread.start()
     wait(outcomes, return_when=FIRST_EXCEPTION)
