@@ -158,7 +158,7 @@ def test_writing_interrupted_leaves_nothing(tmp_path, number):
     while process.poll() is None:
         os.kill(process.pid, number)
         with suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=3)
+            process.wait(timeout=10)
     error = process.stderr.read()
     assert process.returncode == 128 + number, error
     assert "Traceback" not in error or "Exception ignored" in error
