@@ -19,6 +19,7 @@ KINDS = (
     (rb"PK\x03\x04|\x1f\x8b|BZh|\xfd7zXZ|\x28\xb5\x2f\xfd|.{257}ustar", "a packed file or an archive: unpack it"),
     (rb"version https://git-lfs", "a pointer of Git LFS: `git lfs pull` fetches the file"),
     (rb"\xff\xd8\xff|\x89PNG|GIF8|RIFF.{4}WEBP", "an image: `python convert.py images` takes folders, or a CSV"),
+    (rb"\s*<[?!a-zA-Z]", "XML or HTML, such as the page of a login: write its rows as CSV"),
     (rb'\s*(\{\s*["}]|\[\s*[\[{"])', 'JSON: polars.read_json("FILE"), or read_ndjson, and .write_csv("x.csv")'),
     (rb"$", "empty"),
 )
