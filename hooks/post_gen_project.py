@@ -14,7 +14,7 @@ answers = json.loads(r"""{{ cookiecutter | tojson }}""")
 
 KEEP = [
     ({"tools": ["all"]}, "convert.py diagnose.py predict.py report.py"),
-    ({"tools": ["all"]}, "fastgpu/convert fastgpu/diagnose fastgpu/predict fastgpu/report"),
+    ({"tools": ["all"]}, "fastgpu/convert fastgpu/diagnose fastgpu/predict fastgpu/report fastgpu/process/tools.py"),
     (
         {"tools": ["all"]},
         "docs/data.md docs/python.md docs/measuring.md docs/troubleshooting.md docs/why-is-my-gpu-idle.md",

@@ -12,7 +12,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from fastgpu.process.launch import UserError, exit_with_message, start_tool
+from fastgpu.process.launch import UserError, exit_with_message
+from fastgpu.process.tools import start_tool
 
 COMMANDS = {
     "commands.arrays": "x.npy, y.npz, z.npz::x, scipy's sparse m.npz, x.h5::/x: arrays images=x.npy y.npz train.h5",

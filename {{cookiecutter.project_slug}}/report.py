@@ -11,8 +11,8 @@ import signal
 import sys
 from pathlib import Path
 
-from fastgpu.process.files import csv_cell
-from fastgpu.process.launch import UserError, exit_with_message, say, start_tool
+from fastgpu.process.launch import UserError, exit_with_message, say
+from fastgpu.process.tools import csv_cell, start_tool
 from fastgpu.report import ledger, page, results
 
 

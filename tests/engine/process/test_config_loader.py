@@ -113,7 +113,7 @@ def test_config_aliases_are_counted_before_they_are_read(load, form):
 
 ABSURD = "1.0e+308 | -1 | '' | .nan | .inf | [] | {} | null | on | [[[]]] | {{}: 1} | {1: {}} | [null] | {null: null}"
 ABSURD += " | {2024-01-01: .inf} | !!binary aGk= | !!set {x} | !!timestamp x | *x | ~nobody/x | 2024-11-27 | 1e-308"
-ABSURD += r' | "\0" | "\ud800" | "\udcff" | "\e[31m"'
+ABSURD += r''' | 'https://a/x?b="c"\' | "\0" | "\ud800" | "\udcff" | "\e[31m"'''
 ABSURD += f" | 1{'0' * 400} | 0x{'f' * 3400} | 1:{'01:' * 2000}01 | {'x' * 5000} | {'x' * 300}"
 """Values that hardly a key allows, as YAML."""
 

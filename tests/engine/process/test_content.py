@@ -48,7 +48,7 @@ KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
     "json": (lambda path: path.write_text(json.dumps(ROWS, indent=1)), "JSON: "),
     "json of columns": (lambda path: path.write_text('{"a": [1, 2]}'), "JSON: "),
     "lines of json": (lambda path: path.write_text("\n".join(map(json.dumps, ROWS))), "JSON: "),
-    "xml": (lambda path: path.write_text('\n<?xml version="1.0"?><a/>'), "XML or HTML: "),
+    "xml": (lambda path: path.write_text('\n<?xml version="1.0"?><a/>'), "XML or HTML, such as the page of a login"),
     "empty": (lambda path: path.touch(), "empty"),
     "csv": (lambda path: path.write_text("größe,x\n1,2\n", encoding="cp1252"), TEXT.partition(";")[0]),
     "bytes": (lambda path: path.write_bytes(bytes(range(256))), ""),

@@ -6,6 +6,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from math import inf, nan
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -222,7 +223,7 @@ def train_until_the_loader_fails(run: Run, problem: str = "") -> None:
     """Three steps, and then the error of the loader."""
 
     def batches() -> Iterator[int]:
-        yield from range(3)
+        yield from range(3 * (problem != "at once"))
         raise UserError("the server is gone")
 
     for _ in run.guard(batches()):
@@ -232,15 +233,19 @@ def train_until_the_loader_fails(run: Run, problem: str = "") -> None:
             nn.init.constant_(run._state["model"].weight, nan)
         if problem == "saved before":
             run.save()
+        if problem == "validation":  # of an epoch whose last step is saved
+            run._saved = replace(run.progress)
+            run.progress.epoch += 1
 
 
 @pytest.mark.parametrize(
     ("problem", "saved", "printed"),
     [
         ("", ["last-000001"], "warning: the loader failed; step 3 is saved\n"),
-        ("nan", [], "warning: the loader failed; steps 0 to 3 are in no checkpoint and lost\n"),
-        ("disk", [], "warning: .*last-000001 was not written: .*warning: the loader failed; steps 0 to 3 are in .*"),
+        ("nan", [], "warning: the loader failed; steps 1 to 3 are in no checkpoint and lost\n"),
+        ("disk", [], "warning: .*last-000001 was not written: .*warning: the loader failed; steps 1 to 3 are in .*"),
         ("saved before", ["last-000002", "last-000003"], "warning: the loader failed; step 3 is saved\n"),
+        ("at once", [], ""),
     ],
 )
 def test_run_loader_that_fails_costs_no_step(tmp_path, monkeypatch, capsys, problem, saved, printed):
@@ -255,16 +260,18 @@ def test_run_loader_that_fails_costs_no_step(tmp_path, monkeypatch, capsys, prob
     assert all(step_of(path) == 3 for path in (tmp_path / "a").glob("checkpoints/*3"))
 
 
-def test_run_loader_that_fails_on_a_rank_of_two(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("problem", "told"), [("", "steps 1 to 3 are in no checkpoint and lost"), ("validation", "step 3 is saved")]
+)
+def test_run_loader_that_fails_on_a_rank_of_two(tmp_path, monkeypatch, capsys, problem, told):
     """Saving needs both, and the other one waits in its step."""
     for name, text in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, text)
     with started_run(tmp_path) as run:
         run._world = World(1, 2, 2, CPU)
         with pytest.raises(UserError, match="the server is gone"):
-            train_until_the_loader_fails(run)
-    line = "warning: [rank 1] the loader failed; steps 0 to 3 are in no checkpoint and lost\n"
-    assert line in capsys.readouterr().out
+            train_until_the_loader_fails(run, problem)
+    assert f"warning: [rank 1] the loader failed; {told}\n" in capsys.readouterr().out
     assert checkpoints(tmp_path / "a") == []
 
 

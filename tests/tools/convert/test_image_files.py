@@ -256,7 +256,7 @@ def test_masks_of_stored_pixels_are_never_turned_in_silence(tmp_path, convert, s
 def test_masks_of_shown_pixels_are_kept_where_exif_turns_images(tmp_path, convert):
     mask = np.zeros((8, 8), np.uint8)
     mask[1, 2] = 1
-    masked(tmp_path, [mask] * 3, orientations=(1, 3, 0))
+    masked(tmp_path, [mask] * 3, orientations=(1, 3, 9))
     convert("images images x.h5 --masks masks --masks-fit shown")
     with h5py.File("x.h5") as file:
         assert (file["masks"][:] == mask).all()

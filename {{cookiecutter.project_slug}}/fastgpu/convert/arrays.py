@@ -17,16 +17,6 @@ from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.storage.file import open_to_read
 from fastgpu.storage.hdf5 import look_up
 
-CURES = {
-    "f": 'x.astype("float64")',
-    "c": "np.stack([x.real, x.imag], 1)",
-    "M": 'x.astype("datetime64[s]").astype("int64")',
-    "m": 'x / np.timedelta64(1, "s")',
-    "V": 'each field of it, x["name"], by itself',
-}
-"""{kind of a type that is not taken: what to save instead}"""
-NUMBER_THEM = "np.unique(x, return_inverse=True)[1] for classes"
-
 
 def is_number(dtype: np.dtype) -> bool:
     """Whether torch has the type. It has no float of more than 64 bits."""
@@ -73,9 +63,8 @@ def open_arrays(sources: Sequence[str], *, channels_last: bool = False) -> Array
         raise UserError("--layout nhwc has no effect: no field has four axes (N, H, W, C); leave it out")
     for name, column in dense.items():
         if column.ndim == 0 or 0 in column.shape[1:] or not is_number(column.dtype):
-            found = f"{name} is {column.dtype} {column.shape}; allowed are rows of bool, integers and floats"
-            cure = "" if is_number(column.dtype) else f": save {CURES.get(column.dtype.kind, NUMBER_THEM)}"
-            raise UserError(found + cure)
+            allowed = 'rows of bool, integers and floats of at most 64 bits, such as x.astype("float64")'
+            raise UserError(f"{name} is {column.dtype} {column.shape}; allowed are {allowed}")
     columns |= {name: np.moveaxis(columns[name][:], 3, 1) for name in images}
     lengths = {name: len(column) for name, column in columns.items()}
     if len({*lengths.values()}) > 1 or 0 in lengths.values():

@@ -154,9 +154,11 @@ class ItemDataset(ItemSource):
 
     def _start_workers(self, answer: Callable[..., object], n_workers: int, timeout_s: float) -> Workers:
         """Processes that call `answer`."""
-        seeds = [make_seed(self._seed, read_launch().rank, n) for n in range(n_workers)]
-        tell = partial(WorkerInfo, num_workers=n_workers, dataset=self.dataset)
-        infos = [tell(id=n, seed=seed) for n, seed in enumerate(seeds)]
+        rank = read_launch().rank
+        infos = [
+            WorkerInfo(id=n, num_workers=n_workers, seed=make_seed(self._seed, rank, n), dataset=self.dataset)
+            for n in range(n_workers)
+        ]
         return Workers(self.name, answer, infos, timeout_s, key=self._workers_key)
 
     @property

@@ -25,6 +25,7 @@ Threads = Annotated[int, Field(ge=1, le=1000)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Weight = Annotated[float, Field(ge=1e-6, le=1e6)]
 Names = Annotated[dict[str, str], Field(max_length=1000)]
+JSON_TEXT = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
 def expand_home(path: str) -> str:
@@ -229,5 +230,6 @@ class Config(Section):
         """{dotted key: value} of every key, without the secrets of URLs."""
         sections = self.model_dump(exclude={"workload"})
         values = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
-        text = json.dumps({"workload": self.workload, **values})
-        return json.loads(without_secrets(text))  # model.json and the logs have it
+        written = json.dumps({"workload": self.workload, **values})
+        # model.json and the logs have it. Each text by itself: a URL may have a quotation mark.
+        return json.loads(JSON_TEXT.sub(lambda text: json.dumps(without_secrets(json.loads(text[0]))), written))

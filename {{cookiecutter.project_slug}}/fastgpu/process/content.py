@@ -7,30 +7,20 @@ from stat import S_ISREG
 from typing import IO
 
 HEAD_BYTES = 512
-JSON = 'polars.read_json("FILE").write_csv("x.csv"), or read_ndjson if each line is a row'
 KINDS = (
     (rb"\x89HDF\r\n\x1a\n", "an HDF5 file: `python convert.py info FILE` shows its datasets"),
     (rb"\x93NUMPY", "a NumPy array: `python convert.py arrays NAME=FILE x.h5`"),
     (rb"PK\x03\x04.*\.npy", "NumPy arrays: `python convert.py arrays FILE x.h5`"),
-    (
-        rb"PK\x03\x04.*/data\.pkl",
-        'a file of torch.save: np.save("x.npy", torch.load("FILE", weights_only=True).numpy())',
-    ),
+    (rb"PK\x03\x04.*/data\.pkl", 'a file of torch.save: np.save("x.npy", x) of its tensors makes one that is read'),
     (rb"PK\x03\x04.*(\[Content_Types\]|xl/)", "an Excel file: save it as CSV"),
     (rb"MATLAB 5", 'a MATLAB 5 file: np.save("x.npy", scipy.io.loadmat("FILE")["x"]) for each variable'),
-    (rb"CDF[\x01\x02\x05]", 'a netCDF-3 file: xarray.open_dataset("FILE").to_netcdf("x.h5", engine="h5netcdf")'),
     (rb"PAR1", 'a Parquet file: polars.read_parquet("FILE").write_csv("x.csv")'),
-    (rb"ARROW1", 'an Arrow file: polars.read_ipc("FILE").write_csv("x.csv")'),
     (rb"\x80[\x02-\x05]", 'a pickle, which can run programs: if it is yours, save its arrays by np.save("x.npy", x)'),
-    (rb"SQLite format 3", "an SQLite database: write its tables as CSV"),
     (rb"PK\x03\x04|\x1f\x8b|BZh|\xfd7zXZ|\x28\xb5\x2f\xfd|.{257}ustar", "a packed file or an archive: unpack it"),
     (rb"version https://git-lfs", "a pointer of Git LFS: `git lfs pull` fetches the file"),
-    (
-        rb"\xff\xd8\xff|\x89PNG|GIF8|RIFF.{4}WEBP",
-        "an image: `python convert.py images` takes folders of them, or a CSV",
-    ),
-    (rb"\s*<[?!a-zA-Z]", 'XML or HTML: write its rows as CSV, such as by pandas.read_xml("FILE").to_csv("x.csv")'),
-    (rb'\s*(\{\s*["}]|\[\s*[\[{"])', f"JSON: {JSON}"),
+    (rb"\xff\xd8\xff|\x89PNG|GIF8|RIFF.{4}WEBP", "an image: `python convert.py images` takes folders, or a CSV"),
+    (rb"\s*<[?!a-zA-Z]", "XML or HTML, such as the page of a login: write its rows as CSV"),
+    (rb'\s*(\{\s*["}]|\[\s*[\[{"])', 'JSON: polars.read_json("FILE"), or read_ndjson, and .write_csv("x.csv")'),
     (rb"$", "empty"),
 )
 """(pattern of the first bytes, what the file is and how it becomes one that is read)"""

@@ -1,21 +1,17 @@
-"""Atomic writes, so that what a killed process leaves is complete or absent; a lock file; the cells of CSV files."""
+"""Atomic writes, so that what a killed process leaves is complete or absent; a lock file."""
 
 import fcntl
 import os
-import re
 import socket
 import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 from uuid import uuid4
 
-from fastgpu.process.launch import ESCAPES, UserError
-
-FORMULA = re.compile(r"[=@\t\r]|[+-](?!([\d.]+(e[+-]?\d+)?)?$)")
-"""Beginning of a formula: a sign, unless only a number follows."""
+from fastgpu.process.launch import UserError
 
 
 def rename_folder(partial: Path, target: Path) -> None:
@@ -71,13 +67,6 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def csv_cell(value: Any) -> Any:
-    """A value for a CSV file: escaped text, with a ' before what a spreadsheet would take for a formula."""
-    if isinstance(value, str):
-        value = ("'" if FORMULA.match(value) else "") + value.translate(ESCAPES)
-    return value
 
 
 class FolderLock:

@@ -128,11 +128,6 @@ def without_secrets(text: str) -> str:
     return QUERY.sub(rf"\1{LEFT_OUT}", USER.sub("", text)) if "://" in text else text
 
 
-class _Terminal(io.TextIOWrapper):
-    def write(self, text: str) -> int:
-        return super().write(without_secrets(text.translate(ESCAPES)))
-
-
 def name_missing(text: str) -> str:
     """A message that says where convert.py comes from if it names it and this project has none."""
     is_missing = "convert.py" in text and not (Path(__file__).parents[2] / "convert.py").is_file()
@@ -161,22 +156,6 @@ def attempt(function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -
     except UserError as error:
         outcome.set_exception(error)
     return outcome.result
-
-
-def start_tool() -> None:
-    """Set up a program that writes files, and shows names of files and classes, whatever these hold.
-
-    SIGTERM and SIGHUP end it by an exception, so that files that are not complete are removed. Standard output and
-    error show what terminals obey or cannot encode as `\\x1b`.
-    """
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets it
-            signal.signal(number, lambda number, _: sys.exit(128 + number))
-    end_on_interrupt()
-    for name in ("stdout", "stderr"):
-        if stream := getattr(sys, name):  # None: it was closed
-            how = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
-            setattr(sys, name, _Terminal(stream.buffer, stream.encoding, "backslashreplace", **how))
 
 
 def end_on_interrupt() -> None:

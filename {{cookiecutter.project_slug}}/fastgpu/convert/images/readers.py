@@ -29,8 +29,6 @@ JPEG_QUALITY = 92
 """Quality of images that are made smaller and stay encoded."""
 IGNORED_CLASS = 255
 """Pixels of a mask that have no class."""
-TURNED = range(2, 9)
-"""EXIF orientations of images that are not stored upright."""
 SOFT_VALUES = 64
 """A mask with as many values likely has soft edges: images show fewer classes at once."""
 MIN_SPARSE_CLASSES = 16
@@ -129,7 +127,7 @@ class Masks(ImageFiles):
         self._masks = [Path(masks, mask_of[name + ending]) for name in names]
         self._is_binary = is_binary
         self._drawn_on = drawn_on
-        self._kinds: dict[bytes, int] = {}  # {which of the 256 values a mask has, as bits: a row}
+        self._kinds: dict[bytes, int] = {}  # {which of the 256 values a mask has, as bytes of bool: a row}
         super().__init__(Path(root), images, **how)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
@@ -137,10 +135,10 @@ class Masks(ImageFiles):
         item = super().__getitem__(row)
         upright = UprightImage(np.fromfile(Path(self.folder, self.paths[row]), np.uint8))
         values_HW = read_mask(self._masks[row], is_binary=self._is_binary)
-        shape = stored_shape = (upright.height, upright.width)
+        shape = (upright.height, upright.width)
+        stored_shape = shape[::-1] if upright.orientation >= EXIF_ON_ITS_SIDE else shape
         fits = self._drawn_on
-        if upright.orientation in TURNED:
-            stored_shape = shape[::-1] if upright.orientation >= EXIF_ON_ITS_SIDE else shape
+        if upright.orientation > 1:
             if not fits and values_HW.shape == shape == stored_shape:
                 found = f"its EXIF orientation is {upright.orientation}, and nothing says whether its mask is turned"
                 raise ValueError(f"{found}; --masks-fit shown, or stored: masks of the turned images, or of the files")
@@ -148,27 +146,26 @@ class Masks(ImageFiles):
         expected = stored_shape if fits == "stored" else shape
         if values_HW.shape != expected:
             raise ValueError(f"its mask is {values_HW.shape}, the image {expected}")
-        if fits == "stored" and upright.orientation in TURNED:
+        if fits == "stored" and upright.orientation > 1:
             values_HW = turn_upright(values_HW, upright.orientation)
             self.losses[row].append("masks turned as the EXIF orientation of their images says")
         has_value = np.bincount(values_HW.ravel(), minlength=256) > 0
         if has_value.sum() >= SOFT_VALUES:
             cure = "save the number of a class for each pixel, such as mask > 127"
             raise ValueError(f"its mask has {has_value.sum()} values, as soft edges and photos have; {cure}")
-        self._kinds.setdefault(np.packbits(has_value).tobytes(), row)
+        self._kinds.setdefault(has_value.tobytes(), row)
         mask_HW = fit(torch.from_numpy(values_HW)[None], self.prepared, is_mask=True)[0].contiguous().numpy()
         return item | {"masks": mask_HW}
 
     def facts(self) -> dict[str, Any]:
-        kinds = {np.unpackbits(np.frombuffer(bits, np.uint8)).tobytes(): row for bits, row in self._kinds.items()}
-        values = np.array([np.frombuffer(bits, np.uint8) for bits in kinds])  # (kinds, 256) whether a mask has a value
+        values = np.array([np.frombuffer(kind, bool) for kind in self._kinds])  # (kinds, 256)
         classes = np.flatnonzero(values[:, :IGNORED_CLASS].any(0))
         if not classes.any():
             raise UserError(f"{self.name}: no mask has a class above 0; if 255 is one, --binary-masks says so")
         n_classes = int(classes.max()) + 1
         is_black_and_white = values[:, IGNORED_CLASS] & ~values[:, 1:IGNORED_CLASS].any(1)
         if is_black_and_white.any():
-            row = [*kinds.values()][int(is_black_and_white.argmax())]
+            row = [*self._kinds.values()][int(is_black_and_white.argmax())]
             told = f"{self._masks[row]} and others of 0 and 255 alone have no class but 0; if 255 is one"
             warn(f"{told}, write all masks alike, or --binary-masks if there are two classes")
         if len(classes) >= SOFT_VALUES or n_classes > MIN_SPARSE_CLASSES + 2 * len(classes):
