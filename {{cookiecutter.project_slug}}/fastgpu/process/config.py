@@ -27,7 +27,6 @@ Threads = Annotated[int, Field(ge=1, le=MAX_THREADS)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Weight = Annotated[float, Field(ge=1e-6, le=1e6)]
 Names = Annotated[dict[str, str], Field(max_length=1000)]
-JSON_TEXT = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
 def expand_home(path: str) -> str:
@@ -232,6 +231,5 @@ class Config(Section):
         """{dotted key: value} of every key, without the secrets of URLs."""
         sections = self.model_dump(exclude={"workload"})
         values = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
-        written = json.dumps({"workload": self.workload, **values})
-        # model.json and the logs have it. Each text by itself: a URL may have a quotation mark.
-        return json.loads(JSON_TEXT.sub(lambda text: json.dumps(without_secrets(json.loads(text[0]))), written))
+        text = json.dumps({"workload": self.workload, **values}, ensure_ascii=False)
+        return json.loads(without_secrets(text))  # model.json and the logs have it
