@@ -76,7 +76,7 @@ def build(cfg: Config, splits: feed.Splits, world: World) -> Training:
     # The average copies the model, so it comes before DDP. Only what the steps call is compiled:
     # `model`, which has the same weights, is validated and saved as it is.
     ema = training.AveragedModel(model, cfg.train.ema)  # with a decay of 0, it is the model itself
-    ddp = training.wrap_in_ddp(model, cfg.dist, world, train_rows)
+    ddp = training.wrap_in_ddp(model, cfg.dist, world)
     if cfg.train.compile:
         ddp = training.compile_module(ddp)
     return Training(cfg, asked, data, loader, val_loader, workload, model, ddp, optimizer, precision, ema)

@@ -3,7 +3,6 @@
 import sys
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,14 +14,12 @@ from fastgpu.process.config import Dist, Optim, Precision
 from fastgpu.process.launch import SharedError, UserError
 from fastgpu.process.world import World
 from fastgpu.rows.rows import Rows
-from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.training.average import AveragedModel
 from fastgpu.training.parallel import wrap_in_ddp
 from fastgpu.training.step import mixed_precision, note_groups
 from support.ranks import CPU, in_world, needs_gpu, no_host_sync
 from support.runs import parts_of_step
 
-ROWS = ArrayDataset("x.h5", {"x": np.zeros((1, 3), np.float32)})
 CUDA = torch.device("cuda", 0)
 
 
@@ -115,7 +112,7 @@ def test_step_fp16_clips_unscaled_gradients():
 def test_step_of_unequal_micro_batches_is_one_line(n_rows, n_steps):
     """Of ten rows, four micro-batches of two would leave a fifth, whose gradients no rank averages."""
     parts = make_parts(make_model(), accumulation_steps=n_steps)
-    message = f"optim.accumulation_steps is {n_steps}, but a batch has {n_rows} rows; use a divisor"
+    message = f"optim.accumulation_steps is {n_steps}, and a batch has {n_rows} rows; use a divisor"
     with pytest.raises(SharedError, match=message):
         train_step(parts, make_batch(n_rows), 1.0)
     assert all(parameter.grad is None for parameter in parts.model.parameters())
@@ -124,7 +121,7 @@ def test_step_of_unequal_micro_batches_is_one_line(n_rows, n_steps):
 def count_averages(world: World) -> int:
     """How often gradients are averaged in two steps. Those of this model fill one bucket."""
     model = make_model()
-    ddp = wrap_in_ddp(model, Dist(), world, ROWS)
+    ddp = wrap_in_ddp(model, Dist(), world)
     averages: list[dist.GradBucket] = []
 
     def average(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

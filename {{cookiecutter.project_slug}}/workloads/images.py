@@ -20,7 +20,7 @@ import workloads
 from fastgpu.images import augment
 from fastgpu.process.config import CountOrZero, Section
 from fastgpu.process.launch import UserError
-from fastgpu.rows.classes import read_classes
+from fastgpu.rows.classes import MAX_UNUSED_CLASSES, read_classes
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Rows
 
@@ -28,8 +28,6 @@ DTYPES = ("uint8", "float16", "float32")
 """Types of images that this workload trains on, without conversion."""
 CHANNELS = (1, 3, 4)
 """Usual numbers of channels."""
-MAX_UNUSED_CLASSES = 1000
-"""Numbers without a row. Labels with more of them, and ten for each that occurs, are likely ids, such as dates."""
 
 
 class Workload(workloads.Workload):

@@ -115,7 +115,7 @@ def test_sizes_that_do_not_fit_are_refused(options, n_rows, message):
     [
         ("1", "2", {}, r"data.batch_size is 63; it should be a multiple of 2 \(2 ranks x "),
         ("1:2", "1", {}, r"data.batch_size is 63; it should be a multiple of 2 \(2 ranks x "),
-        ("1", "3", {"dist": Dist(strategy="dp")}, "dist.strategy is dp, .* not for 3: use ddp"),
+        ("1", "3", {"dist": Dist(strategy="dp")}, "dist.strategy is dp, which is for one process"),
         ("3", "3", {}, r"3 processes \(PET_NPROC_PER_NODE\) for 2 visible GPUs"),
         ("1", "gpu", {}, ""),
         ("", "", {}, ""),
@@ -132,6 +132,13 @@ def test_sizes_of_the_ranks_to_come_are_checked(monkeypatch, machines, own, sect
             choose(Shape(1000), world, sections=check, batch_size=63)
     else:
         assert choose(Shape(1000), world, sections=check, batch_size=63) == chosen
+
+
+def test_sizes_of_ragged_rows_are_not_for_dp():
+    rows = Shape(1000)
+    rows.fields = {"items": Field(np.dtype(np.int32), (), mean_values=1.0)}
+    with pytest.raises(UserError, match="dist.strategy is dp, which is for one process and takes no ragged rows"):
+        choose(rows, sections={"dist": Dist(strategy="dp")})
 
 
 def test_sizes_of_a_check_count_the_memory_of_each_rank(monkeypatch):

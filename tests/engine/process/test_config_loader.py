@@ -233,7 +233,7 @@ def test_config_of_a_resumed_run_is_the_recorded_one(load, capsys):
         (run / f"{name}.yaml").write_text(yaml.safe_dump(recorded.model_dump()))
     assert capsys.readouterr().out == ""
     resumed = load_config(["run.resume=runs/7", "train.epochs=7"])
-    told = "runs/7/config-10.yaml names the code that will be imported: workload=minimal data.dataset=mine:Rows\n"
+    told = "runs/7/config-10.yaml is resumed; the code that will be imported: workload=minimal data.dataset=mine:Rows\n"
     assert capsys.readouterr().out == told
     assert (resumed.run.folder, resumed.run.name, resumed.run.resume) == ("runs", "7", "auto")
     assert (resumed.optim.lr, resumed.train.epochs, resumed.data.batch_size) == (0.5, 7, 8)

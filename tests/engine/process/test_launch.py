@@ -219,6 +219,7 @@ SHOWN = {
     "data.train=[https://h/x.h5?a=1,https://h/y.h5?b=2]": "data.train=[https://h/x.h5?...,https://h/y.h5?...",
     "{'https://h/x.h5?a=1': 2}": "{'https://h/x.h5?...': 2}",
     "  https://h/x.h5?a=1: 2.0": "  https://h/x.h5?...: 2.0",
+    r'["https://h/x.h5?a=\"b", "https://me@h/x?y\\"]': r'["https://h/x.h5?...\"b", "https://h/x?...\\"]',
     "s3://key:top/secret@b/x.h5 of http://me@h/x": "s3://b/x.h5 of http://h/x",
     "http://h:8080/a@b/x.h5": "http://h:8080/a@b/x.h5",
     "http://alice:pw@h/x.h5": "http://h/x.h5",

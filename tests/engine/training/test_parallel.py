@@ -3,7 +3,6 @@ from itertools import product
 from types import SimpleNamespace
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,19 +11,17 @@ from train import make_optimizer
 from fastgpu.process.config import Dist, Optim
 from fastgpu.process.seeds import reseed
 from fastgpu.process.world import World
-from fastgpu.rows.rows import Field
 from fastgpu.training.parallel import averaged_statistics, freeze, mean_over_ranks, wrap_in_ddp
 from support.ranks import ALONE, CPU, in_world
 
 TWO = World(0, 2, 2, CPU)
-ROWS, RAGGED = (SimpleNamespace(fields={"x": Field(np.dtype("u1"), (), mean)}) for mean in (None, 1.0))
 
 
 def averages(world: World) -> tuple[list, list, float, int, list]:
     """Weights that are shared, the buffers of a norm and of a queue, and a number that is logged."""
     torch.manual_seed(world.rank)  # the wrapper must make the weights equal
     model = nn.Linear(2, 1)
-    wrap_in_ddp(model, Dist(), world, ROWS)
+    wrap_in_ddp(model, Dist(), world)
     norm = nn.BatchNorm1d(1)
     norm.running_mean.fill_(world.rank)
     norm.num_batches_tracked.fill_(5)
@@ -54,7 +51,7 @@ def train_sparse(world: World) -> list[float]:
     model = nn.Sequential(nn.EmbeddingBag(4, 1, sparse=True, mode="sum"), nn.Linear(1, 1))
     nn.init.ones_(model[0].weight)
     nn.init.ones_(model[1].weight)
-    ddp = wrap_in_ddp(model, Dist(), world, ROWS)
+    ddp = wrap_in_ddp(model, Dist(), world)
     assert all(parameter.grad is None or not parameter.grad.any() for parameter in model.parameters())
     ddp(torch.tensor([[world.rank]])).sum().backward()
     torch.optim.SGD(model[:1].parameters(), lr=1.0).step()
@@ -74,7 +71,7 @@ class Unused(nn.Sequential):
 
 
 def leave_out_a_branch(world: World) -> None:
-    ddp = wrap_in_ddp(Unused(nn.Linear(1, 1), nn.Linear(1, 1)), Dist(), world, ROWS)
+    ddp = wrap_in_ddp(Unused(nn.Linear(1, 1), nn.Linear(1, 1)), Dist(), world)
     for _ in range(2):
         ddp(torch.ones(1, 1)).sum().backward()
 
@@ -92,12 +89,12 @@ def test_parallel_alone_and_other_strategies(monkeypatch, capsys):
     model = nn.Linear(1, 1)
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "device_count", lambda: 8)
-        assert wrap_in_ddp(model, Dist(), World(0, 1, 1, torch.device("cuda", 0)), ROWS) is model
+        assert wrap_in_ddp(model, Dist(), World(0, 1, 1, torch.device("cuda", 0))) is model
     assert "1 of 8 GPUs is in use; torchrun --standalone --nproc-per-node=gpu train.py" in capsys.readouterr().out
-    assert isinstance(wrap_in_ddp(model, Dist(strategy="dp"), ALONE, ROWS), nn.DataParallel)
-    assert wrap_in_ddp(model, Dist(strategy="apex"), ALONE, ROWS) is model
+    assert isinstance(wrap_in_ddp(model, Dist(strategy="dp"), ALONE), nn.DataParallel)
+    assert wrap_in_ddp(model, Dist(strategy="apex"), ALONE) is model
     monkeypatch.setitem(sys.modules, "apex.parallel", SimpleNamespace(DistributedDataParallel=nn.Sequential))
-    assert wrap_in_ddp(model, Dist(strategy="apex"), TWO, ROWS)[0] is model
+    assert wrap_in_ddp(model, Dist(strategy="apex"), TWO)[0] is model
 
 
 def test_messages_of_training(compare_messages, monkeypatch):
@@ -107,10 +104,8 @@ def test_messages_of_training(compare_messages, monkeypatch):
     steps = [{"train/loss": torch.ones(())}, {"train/loss": torch.ones(()), "train/norm": torch.ones(())}]
     compare_messages(
         {
-            "dp on two ranks": lambda: wrap_in_ddp(model, Dist(strategy="dp"), TWO, ROWS),
-            "dp and ragged rows": lambda: wrap_in_ddp(model, Dist(strategy="dp"), ALONE, RAGGED),
-            "SyncBatchNorm on CPUs": lambda: wrap_in_ddp(nn.SyncBatchNorm(1), Dist(), TWO, ROWS),
-            "Apex is not installed": lambda: wrap_in_ddp(model, Dist(strategy="apex"), TWO, ROWS),
+            "SyncBatchNorm on CPUs": lambda: wrap_in_ddp(nn.SyncBatchNorm(1), Dist(), TWO),
+            "Apex is not installed": lambda: wrap_in_ddp(model, Dist(strategy="apex"), TWO),
             "Apex refuses": lambda: make_optimizer(model, Optim(name="fused_adam")),
             "a number that only some steps have": lambda: mean_over_ranks(steps, ALONE),
         }

@@ -39,10 +39,9 @@ class Reader(ItemSource):
         self.labels = labels
         self.attributes = {}
         self.block_rows = np.ones(n_rows, np.int32)
-        self.broken: dict[int, str] = {}  # {row: why it cannot be read}, of the rows that were read
-        self.losses: dict[
-            int, list[str]
-        ] = {}  # {row: what of its source it does not keep}, of whole rows that were read
+        # Of the rows that were read: why they cannot be, and what whole rows do not keep of their source.
+        self.broken: dict[int, str] = {}
+        self.losses: dict[int, list[str]] = {}
 
     @property
     def class_names(self) -> list[str] | None:

@@ -14,10 +14,10 @@ import polars as pl
 from fastgpu.convert.reader import explain_errors, list_first
 from fastgpu.process.content import describe_content, open_regular
 from fastgpu.process.launch import UserError, warn
+from fastgpu.rows.classes import MAX_UNUSED_CLASSES
 
 SEPARATORS = (",", ";", "\t", "|")
 MAX_COLUMNS = (1 << 16) + 100  # pixels of 256x256 images, and others; reading takes minutes for more
-MAX_UNUSED_CLASSES = 1000  # class numbers without a row; if there are more, the labels are likely no class numbers
 NO_NAME = re.compile(r"[./]|^\d")
 """What names of columns rarely have, but paths and numbers do."""
 NUMBER_WITH_COMMAS = r"^[-+]?\d[\d,]*,[\d.]+$"

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils.data._utils import worker as torch_worker
 from torch.utils.data._utils.worker import WorkerInfo
 
+from fastgpu.process.config import MAX_THREADS
 from fastgpu.process.launch import UserError, end_with_parent, warn
 from fastgpu.process.signals import STOP
 
@@ -35,7 +36,6 @@ SLOW_S = 30.0
 """After this time, a person is told that a worker may hang. Only `loader.timeout_s` ends the run."""
 CLOSE_S = 3.0
 """How long closing waits for the end of workers and threads. Those that hang are left behind."""
-MAX_WORKERS = 1024
 Answer = Callable[..., object]
 """What a worker calls with each request, which begins with the numbers of rows."""
 
@@ -48,8 +48,8 @@ class Workers:
 
         timeout_s: after which a worker prints where an item hangs. Raises UserError if they cannot be started.
         """
-        if len(infos) > MAX_WORKERS:
-            raise UserError(f"{key} is {len(infos)}; use at most {MAX_WORKERS}")
+        if len(infos) > MAX_THREADS:
+            raise UserError(f"{key} is {len(infos)}; use at most {MAX_THREADS}")
         self._name = name
         self._key = key
         self.processes: list[ForkProcess] = []

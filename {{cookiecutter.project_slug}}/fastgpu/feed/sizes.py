@@ -100,8 +100,8 @@ def choose_sizes(cfg: Config, source: Dataset, val_source: Dataset, world: World
                 f"data.batch_size is {data.batch_size}; it should be a multiple of {divisor} ({n_ranks} ranks x "
                 f"optim.accumulation_steps {cfg.optim.accumulation_steps})"
             )
-        if n_ranks > 1 and cfg.dist.strategy == "dp":
-            raise UserError(f"dist.strategy is dp, which is for one process, not for {n_ranks}: use ddp")
+        if cfg.dist.strategy == "dp" and (n_ranks > 1 or any(field.is_ragged for field in source.fields.values())):
+            raise UserError("dist.strategy is dp, which is for one process and takes no ragged rows: use ddp")
         if world.device.type == "cuda" and n_local > (n_gpus := torch.cuda.device_count()):
             raise UserError(f"{n_local} processes (PET_NPROC_PER_NODE) for {n_gpus} visible GPUs; use one for each")
     if len(source) < data.batch_size:

@@ -209,18 +209,12 @@ def _open_arrays(path: str, names: Sequence[str]) -> Dataset:
     try:
         content = np.load(path, mmap_mode="r", allow_pickle=False)
         arrays = {names[0]: content} if isinstance(content, np.ndarray) else content
-        if {"shape", "data", "format"} <= {*arrays}:  # as scipy.sparse.save_npz writes it
-            others = "".join(f" {name}={name}.npy" for name in names[1:])
-            cure = f"python convert.py arrays {names[0]}={path}{others} rows.h5"
-            raise UserError(f"{path} is a sparse matrix; `{cure}` writes it as rows")
         columns = {name: np.asarray(arrays[name]) for name in names}  # a damaged member is bytes
         lengths = [len(column) for column in columns.values()]
         if len({*lengths}) > 1 or 0 in lengths:
             raise ValueError(f"they have {lengths} rows")
-    except UserError:
-        raise
     except Exception as error:  # a damaged file can raise anything
-        cure = "python convert.py arrays or dataset writes rows of other files"
+        cure = "python convert.py arrays makes rows of other files, such as sparse matrices"
         text = f"{path} should hold NumPy arrays {' and '.join(names)} of equal length: {error}; {cure}"
         raise UserError(text) from None
     return ArrayDataset(path, columns)

@@ -17,15 +17,16 @@ from fastgpu.process.launch import without_secrets
 Auto = Literal["auto"]
 Tier = Literal["device", "host", "disk"]
 Precision = Literal["bf16", "fp16", "fp32"]
+MAX_THREADS = 1000
+"""Reader threads or worker processes of a rank."""
 # Numbers are limited where larger ones have no use and would overflow, fill the memory or start threads for minutes.
 Count = Annotated[int, Field(ge=1, le=10**9)]
 CountOrZero = Annotated[int, Field(ge=0, le=10**9)]
 Seconds = Annotated[int, Field(ge=1, le=10**6)]  # a million: libraries count milliseconds in 32 bits
-Threads = Annotated[int, Field(ge=1, le=1000)]
+Threads = Annotated[int, Field(ge=1, le=MAX_THREADS)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Weight = Annotated[float, Field(ge=1e-6, le=1e6)]
 Names = Annotated[dict[str, str], Field(max_length=1000)]
-JSON_TEXT = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
 def expand_home(path: str) -> str:
@@ -134,7 +135,7 @@ class Loader(Section):
     prefetch_pools: Annotated[int, Field(ge=1, le=100)] = 2
     """Pools prepared ahead of the one in use; for validation it is always 1. Each has its own staging memory. No effect
     on the device tier."""
-    num_workers: Annotated[int, Field(ge=0, le=1000)] | Auto = "auto"
+    num_workers: Annotated[int, Field(ge=0, le=MAX_THREADS)] | Auto = "auto"
     """Worker processes of each rank for data.dataset. auto: the CPUs of this rank. 0: read in the main thread, to
     debug."""
     timeout_s: Seconds = 300
@@ -230,6 +231,5 @@ class Config(Section):
         """{dotted key: value} of every key, without the secrets of URLs."""
         sections = self.model_dump(exclude={"workload"})
         values = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
-        written = json.dumps({"workload": self.workload, **values})
-        # model.json and the logs have it. Each text by itself: a URL may have a quotation mark.
-        return json.loads(JSON_TEXT.sub(lambda text: json.dumps(without_secrets(json.loads(text[0]))), written))
+        text = json.dumps({"workload": self.workload, **values}, ensure_ascii=False)
+        return json.loads(without_secrets(text))  # model.json and the logs have it

@@ -92,7 +92,7 @@ def load_config(argv: list[str]) -> Config:
         check_alone()
     if recorded and read_launch().rank == 0:
         code = f"workload={config.workload} data.dataset={config.data.dataset}"
-        say(f"{recorded[-1]} names the code that will be imported: {code}")
+        say(f"{recorded[-1]} is resumed; the code that will be imported: {code}")
     return config
 
 

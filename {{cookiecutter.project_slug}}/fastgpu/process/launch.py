@@ -25,8 +25,9 @@ CONTROL = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 13), *range
 ESCAPES = CONTROL | {0xDC00 + byte: f"\\x{byte:02x}" for byte in range(128, 256)}
 """How text is shown: terminals obey control characters, and bytes of a file name that are no text are surrogates."""
 # What may be secret in a URL: `user:password@`, and for http a name alone; and what follows the ?, up to a `::/group`.
+# No URL has a quotation mark or a backslash, which stands before one in JSON.
 USER = re.compile(r"(?<=://)[^\s/?#@'\"]*:(?!\d+/)[^\s?#@'\"]*@|(?<=http://)[^\s/?#@'\"]+@|(?<=https://)[^\s/?#@'\"]+@")
-QUERY = re.compile(r"(https?://[^\s?'\"]+\?)(?:(?!:[:\s]|,\w+://)[^\s'\"])+", re.IGNORECASE)
+QUERY = re.compile(r"(https?://[^\s?'\"]+\?)(?:(?!:[:\s]|,\w+://)[^\s'\"\\])+", re.IGNORECASE)
 LEFT_OUT = "..."
 """Stands for the query of a URL, which may hold a signature."""
 STARTED_S = time.time()

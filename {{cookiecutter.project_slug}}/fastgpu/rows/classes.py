@@ -8,6 +8,8 @@ from typing import Any
 from fastgpu.process.launch import UserError
 
 MAX_CLASSES = 10_000_000
+MAX_UNUSED_CLASSES = 1000
+"""Class numbers without a row. If there are more, labels are likely ids, such as dates."""
 
 
 def read_classes(name: str, source: object) -> dict[str, Any]:

@@ -56,10 +56,8 @@ class Monitor(AbstractContextManager["Monitor"]):
             values[tag].append(value)
         means = {tag: fmean(read) for tag, read in values.items()}
         minima = {tag.replace("util", "util_min"): min(read) for tag, read in values.items() if "/util" in tag}
-        taken = means | minima
-        for _, of_host in _read_each(self._host):
-            taken |= of_host
-        return taken
+        host = {tag: value for _, values in _read_each(self._host) for tag, value in values.items()}
+        return means | minima | host
 
     def __exit__(self, *error: object) -> None:
         """End the thread."""

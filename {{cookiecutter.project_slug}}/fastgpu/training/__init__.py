@@ -1,7 +1,6 @@
 """What happens to a batch on the device: precision, parts of a step, gradients of all ranks, averages, validation."""
 
-from fastgpu.training.apex import apex_optimizer
 from fastgpu.training.average import AveragedModel
 from fastgpu.training.evaluate import evaluate
 from fastgpu.training.parallel import compile_module, freeze, mean_over_ranks, wrap_in_ddp
-from fastgpu.training.step import MixedPrecision, check_groups, cut_batch, mixed_precision, note_groups
+from fastgpu.training.step import MixedPrecision, apex_optimizer, check_groups, cut_batch, mixed_precision, note_groups

@@ -1,14 +1,19 @@
-"""The precision and the learning rates of an optimizer step. The step itself is in train.py."""
+"""Optimizers of Apex, groups of parameters, precision: what a step needs. The step itself is in train.py."""
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from math import inf
+from pkgutil import resolve_name
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from fastgpu.process.config import Auto, Precision
-from fastgpu.process.launch import SharedError
+from fastgpu.process.config import Auto, Optim, Precision
+from fastgpu.process.launch import SharedError, UserError
 from fastgpu.rows.rows import Rows
+
+APEX_OPTIMIZERS = {"fused_adam": "FusedAdam", "fused_lamb": "FusedLAMB"}
+"""{optim.name: class in apex.optimizers}: AdamW, and LAMB (You et al., arXiv:1904.00962)."""
 
 
 class MixedPrecision(NamedTuple):
@@ -36,6 +41,26 @@ def mixed_precision(
     dtype = torch.float16 if is_fp16 else torch.bfloat16
     autocast = torch.autocast(device.type, dtype, enabled=precision != "fp32")
     return MixedPrecision(precision, autocast, torch.amp.GradScaler(device.type, enabled=is_fp16))
+
+
+def from_apex(setting: str, name: str, *arguments: Any, **options: Any) -> Any:
+    """An object of a class such as apex.optimizers:FusedAdam. Raises UserError if Apex is missing, or refuses.
+
+    setting: what asks for it, for the message.
+    """
+    try:
+        return resolve_name(name)(*arguments, **options)
+    except Exception as error:  # of many kinds
+        reason = " ".join(str(error).split())
+        raise UserError(f"{setting}, but {reason}; see https://github.com/NVIDIA/apex#installation") from None
+
+
+def apex_optimizer(groups: list[dict[str, Any]], optim: Optim) -> torch.optim.Optimizer:
+    """FusedAdam or FusedLAMB, with betas (momentum, 0.999). Raises UserError if Apex is missing."""
+    name, betas = f"apex.optimizers:{APEX_OPTIMIZERS[optim.name]}", (optim.momentum, 0.999)
+    # FusedLAMB would clip gradients at a norm of 1, whatever optim.clip_grad_norm is, by which train.py clips.
+    options = {"max_grad_norm": inf} if optim.name == "fused_lamb" else {}
+    return from_apex(f"optim.name is {optim.name}", name, groups, lr=optim.lr, betas=betas, **options)
 
 
 def note_groups(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
