@@ -115,7 +115,7 @@ def test_step_fp16_clips_unscaled_gradients():
 def test_step_of_unequal_micro_batches_is_one_line(n_rows, n_steps):
     """Of ten rows, four micro-batches of two would leave a fifth, whose gradients no rank averages."""
     parts = make_parts(make_model(), accumulation_steps=n_steps)
-    message = f"optim.accumulation_steps is {n_steps}, which does not divide a batch of {n_rows} rows"
+    message = f"optim.accumulation_steps is {n_steps}, but a batch has {n_rows} rows; use a divisor"
     with pytest.raises(SharedError, match=message):
         train_step(parts, make_batch(n_rows), 1.0)
     assert all(parameter.grad is None for parameter in parts.model.parameters())

@@ -107,6 +107,10 @@ def test_world_prints_once(monkeypatch, capsys):
         World(rank, 4, 4, CPU).print_once("a line")
         warn("the file is sorted")
     assert capsys.readouterr().out == "a line\nwarning: the file is sorted\n"
+    for n_ranks in "14":
+        monkeypatch.setenv("WORLD_SIZE", n_ranks)
+        warn("a worker hangs", own=True)
+    assert capsys.readouterr().out == "warning: a worker hangs\nwarning: [rank 3] a worker hangs\n"
 
 
 def test_world_missing_gpus_are_one_line(monkeypatch):
@@ -161,7 +165,7 @@ passing the keyword argument `find_unused_parameters=True` to `torch.nn.parallel
         (
             RuntimeError(UNUSED),
             UserError,
-            "^DDP: a step left .*; set dist.find_unused_parameters=true, or remove them$",
+            "^DDP: the loss does not .*; set dist.find_unused_parameters=true, or remove them$",
         ),
     ],
 )

@@ -155,6 +155,16 @@ def test_monitor_without_disks(monkeypatch, capsys):
     assert capsys.readouterr().out.count("warning: host/disk_read_mb_per_s is not measured here (") == 1
 
 
+def test_monitor_host_counters_that_fail_later(monkeypatch, capsys):
+    with Monitor(ALONE) as monitor:
+        monkeypatch.setattr(psutil, "disk_io_counters", lambda: None)
+        monkeypatch.setattr(psutil, "virtual_memory", Mock(side_effect=OSError("no /proc")))
+        assert [monitor.take(), monitor.take()] == [{}, {}]
+    printed = capsys.readouterr().out
+    for what in ("use of CPUs and memory is not measured here (no /proc)", "disk_read_mb_per_s is not measured here ("):
+        assert printed.count(what) == 1
+
+
 def test_monitor_means_and_minima_between_calls(counters, told):
     counters["gpu0/util_pct"] = Mock(side_effect=[70, 75])
     counters["gpu0/power_w"] = Mock(side_effect=[200.0, 400.0])

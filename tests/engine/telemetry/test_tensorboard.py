@@ -2,6 +2,7 @@ import io
 import json
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from math import inf, nan
@@ -11,6 +12,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from fastgpu.process.launch import UserError
@@ -179,17 +181,41 @@ def test_log_wandb_has_the_points(board, tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    with board(**{"log.wandb": "mine", "optim.lr": 0.1, "data.fields": {"a": "b"}}) as log:
-        for step, loss in ((5, 1.0), (10, 0.5)):
-            log.write(step, {"train/loss": loss})
-    wandb.finish()  # as at the end of the process
-    (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    for points in (((5, 1.0), (10, 0.5)), ((15, 0.25),)):  # the run is resumed
+        with board(**{"log.wandb": "mine", "optim.lr": 0.1, "data.fields": {"a": "b"}}) as log:
+            for step, loss in points:
+                log.write(step, {"train/loss": loss})
+        wandb.finish()  # as at the end of the process
+    first, second = sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
+    assert first.name == second.name == f"run-{(tmp_path / 'wandb-id.txt').read_text()}.wandb"
 
     def logged() -> set[tuple[bytes, float]]:
         """Settings and scalars: messages of protobuf, in which JSON follows a name, a tag and a length."""
-        found = re.findall(rb"(optim.lr|train/loss)\x82\x01.([0-9.]+)", path.read_bytes())
+        found = re.findall(rb"(optim.lr|train/loss)\x82\x01.([0-9.]+)", first.read_bytes())
         return {(name, float(value)) for name, value in found}
 
     wait_until(lambda: len(logged()) >= 3)  # the process of wandb may write a little later
     assert logged() == {(b"optim.lr", 0.1), (b"train/loss", 1.0), (b"train/loss", 0.5)}
-    assert all(name in path.read_bytes() for name in (b"mine", tmp_path.name.encode()))  # the project and the group
+    assert all(name in first.read_bytes() for name in (b"mine", tmp_path.name.encode()))  # the project and the run
+
+
+def test_log_writer_is_for_images_too(board, tmp_path):
+    log = board()
+    log.writer.add_image("examples", torch.zeros(3, 4, 4), 1)
+    log.__exit__(None)
+    assert events_in(tmp_path).Tags()["images"] == ["examples"]
+    assert board(world=World(1, 1, 1, CPU)).writer is None
+
+
+def test_log_thread_of_a_writer_that_fails_is_one_warning(board, monkeypatch, capsys):
+    """Without inodes, for instance. Errors of other threads are shown."""
+    others = []
+    monkeypatch.setattr(threading, "excepthook", others.append)
+    monkeypatch.setattr("tensorboard.summary.writer.record_writer.RecordWriter.write", FULL)
+    with board() as log:
+        log.write(1, {"train/loss": 1.0})
+        thread = threading.Thread(target=Mock(side_effect=ZeroDivisionError))
+        thread.start()
+        thread.join()
+    assert [args.exc_type for args in others] == [ZeroDivisionError]
+    assert capsys.readouterr().out.count("training goes on") == 1

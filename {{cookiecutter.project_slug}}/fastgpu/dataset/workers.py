@@ -74,7 +74,8 @@ class Workers:
                 self._is_warned = True
                 warn(
                     f"{self._name}: a worker has been reading for {SLOW_S:g} s, from row {rows[0]} on. If it hangs, as "
-                    "libraries with threads of their own (polars) do in a fork, use loader.num_workers=0"
+                    "libraries with threads of their own (polars) do in a fork, use loader.num_workers=0",
+                    own=True,
                 )
             answer: Columns | str = pipe.recv()
         except (OSError, EOFError):

@@ -167,7 +167,8 @@ class Log(Section):
     every_steps: Count = 50
     """Steps between two points in metrics.jsonl and TensorBoard."""
     wandb: str = ""
-    """A project of Weights & Biases that gets the scalars, too (pip install wandb)."""
+    """A project of Weights & Biases that gets the scalars, too (pip install wandb), as a run of the name of its folder;
+    a resumed run goes on there."""
 
 
 class Config(Section):

@@ -84,7 +84,8 @@ def warn(text: str, *, own: bool = False) -> None:
     """
     launch = read_launch()
     if own or launch.rank == 0:
-        say(f"warning: [rank {launch.rank}] {text}" if own and launch.world_size > 1 else f"warning: {text}")
+        rank = f"[rank {launch.rank}] " if own and launch.world_size > 1 else ""
+        say(f"warning: {rank}{text}")
 
 
 def attempt(function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> Callable[[], T]:

@@ -164,10 +164,8 @@ def init_distributed(
     except RuntimeError as error:
         text = str(error)
         if "find_unused_parameters" in text:
-            raise UserError(
-                "DDP: a step left out parameters of the model, such as a branch that the loss does not use; "
-                "set dist.find_unused_parameters=true, or remove them"
-            ) from None
+            cure = "set dist.find_unused_parameters=true, or remove them"
+            raise UserError(f"DDP: the loss does not depend on all parameters of the model; {cure}") from None
         # gloo raises a plain RuntimeError, whose message begins with a path of its sources.
         is_gloo = "/gloo/" in text
         if not isinstance(error, dist.DistError) and not is_gloo:

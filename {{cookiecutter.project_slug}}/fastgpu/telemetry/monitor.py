@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, suppress
 from functools import partial
 from queue import SimpleQueue
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import pynvml
@@ -23,6 +23,7 @@ from fastgpu.process.machine import GIB
 from fastgpu.process.world import World
 from fastgpu.storage import remote
 
+T = TypeVar("T")
 Counters = dict[str, Callable[[], float | None]]
 """{tag: function that reads its value, or None if there is no new one}"""
 
@@ -38,12 +39,12 @@ class Monitor(AbstractContextManager["Monitor"]):
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
         self._thread.start()
-        psutil.cpu_times_percent()  # the first interval begins here
-        self._disk: tuple[float, int] | None = None
-        try:
-            self._disk = _disk_reads()
-        except Exception as error:  # a container without disks, or without their counters
-            warn(f"host/disk_read_mb_per_s is not measured here ({error})")
+        self._host: dict[str, Callable[[], dict[str, float]]] = {
+            "use of CPUs and memory": _read_host,
+            "host/disk_read_mb_per_s": partial(next, _read_disks()),
+            "use of buckets": remote.counters,
+        }
+        dict(_read_each(self._host))  # the first interval begins here
 
     def take(self) -> dict[str, float]:
         """{tag: mean of its values since the last call}, with the minima of GPU use. Nothing on other ranks."""
@@ -55,11 +56,9 @@ class Monitor(AbstractContextManager["Monitor"]):
             values[tag].append(value)
         means = {tag: fmean(read) for tag, read in values.items()}
         minima = {tag.replace("util", "util_min"): min(read) for tag, read in values.items() if "/util" in tag}
-        taken = means | minima | _read_host() | remote.counters()
-        if self._disk:
-            (then, before), self._disk = self._disk, _disk_reads()
-            now, after = self._disk
-            taken["host/disk_read_mb_per_s"] = (after - before) / 1e6 / max(1e-9, now - then)
+        taken = means | minima
+        for _, of_host in _read_each(self._host):
+            taken |= of_host
         return taken
 
     def __exit__(self, *error: object) -> None:
@@ -69,13 +68,21 @@ class Monitor(AbstractContextManager["Monitor"]):
 
     def _run(self) -> None:
         while self._counters and not self._is_closing.wait(self._poll_s):
-            for tag, function in list(self._counters.items()):
-                try:
-                    if (value := function()) is not None:
-                        self._read.put((tag, value))
-                except Exception as error:  # whatever a driver raises must not stop the run
-                    warn(f"{tag} is not measured here ({error})")
-                    del self._counters[tag]
+            for tag, value in _read_each(self._counters):
+                if value is not None:
+                    self._read.put((tag, value))
+
+
+def _read_each(counters: dict[str, Callable[[], T]]) -> Iterator[tuple[str, T]]:
+    """(tag, value) of each counter. Whatever a driver or a container raises costs this counter, not the run."""
+    for tag, function in list(counters.items()):
+        try:
+            value = function()
+        except Exception as error:
+            warn(f"{tag} is not measured here ({error})")
+            del counters[tag]
+        else:
+            yield tag, value
 
 
 def _read_host() -> dict[str, float]:
@@ -87,12 +94,14 @@ def _read_host() -> dict[str, float]:
     return {**shares, "host/rss_gib": rss_gib, "host/available_gib": psutil.virtual_memory().available / GIB}
 
 
-def _disk_reads() -> tuple[float, int]:
-    """The time, and the bytes that all disks of this machine have delivered so far."""
-    counters = psutil.disk_io_counters()
-    if not counters:
-        raise RuntimeError("this system has no disks")
-    return time.monotonic(), counters.read_bytes
+def _read_disks() -> Iterator[dict[str, float]]:
+    """The rate of all disks of this machine since the last value. The first one means nothing."""
+    then = before = 0.0
+    while counters := psutil.disk_io_counters():
+        now, after = time.monotonic(), counters.read_bytes
+        yield {"host/disk_read_mb_per_s": (after - before) / 1e6 / max(1e-9, now - then)}
+        then, before = now, after
+    raise RuntimeError("this system has no disks")
 
 
 def gpu_counters(world: World) -> Counters:

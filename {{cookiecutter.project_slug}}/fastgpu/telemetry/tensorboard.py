@@ -5,12 +5,15 @@ A log that cannot be written never stops a run: the first error is reported, lat
 
 import json
 import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
@@ -55,20 +58,22 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
         with world.raise_on_all_ranks():
             if self._folder and config["log.wandb"]:
                 _start_wandb(folder, config)
-        self._writer: SummaryWriter | None = None
+        self.writer: SummaryWriter | None = None
+        """For images, texts and histograms. None on other ranks, and if the disk refused."""
+        threading.excepthook = partial(_show_error, threading.excepthook)
         if self._folder:
             with self._forgiving():
                 purge_step = step + 1 if step else None  # a resumed run trains these steps again
-                self._writer = SummaryWriter(str(self._folder), purge_step=purge_step)
+                self.writer = SummaryWriter(str(self._folder), purge_step=purge_step)
                 lines = [f"    {key}: {json.dumps(value)}" for key, value in config.items()]
-                self._writer.add_text("config", "\n".join(lines))  # indented by four: code in Markdown
+                self.writer.add_text("config", "\n".join(lines))  # indented by four: code in Markdown
 
     def __exit__(self, *error: object) -> None:
         """Close the bar and the files."""
         self._bar.close()
-        if self._writer:
+        if self.writer:
             with self._forgiving():
-                self._writer.close()
+                self.writer.close()
 
     def count(self) -> None:
         """Count a step that is queued for the device. The bar is drawn once a second."""
@@ -101,8 +106,8 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
                 finite = {tag: value if isfinite(value) else None for tag, value in values.items()}
                 file.write(json.dumps({**point, **finite}, allow_nan=False) + "\n")
             for tag, value in values.items():
-                if self._writer:
-                    self._writer.add_scalar(tag, value, step)
+                if self.writer:
+                    self.writer.add_scalar(tag, value, step)
 
     def end_epoch(self, epoch: int, step: int, metrics: Mapping[str, float], bottleneck: str = "") -> None:
         """Log the metrics of the validation, and print them with the means of the epoch. epoch: those that are done.
@@ -137,12 +142,30 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
             self._has_warned = True
 
 
+def _show_error(hook: Callable[[threading.ExceptHookArgs], object], args: threading.ExceptHookArgs) -> None:
+    """Show the error of a thread, but not that of a SummaryWriter: its next call raises it, too."""
+    if not type(args.thread).__module__.startswith("tensorboard."):
+        hook(args)
+
+
 def _start_wandb(folder: Path, config: Mapping[str, Any]) -> None:
-    """Let wandb take over what SummaryWriter writes from here on. A resumed run is another one of the same group."""
-    project = config["log.wandb"]
+    """Let wandb take over what SummaryWriter writes from here on. A run that is resumed goes on there by its id."""
+    project, path = config["log.wandb"], folder / "wandb-id.txt"
     try:
         import wandb
 
-        wandb.init(project=project, group=folder.name, dir=folder, config=dict(config), sync_tensorboard=True)
+        with open_to_append(path) as file:
+            if not file.tell():
+                file.write(uuid4().hex)
+        wandb.init(
+            project=project,
+            name=folder.name,
+            id=path.read_text(encoding="utf-8"),
+            dir=folder,
+            config=dict(config),
+            allow_val_change=True,  # such as a longer run
+            resume="allow",
+            sync_tensorboard=True,
+        )
     except Exception as error:
         raise UserError(f'log.wandb is {project}, but {error}; use log.wandb="" to train without it') from None

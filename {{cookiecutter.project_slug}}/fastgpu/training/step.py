@@ -67,6 +67,7 @@ def check_groups(model: nn.Module, state: Iterable[object]) -> None:
 
 def cut_batch(batch: Rows, n_parts: int) -> Iterable[Rows]:
     """Micro-batches of equal size. Raises SharedError if there are none: the mean of their losses would be another."""
-    if len(batch) % n_parts or not len(batch):
-        raise SharedError(f"optim.accumulation_steps is {n_parts}, which does not divide a batch of {len(batch)} rows")
-    return batch.batches(len(batch) // n_parts)
+    n_rows = len(batch)
+    if n_rows % n_parts or not n_rows:
+        raise SharedError(f"optim.accumulation_steps is {n_parts}, but a batch has {n_rows} rows; use a divisor")
+    return batch.batches(n_rows // n_parts)
