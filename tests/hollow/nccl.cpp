@@ -18,6 +18,7 @@
 constexpr size_t CHUNK = 1 << 20;
 constexpr int VERSION = 22907;  // 2.29.7
 constexpr int SYSTEM_ERROR = 2;
+constexpr int INVALID_USAGE = 5;
 
 // ncclDataType_t and ncclRedOp_t
 enum Type { INT8, UINT8, INT32, UINT32, INT64, UINT64, FLOAT16, FLOAT32, FLOAT64, BFLOAT16 };
@@ -215,8 +216,10 @@ API const char* ncclGetErrorString(int) {
     return "an error of the stand-in";
 }
 
+static std::string last_error;
+
 API const char* ncclGetLastError(void*) {
-    return "";
+    return last_error.c_str();
 }
 
 API int ncclGetUniqueId(Id* id) {
@@ -240,8 +243,18 @@ static Communicator* open_communicator(int n_ranks, const Id& id, int rank) {
 
 API int ncclCommInitRankConfig(Communicator** out, int n_ranks, Id id, int rank, void*) {
     Communicator* group = open_communicator(n_ranks, id, rank);
-    if (!group || !wait_for_all(group)) return SYSTEM_ERROR;
+    if (!group) return SYSTEM_ERROR;
+    Call& own = group->call_of(rank);
+    snprintf(own.text, sizeof own.text, "GPU %d", visible_devices()[current_device]);
+    if (!wait_for_all(group)) return SYSTEM_ERROR;
     if (rank == 0) shm_unlink(id.name);
+    for (int other = 0; other < n_ranks; other++) {
+        if (other == rank || strcmp(group->call_of(other).text, own.text)) continue;
+        last_error = "Duplicate GPU detected : rank " + std::to_string(rank) + " and rank " + std::to_string(other) +
+                     " both on " + own.text;
+        return INVALID_USAGE;
+    }
+    if (!wait_for_all(group)) return SYSTEM_ERROR;  // before the next call
     *out = group;
     return 0;
 }

@@ -3,14 +3,15 @@
 import os
 import signal
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import psutil
 import pytest
 
 from fastgpu.process.launch import Launch
-from support.hollow import hollow, read_reports
-from support.ranks import TIMEOUT_S, free_port, launch_variables, printed_by, run_ranks, train_command
+from support.hollow import edited_project, hollow, read_reports
+from support.ranks import TIMEOUT_S, free_port, launch_variables, printed_by, run_ranks, run_to_end, train_command
 from support.runs import same_weights, saved_steps, wait_for_step
 
 pytestmark = [pytest.mark.hollow, pytest.mark.slow]
@@ -48,6 +49,31 @@ def test_hollow_ranks_stop_and_are_killed(folder):
     reports = read_reports(folder / "report")
     assert {tuple(report.contexts) for report in reports} == {(0,), (1,)}
     assert [note for report in reports for note in report.notes] == []
+
+
+def test_hollow_two_ranks_on_one_gpu_are_one_line(folder):
+    """As on two machines of which each has one rank, but which are the same one. NCCL refuses it."""
+    launches = [Launch(rank, 2, 0, 1) for rank in range(2)]
+    port = free_port()
+    with ThreadPoolExecutor(2) as pool:
+        environments = [hollow(folder / "report", devices=1) | launch_variables(launch, port) for launch in launches]
+        command = train_command("dist.device=cuda", "dist.timeout_s=60")
+        first, second = pool.map(lambda environment: run_to_end(command, folder, **environment), environments)
+    for rank in (first, second):
+        assert rank.returncode == 2
+        assert "Traceback" not in rank.stderr
+    assert "Duplicate GPU detected : rank 0 and rank 1 both on GPU 0" in first.stderr
+
+
+def test_hollow_unused_parameter_is_one_line(tmp_path):
+    model = "network = resnet(self.shape_CHW, self.n_outputs, o.width, o.blocks)"
+    unused = f"{model}\n            network.unused = nn.Parameter(torch.zeros(1))"
+    project = edited_project(tmp_path, "workloads/images.py", model, unused)
+    command = train_command("train.epochs=1", f"run.folder={tmp_path}", ranks=2, root=project)
+    done = run_to_end(command, project, **hollow(tmp_path / "report", devices=2))
+    assert done.returncode
+    assert "DDP: the loss does not depend on all parameters of the model" in done.stderr
+    assert "]: Traceback" not in done.stderr  # of a rank: torchrun ends with its own
 
 
 def test_hollow_lost_rank_ends_the_others(folder):
