@@ -104,8 +104,8 @@ compat: .venv/installed
 docs: .cache/docs/installed
 	rm -rf build/pages build/site
 	mkdir -p build/pages
-	git ls-files -z --cached --others --exclude-standard ':!tests' ':(exclude,literal)$(PROJECT)' \
-		| xargs -0 cp --parents -t build/pages
+	{ git ls-files -z --cached --others --exclude-standard ':!tests' ':(exclude,literal)$(PROJECT)'; \
+		git ls-files -z 'tests/*.md'; } | xargs -0 cp --parents -t build/pages
 	.cache/docs/bin/cookiecutter --no-input -o build/pages . project_slug=my_training_project workload=both tools=all launch=both \
 		> /dev/null
 	grep -rlF --include='*.md' '$(PROJECT)' build/pages | xargs sed -i 's/$(PROJECT)/my_training_project/g'
