@@ -4,7 +4,7 @@
 # make slow     those of them that are marked as slow
 # make single   the fast tests of each folder in one process, without workers that would hide a crash at its exit
 # make nightly  what takes too long for that, within 40 minutes: kills under torchrun, two agents, planted causes,
-#               benchmarks, Slurm, the site, `make compat`, and short forms of `make fuzz images soak`
+#               benchmarks, Slurm, the site, `make compat hollow`, and short forms of `make fuzz images soak`
 # make check    the gate: format, lint, types, fast tests; changes no file
 # make fix      format, mend what the linter can, make the page config.md again
 # make messages write the golden messages of the tests again, and show what changed: read it before you commit
@@ -16,6 +16,8 @@
 # make goldens  the same rows and bytes as before (tests/goldens), in seconds
 # make lines    the lines of each room beside the size that it should have; nothing fails
 # make gpu      the tests that need a CUDA device, and with two of them those of NCCL between ranks
+# make hollow   the same tests and whole runs without a GPU, on stand-ins for two of them (tests/hollow/README.md); it needs
+#               g++, and downloads the CUDA build of torch (2.5 GB) once
 # make slurm    launch/slurm.sh on a cluster of two nodes on this machine; it needs root and Debian's packages slurmctld,
 #               slurmd, slurm-client and shellcheck
 # make soak     200 training runs that meet faults at random moments, about an hour
@@ -36,7 +38,7 @@ export MYPY_CACHE_DIR := $(CURDIR)/.cache/mypy
 WORKLOAD ?= images
 IN_PLACE := cd "$(PROJECT)" && "$(BIN)/python" -m
 
-.PHONY: help demo test slow single nightly check fix messages docs pictures screenshots goldens compat lines gpu slurm soak fuzz images bench bench-peers clean
+.PHONY: help demo test slow single nightly check fix messages docs pictures screenshots goldens compat lines gpu hollow slurm soak fuzz images bench bench-peers clean
 .DELETE_ON_ERROR:
 
 .venv/installed: requirements.txt $(PROJECT)/constraints.txt
@@ -57,7 +59,7 @@ WHOLE_PROJECT := --config 'lint.per-file-ignores = {"*.py" = ["E402"], "__init__
 
 # Three test processes share two CPUs, since runs that are killed and resumed wait a lot. They have one thread each, or
 # they would wait for each other's threads.
-test slow single nightly check goldens compat gpu: export OMP_NUM_THREADS := 1
+test slow single nightly check goldens compat gpu hollow: export OMP_NUM_THREADS := 1
 PYTEST := "$(BIN)/python" -m pytest -n 3 --dist worksteal
 
 test: .venv/installed
@@ -73,7 +75,7 @@ single: .venv/installed
 # Some tests of the night measure, for which a third process would be too many.
 nightly: .venv/installed
 	$(PYTEST) -n 2 -m nightly
-	$(MAKE) single slurm docs compat
+	$(MAKE) single slurm docs compat hollow
 	"$(BIN)/python" tests/faults/fuzz.py --files 500
 	"$(BIN)/python" tests/faults/images.py --images 100000
 	"$(BIN)/python" tests/faults/soak.py --runs 20
@@ -113,8 +115,8 @@ compat: .venv/installed
 docs: .cache/docs/installed
 	rm -rf build/pages build/site
 	mkdir -p build/pages
-	git ls-files -z --cached --others --exclude-standard ':!tests' ':(exclude,literal)$(PROJECT)' \
-		| xargs -0 cp --parents -t build/pages
+	{ git ls-files -z --cached --others --exclude-standard ':!tests' ':(exclude,literal)$(PROJECT)'; \
+		git ls-files -z 'tests/*.md'; } | xargs -0 cp --parents -t build/pages
 	.cache/docs/bin/cookiecutter --no-input -o build/pages . project_slug=my_training_project workload=both tools=all launch=both \
 		> /dev/null
 	grep -rlF --include='*.md' '$(PROJECT)' build/pages | xargs sed -i 's/$(PROJECT)/my_training_project/g'
@@ -134,6 +136,9 @@ lines: .venv/installed
 gpu: .venv/installed
 	@"$(BIN)/python" -c 'import torch, sys; sys.exit(not torch.cuda.is_available() and "error: torch sees no CUDA device")'
 	"$(BIN)/python" -m pytest -m gpu
+
+hollow:
+	@tests/hollow/hollow.sh "$(PYTHON)"
 
 slurm: export OMP_NUM_THREADS := 1
 slurm: .venv/installed

@@ -22,9 +22,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that start a Slurm cluster run only where `-m slurm` asks for them. Slow tests have more time."""
-    if config.option.markexpr != "slurm":
-        items[:] = [item for item in items if not item.get_closest_marker("slurm")]
+    """Tests that need what few machines have run only where `-m` names their marker. Slow tests have more time."""
+    for marker in ("slurm", "hollow"):
+        if marker not in config.option.markexpr:
+            items[:] = [item for item in items if not item.get_closest_marker(marker)]
     for item in items:
         for marker, seconds in TIMEOUTS_S.items():
             if item.get_closest_marker(marker):

@@ -267,11 +267,12 @@ def test_same_weights_after_a_crash(folder, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
 @needs_gpu
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=two_gpus)])
 def test_same_weights_after_a_kill_on_a_gpu(folder, ranks):
     words = ("dist.device=cuda", "run.deterministic=true", "run.checkpoint_every_steps=1", "data.echo=2.5")
-    command = train_command(*words, "train.epochs=20", "run.resume=auto", ranks=ranks)
+    command = train_command(*words, "train.epochs=6", "run.resume=auto", ranks=ranks)
     shown = printed_by([*command, "run.name=whole"], folder)
     assert torch.cuda.get_device_name(0) in shown
     assert ranks == 1 or "nccl" in shown

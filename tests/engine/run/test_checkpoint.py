@@ -18,7 +18,7 @@ from torch import nn
 from fastgpu.process.config import Run
 from fastgpu.process.launch import UserError
 from fastgpu.run import checkpoint
-from fastgpu.run.checkpoint import Progress, find_intact, load, newest_first, save
+from fastgpu.run.checkpoint import Progress, find_intact, load, newest_first, not_finite, save
 from fastgpu.run.run import lock_folder
 from fastgpu.training.average import AveragedModel
 
@@ -63,6 +63,17 @@ def write_state(path: Path, state: dict[str, Any]) -> None:
 
 def names(run: Path) -> list[str]:
     return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+def test_checkpoint_look_for_nan_reads_once(monkeypatch):
+    """On a GPU, the host waits for the device whenever it reads a value."""
+    state = parts()
+    state["model"].bias.data[1] = torch.inf
+    state["model"].register_buffer("empty", torch.empty(0))
+    monkeypatch.setattr(torch.Tensor, "__bool__", Mock(side_effect=AssertionError))
+    monkeypatch.setattr(torch.Tensor, "item", Mock(side_effect=AssertionError))
+    assert not_finite(state) == {"['model']['bias']"}
+    assert not_finite({}) == set()
 
 
 def test_checkpoint_keeps_the_newest_of_a_kind(run):

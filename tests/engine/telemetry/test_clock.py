@@ -57,7 +57,40 @@ def test_clock_wait_is_that_of_the_slowest_rank(time):
     assert clock.take().scalars()["data/wait_pct"] == 25
 
 
+def test_clock_events_are_recorded_again(time, monkeypatch):
+    made = []
+
+    class Event:
+        """Of CUDA. The time at which it is recorded counts."""
+
+        def __init__(self, *, enable_timing: bool):
+            made.append(self)
+
+        def record(self) -> None:
+            self.now = time.now
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, end: "Event") -> float:
+            return 1000 * (end.now - self.now)
+
+    def batches():
+        for batch in range(12):
+            time.now += 0.25  # reading
+            yield batch
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    clock = Clock(World(0, 1, 1, torch.device("cuda", 0)), 8)
+    for batch in clock.timed(batches()):
+        time.now += 0.75  # training
+        if batch % 3 == 2:
+            assert clock.take()[:2] == (3, 0.75)
+    assert len(made) == 2 * 3
+
+
 @pytest.mark.gpu
+@pytest.mark.real_gpu
 @needs_gpu
 @pytest.mark.parametrize("read_s", [0, 0.2])  # at once; longer than the work that is queued, on an H100 about 0.06 s
 def test_clock_wait_on_a_gpu_is_that_of_a_trace(read_s):

@@ -193,6 +193,7 @@ def test_monitor_counter_that_breaks_is_reported_once(counters, told, refuse):
 
 
 @pytest.mark.gpu
+@pytest.mark.real_gpu
 @needs_gpu
 def test_monitor_counters_of_a_real_gpu():
     busy = torch.randn(4096, 4096, device="cuda")

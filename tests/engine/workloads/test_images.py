@@ -260,10 +260,17 @@ def test_images_compiled_training_resumes_and_changes_little(image_folder, monke
 
 
 @pytest.mark.gpu
+@pytest.mark.slow
 @needs_gpu
 @pytest.mark.parametrize(
     "setting",
-    ["train.precision=bf16", "train.precision=fp16", "train.compile=true", "data.tier=disk", "data.tier=host"],
+    [
+        "train.precision=bf16",
+        "train.precision=fp16",
+        pytest.param("train.compile=true", marks=pytest.mark.real_gpu),
+        "data.tier=disk",
+        "data.tier=host",
+    ],
 )
 def test_images_easy_ones_are_learned_on_a_gpu(image_folder, setting):
     done = run_train("dist.device=cuda", "train.epochs=6", setting, cwd=image_folder)

@@ -1,0 +1,27 @@
+"""Takes the pools of a PrefetchLoader, for tests of its events. Run it in the folder of a project.
+
+Only the clones of the first epoch are kernels, so in the second one the loop is far ahead of the copies.
+"""
+
+from contextlib import closing
+
+import numpy as np
+import torch
+
+from fastgpu.feed.loader import Passes
+from fastgpu.feed.prefetch import PrefetchLoader
+from fastgpu.process.config import Loader
+from fastgpu.rows.order import BlockSampler
+from fastgpu.storage.arrays import ArrayDataset
+
+N_ROWS = 4096
+source = ArrayDataset("numbers", {"number": np.arange(N_ROWS)})
+order = BlockSampler(source.block_rows, 64, pool_batches=4, seed=0)
+feed = PrefetchLoader(
+    source, order, torch.device("cuda"), 2, passes=Passes(n_epochs=2), loader=Loader(prefetch_pools=1)
+)
+with closing(feed):
+    numbers = [pool.rows["number"].clone() for pool in feed.pools(0)]
+    for _ in feed.pools(1):
+        pass
+assert sorted(torch.cat(numbers).tolist()) == list(range(N_ROWS))
