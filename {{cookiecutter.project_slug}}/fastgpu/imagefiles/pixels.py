@@ -83,7 +83,7 @@ def decode_upright(file: IO[bytes], min_size: tuple[int, int] | None = None) -> 
 
 def orientation_of(image: Image.Image) -> int:
     """The EXIF orientation of an image, 1 to 8. 1 is upright; other values mean nothing, and Pillow turns nothing."""
-    orientation = image.getexif().get(EXIF_ORIENTATION)
+    orientation: int = image.getexif().get(EXIF_ORIENTATION, 1)
     return orientation if orientation in range(2, 9) else 1
 
 
