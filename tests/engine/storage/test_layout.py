@@ -10,6 +10,7 @@ from h5py import h5d, h5p, h5s, h5t
 
 from fastgpu.process.launch import UserError
 from fastgpu.storage import layout as module
+from fastgpu.storage.file import OpenFile
 from fastgpu.storage.filters import decode, filters_of
 from fastgpu.storage.layout import Layout
 from fastgpu.storage.store import HDF5Dataset, open_store
@@ -227,3 +228,12 @@ def test_layout_damage_names_the_block(open_x, chunks, message):
         raw.write(bytes(damaged.size))
     with pytest.raises(UserError, match=message):
         read_rows(open_store("data.train", path, {"x": "x"}))
+
+
+def test_layout_of_a_local_file_is_read_at_once(open_x, monkeypatch):
+    """No thread and no system call for each of its chunks, of which labels may have many."""
+    (column,) = open_x(rows := numbered(1000, (4,)), 1).parts[0].values()
+    check, n_calls = OpenFile.check_unchanged, []
+    monkeypatch.setattr(OpenFile, "check_unchanged", lambda file: (n_calls.append(1), check(file)))
+    assert np.array_equal(column.read_all(), rows)
+    assert len(n_calls) == 2

@@ -27,6 +27,7 @@ from fastgpu.process.launch import UserError
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage import local_copy, remote
+from fastgpu.storage.file import side_by_side
 from fastgpu.storage.store import open_store
 from support import PROJECT
 from support.object_store import Store, serve
@@ -245,6 +246,18 @@ def test_remote_rows_are_checked_whoever_fetched_them(bucket, dense_file, kind):
     assert same(read_rows(open_store("data.train", url, DENSE_FIELDS)), local)
 
 
+def test_remote_metadata_leaves_rows_that_were_checked(bucket, dense_file):
+    path = with_digests(dense_file(3000, (3, 32, 32), 64))
+    rows = open_store("data.train", put(bucket, path), DENSE_FIELDS)
+    middle = (4 * remote.PIECE_BYTES + remote.PIECE_BYTES // 2) // 3072
+    rows[middle : middle + 1]
+    vars(bucket).update(flipped=1)
+    rows.file.read_piece(4)
+    bucket.flipped = 0
+    assert same(read_rows(rows), read_rows(open_store("data.train", path, DENSE_FIELDS)))
+    assert fetched_twice(bucket) <= 2 * 200_000  # the block that was damaged
+
+
 EXPIRED = "<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
 LINES = {
     "503 for ever": ({"refused": 99}, "cannot be read: .*503.*check the URL, and the credentials .*run.resume=auto"),
@@ -382,6 +395,14 @@ def test_remote_secrets_of_a_url_are_nowhere(bucket, folder, capfd):
     assert train("run.resume=runs/r", *words[:2], "train.epochs=2") == 0
 
 
+def test_remote_blocks_of_a_power_of_two_come_side_by_side(bucket, dense_file):
+    rows = open_store("data.train", put(bucket, dense_file(16 * 512, (4, 32, 32), 512)), DENSE_FIELDS)
+    bucket.delay_s = 0.2
+    bucket.max_at_work = 0
+    side_by_side(lambda block: rows[512 * block : 512 * block + 1], range(2, 14))
+    assert bucket.max_at_work >= 6
+
+
 def test_remote_digests_of_many_files_come_side_by_side(bucket, dense_file):
     for number in range(6):
         put(bucket, dense_file(5000, (3, 16, 16), 250, name=f"part-{number}.h5"))
@@ -487,6 +508,33 @@ def test_remote_file_refuses_a_fork(bucket, dense_file):
 
     _, pipe = fork(read)
     assert pipe.recv() == "refused"
+
+
+def test_remote_fork_reads_while_its_parent_fetches(bucket, dense_file):
+    """The threads that fetch, and end, are not in the fork."""
+    rows = open_store("data.train", put(bucket, dense_file(1000, (3, 16, 16), 100)), DENSE_FIELDS)
+    read_rows(rows)
+    forget()
+    rows = open_store("data.train", "s3://b/rows.h5", DENSE_FIELDS)
+    fetching = threading.Event()
+    ending = threading.Event()
+
+    def check(content):
+        fetching.set()
+        ending.wait()
+
+    offset, count, _ = rows.parts[0]["images"]._chunks[4].tolist()
+    thread = threading.Thread(target=rows.file.prepare, args=(offset, count, check))
+    thread.start()
+    fetching.wait()
+    process, pipe = fork(lambda pipe: pipe.send(len(rows[400:500]["labels"])))
+    try:
+        assert pipe.poll(30)
+        assert pipe.recv() == 100
+    finally:
+        process.kill()
+        ending.set()
+        thread.join()
 
 
 @pytest.mark.slow

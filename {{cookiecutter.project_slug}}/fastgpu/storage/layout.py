@@ -126,10 +126,11 @@ class Layout:
         refuse_large(self.name, self._n_rows * row_bytes + self.chunk_rows * self.field.row_bytes)
         out = np.empty((self._n_rows, *self.field.shape), dtype)
 
-        def read_chunk(start: int) -> None:
-            self.read([(start, range(start, min(start + self.chunk_rows, self._n_rows)))], out)
+        def read_part(start: int) -> None:
+            self.read([(start, range(start, min(start + part_rows, self._n_rows)))], out)
 
-        side_by_side(read_chunk, range(0, self._n_rows, self.chunk_rows))  # there are no reader threads yet
+        part_rows = max(1, self._n_rows) if self.is_local else self.chunk_rows
+        side_by_side(read_part, range(0, self._n_rows, part_rows))  # there are no reader threads yet
         return out
 
     def read(self, ranges: Iterable[Range], out: np.ndarray, plan: PoolPlan | None = None) -> None:

@@ -29,8 +29,8 @@ KEEP_FREE_BYTES, KEEP_FREE_SHARE = 1 << 30, 0.1
 """A copy leaves so much of its disk free, and this share of it: checkpoints are often on the same disk."""
 HEADER = struct.Struct("<Qq?")
 HEADER_BYTES = 64
-PATIENCE_S = 0.5
-"""How long the time of a change may differ from that of the last write: another process is about to note it."""
+TRIES, PAUSE_S = 100, 0.005
+"""How often the time of a change is compared with that of the last write: another process may be about to note it."""
 OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -108,34 +108,33 @@ class LocalCopy:
 
     def check_unchanged(self) -> None:
         """Raise UserError if somebody else has written to the copy."""
-        deadline = time.monotonic() + PATIENCE_S
-        while (status := os.fstat(self.descriptor)).st_mtime_ns != self._known_ns or status.st_size != self.size:
+        for _ in range(TRIES):
+            status = os.fstat(self.descriptor)
+            if (status.st_mtime_ns, status.st_size) == (self._known_ns, self.size):
+                return
             if self._is_ours(status, self._header()):
                 return  # another process or thread is writing to it, or has written
-            if time.monotonic() > deadline:
-                raise self._changed()
-            time.sleep(PATIENCE_S / 100)
+            time.sleep(PAUSE_S)
+        raise self._changed()
 
     def _changed(self) -> UserError:
         return UserError(
             f"{self.path} was changed while in use; go on with run.resume=auto, which fetches it again: only this "
-            "project should write to data.cache"
+            "project, and only one machine, should write to data.cache"
         )
 
     def missing(self, begin: int, end: int) -> tuple[int, int]:
-        """The first byte of whole pages that is not local, and the byte behind the last one; `end` twice for none."""
-        lacks = np.flatnonzero(self._marks(begin, end) == 0)
-        first, last = end, end
-        if len(lacks):
-            first, last = begin + int(lacks[0]) * PAGE_BYTES, min(end, begin + (int(lacks[-1]) + 1) * PAGE_BYTES)
-        return (first, last) if self._has_no_hole(begin, first) and self._has_no_hole(last, end) else (begin, end)
+        """The first bytes of whole pages that are not local: where they begin and end. None: `end` twice."""
+        marks = self._marks(begin, end)
+        n_local = len(marks.partition(b"\0")[0])
+        n_missing = len(marks[n_local:].partition(b"\1")[0])
+        first, last = (min(end, begin + count * PAGE_BYTES) for count in (n_local, n_local + n_missing))
+        return (first, last) if self._has_no_hole(begin, first) else (begin, first)
 
-    def _marks(self, begin: int, end: int) -> np.ndarray:
-        """(pages,) uint8: 1 for those that are there."""
-        marks = np.zeros(-(-(end - begin) // PAGE_BYTES), np.uint8)
-        data = os.pread(self._account.fileno(), len(marks), HEADER_BYTES + begin // PAGE_BYTES)
-        marks[: len(data)] = np.frombuffer(data, np.uint8)
-        return marks
+    def _marks(self, begin: int, end: int) -> bytes:
+        """A byte for each page, which is 1 if the page is there."""
+        n_pages = -(-(end - begin) // PAGE_BYTES)
+        return os.pread(self._account.fileno(), n_pages, HEADER_BYTES + begin // PAGE_BYTES).ljust(n_pages, b"\0")
 
     def _has_no_hole(self, begin: int, end: int) -> bool:
         with suppress(OSError):  # it was cut
@@ -165,7 +164,7 @@ class LocalCopy:
             os.pwrite(self._account.fileno(), HEADER.pack(*header._replace(is_writing=True)), 0)
             try:
                 _write_all(self.descriptor, pages[first - begin : last - begin], first)
-                _write_all(self._account.fileno(), np.ones_like(marks), HEADER_BYTES + begin // PAGE_BYTES)
+                _write_all(self._account.fileno(), b"\1" * len(marks), HEADER_BYTES + begin // PAGE_BYTES)
             finally:
                 self._note()
 
@@ -197,7 +196,7 @@ def _open_own(path: str) -> int:
     return descriptor
 
 
-def _write_all(descriptor: int, data: np.ndarray, offset: int) -> None:
+def _write_all(descriptor: int, data: np.ndarray | bytes, offset: int) -> None:
     n_written = 0
     while n_written < len(data):
-        n_written += os.pwrite(descriptor, data[n_written:].data, offset + n_written)
+        n_written += os.pwrite(descriptor, memoryview(data)[n_written:], offset + n_written)

@@ -11,6 +11,7 @@ import io
 import os
 import re
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from fnmatch import filter as matching
@@ -45,11 +46,15 @@ CURES = {
     "http error: error": "check the host, the network, and the certificate of the server",
 }
 """{part of an error that is no answer of the server: what to try}"""
-LOCKS = [threading.Lock() for _ in range(1024)]
-"""A thread that fetches bytes has the lock of their offset. There are so many that 64 threads rarely share one."""
-
+N_LOCKS = 1021
+"""A thread that fetches bytes has the lock of their offset. There are so many that 64 threads rarely share one, and a
+prime number of them, because the offsets of blocks are often multiples of a power of two."""
 CLOSE_S = 1.0
+Part = tuple[int, int]
+"""The first byte of some, and the byte behind the last one."""
 
+_locks: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
+os.register_at_fork(after_in_child=_locks.clear)  # threads that have locks are not in a fork, which reads what is local
 _opened: dict[str, "RemoteFile"] = {}
 _held = threading.local()
 """`pages` are (file, first byte, bytes) that this thread has fetched and h5py is to read, if the copy lacks them."""
@@ -118,14 +123,14 @@ class RemoteFile(OpenFile):
         return offset in self._prepared
 
     def is_local(self, offset: int, count: int) -> bool:
-        first, last = self._missing(*self._pages_of(offset, count))
-        return first == last
+        begin, end = self._pages_of(offset, count)
+        return self._missing(begin, end) == (end, end)
 
     def prepare(self, offset: int, count: int, check: Callable[[np.ndarray], None] | None = None) -> np.ndarray | None:
         """See `OpenFile`. Bytes are checked once in each process, whoever has fetched them. Raises UserError."""
         if self._prepared.get(offset, 0) >= count:
             return None
-        with LOCKS[offset // PAGE_BYTES % len(LOCKS)]:
+        with _locks[offset // PAGE_BYTES % N_LOCKS]:
             content, is_kept = self._fetch(offset, count, check)
             if is_kept:
                 self._prepared[offset] = count
@@ -134,47 +139,49 @@ class RemoteFile(OpenFile):
     def _pages_of(self, offset: int, count: int) -> tuple[int, int]:
         return offset - offset % PAGE_BYTES, min(self.size, -(-(offset + count) // PAGE_BYTES) * PAGE_BYTES)
 
-    def _missing(self, begin: int, end: int) -> tuple[int, int]:
+    def _missing(self, begin: int, end: int) -> Part:
         return self._copy.missing(begin, end) if self._copy else (begin, end)
 
     def _fetch(
         self, offset: int, count: int, check: Callable[[np.ndarray], None] | None = None, *, is_piece: bool = False
     ) -> tuple[np.ndarray | None, bool]:
         """The bytes, or None if all were local, and whether all are from now on."""
-        begin, end = self._pages_of(offset, count)
-        first, last = self._missing(begin, end)
-        if first == last and not check:
+        if not check and self.is_local(offset, count):
             return None, True
-        # If bytes that were local are damaged, all of them are fetched again.
-        for missing in dict.fromkeys([(first, last), (begin, end)]):
-            first, last = missing
-            pages = self._fill(begin, end, first, last)
-            content = pages[offset - begin : offset - begin + count]
-            if not is_piece:
-                _held.pages = self, begin, pages
+        begin, end = self._pages_of(offset, count)
+        pages = np.empty(end - begin, np.uint8)
+        content = pages[offset - begin : offset - begin + count]
+        fetched = self._fill(pages, begin, self._missing)
+        if not is_piece:
+            _held.pages = self, begin, pages
+        if check:
             try:
-                if check:
-                    check(content)
-                break
+                check(content)
             except UserError:
-                if missing == (begin, end):
+                if fetched == [(begin, end)]:
                     raise
-        is_kept = first == last or self._keep(pages[first - begin : last - begin], first, offset, count)
+                # Bytes that were local are damaged.
+                fetched = self._fill(pages, begin, lambda *all_of_it: all_of_it)
+                check(content)
+        is_kept = all([self._keep(pages[at - begin : stop - begin], at, offset, count) for at, stop in fetched])
         if is_kept and not is_piece:
             _held.pages = None
-        return None if first == last else content, is_kept
+        return content if fetched else None, is_kept
 
-    def _fill(self, begin: int, end: int, first: int, last: int) -> np.ndarray:
-        """The bytes from `begin` to `end`. Those from `first` to `last` are fetched."""
-        if (first, last) == (begin, end):
-            return self._get(begin, end)
-        pages = np.empty(end - begin, np.uint8)
-        for start, stop in ((begin, first), (last, end)):
-            if start < stop:
-                self.preadv([pages[start - begin : stop - begin].data], start)
-        if first < last:
-            pages[first - begin : last - begin] = self._get(first, last)
-        return pages
+    def _fill(self, pages: np.ndarray, begin: int, missing: Callable[[int, int], Part]) -> list[Part]:
+        """Fill pages with the bytes from `begin` on, and return the parts that were fetched. missing: gives the first
+        part that has to be."""
+        fetched = []
+        at, end = begin, begin + len(pages)
+        while at < end:
+            first, last = missing(at, end)
+            if at < first:
+                self.preadv([pages[at - begin : first - begin].data], at)
+            if first < last:
+                pages[first - begin : last - begin] = self._get(first, last)
+                fetched.append((first, last))
+            at = last
+        return fetched
 
     def _get(self, begin: int, end: int) -> np.ndarray:
         def get(obstore: Any) -> Any:
