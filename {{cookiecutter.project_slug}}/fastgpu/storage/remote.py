@@ -163,7 +163,7 @@ class RemoteFile(OpenFile):
                 # Bytes that were local are damaged.
                 fetched = self._fill(pages, begin, lambda *all_of_it: all_of_it)
                 check(content)
-        is_kept = all([self._keep(pages[at - begin : stop - begin], at, offset, count) for at, stop in fetched])
+        is_kept = all(self._keep(pages[at - begin : stop - begin], at, offset, count) for at, stop in fetched)
         if is_kept and not is_piece:
             _held.pages = None
         return content if fetched else None, is_kept
@@ -295,7 +295,7 @@ def expand(key: str, pattern: str) -> list[str]:
 
 def n_requests() -> int:
     """How many requests this process has sent until now."""
-    return sum(file.n_requests for file in _opened.values())
+    return sum(file.n_requests for file in list(_opened.values()))
 
 
 def counters() -> dict[str, float]:
