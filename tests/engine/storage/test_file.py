@@ -1,3 +1,4 @@
+import _thread
 import errno
 import fcntl
 import gc
@@ -21,6 +22,7 @@ from fastgpu.storage import file as module
 from fastgpu.storage import store as store_module
 from fastgpu.storage.file import OpenFile
 from fastgpu.storage.store import HDF5Dataset, open_store
+from support.ranks import wait_until
 from support.rows import DENSE_FIELDS, numbers_of, read_by_jobs, read_rows
 
 BIG = (1, 96, 96)  # 9 KiB: rows that the kernel scatters
@@ -304,3 +306,20 @@ def test_file_read_past_the_end_is_an_error(tmp_path):
     (tmp_path / "x.bin").write_bytes(bytes(100))
     with pytest.raises(UserError, match="x.bin ends at byte 100: it was cut while in use; restore the file"):
         OpenFile(f"{tmp_path}/x.bin").read(90, 20)
+
+
+def test_file_side_by_side_leaves_the_rest_after_ctrl_c():
+    """Somebody who catches KeyboardInterrupt may go on."""
+    started, n_threads, network = [], threading.active_count(), threading.Event()
+
+    def wait_for_network(number: int) -> None:
+        started.append(number)
+        if number == module.SIDE_BY_SIDE - 1:
+            _thread.interrupt_main()
+        network.wait()
+
+    with pytest.raises(KeyboardInterrupt):
+        module.side_by_side(wait_for_network, range(1000))
+    network.set()
+    wait_until(lambda: threading.active_count() == n_threads)
+    assert len(started) == module.SIDE_BY_SIDE

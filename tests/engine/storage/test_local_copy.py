@@ -143,8 +143,8 @@ def test_copy_that_others_write_is_unchanged():
 def test_copy_is_unchanged_for_a_process_that_sleeps(monkeypatch):
     """Another one notes a write between two looks, and seconds pass between them on a busy machine."""
     _, copy = open_copy(), open_copy()
-    header = copy._header()
-    headers = iter([header._replace(written_ns=1), header])
+    inode, written_ns = copy._header()
+    headers = iter([(inode, 1), (inode, written_ns)])
     monkeypatch.setattr(copy, "_header", headers.__next__)
     monkeypatch.setattr(local_copy.time, "monotonic", count(0, 10).__next__)
     copy.check_unchanged()

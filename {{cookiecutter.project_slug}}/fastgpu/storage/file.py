@@ -256,10 +256,12 @@ def side_by_side(function: Callable[[Item], Result], items: Iterable[Item]) -> l
     is_first = threading.current_thread() is threading.main_thread()
     n_threads = min(SIDE_BY_SIDE if is_first else BELOW, len(todo))
     threads = [threading.Thread(target=work, daemon=True) for _ in range(n_threads)]
-    for thread in threads:
-        thread.start()
-    wait(outcomes, return_when=FIRST_EXCEPTION)
-    todo.clear()
+    try:
+        for thread in threads:
+            thread.start()
+        wait(outcomes, return_when=FIRST_EXCEPTION)
+    finally:
+        todo.clear()
     for thread in threads:  # one that runs compiled code while Python ends would abort the process
         thread.join()
     return [outcome.result() for outcome in outcomes if outcome.done()]

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -27,18 +26,14 @@ from fastgpu.storage.file import PAGE_BYTES
 
 KEEP_FREE_BYTES, KEEP_FREE_SHARE = 1 << 30, 0.1
 """A copy leaves so much of its disk free, and this share of it: checkpoints are often on the same disk."""
-HEADER = struct.Struct("<Qq?")
+HEADER = struct.Struct("<Qq")
+"""The inode of the copy, and the time of the last write of ours."""
 HEADER_BYTES = 64
+WRITING = -1
+"""Instead of the time while a process writes to the copy, or if it was killed meanwhile."""
 TRIES, PAUSE_S = 100, 0.005
 """How often the time of a change is compared with that of the last write: another process may be about to note it."""
 OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
-
-
-class _Header(NamedTuple):
-    inode: int = 0
-    written_ns: int = 0
-    is_writing: bool = False
-    """A process writes to the copy, or was killed while it did."""
 
 
 class LocalCopy:
@@ -66,12 +61,12 @@ class LocalCopy:
             self.descriptor = _open_own(self.path)
             files = (self._account.fileno(), self.descriptor)
             self.is_writable = all(fcntl.fcntl(each, fcntl.F_GETFL) & os.O_RDWR for each in files)
-            status, header = os.fstat(self.descriptor), self._header()
-            if header.inode == status.st_ino and self._is_ours(status, header):
-                if header.is_writing and self.is_writable:  # by a process that was killed
+            status, (inode, written_ns) = os.fstat(self.descriptor), self._header()
+            if inode == status.st_ino and self._is_ours(status):
+                if written_ns == WRITING and self.is_writable:  # by a process that was killed
                     self._note()
                 return True
-            if not status.st_size and not header.inode:  # both are new
+            if not status.st_size and not inode:  # both are new
                 os.truncate(self.descriptor, self.size)
                 os.truncate(self._account.fileno(), HEADER_BYTES + -(-self.size // PAGE_BYTES))
                 self._note()
@@ -91,20 +86,20 @@ class LocalCopy:
             finally:
                 fcntl.flock(self._account, fcntl.LOCK_UN)
 
-    def _header(self) -> _Header:
-        data = os.pread(self._account.fileno(), HEADER.size, 0)
-        return _Header(*HEADER.unpack(data)) if len(data) == HEADER.size else _Header()
+    def _header(self) -> tuple[int, int]:
+        inode, written_ns = HEADER.unpack(os.pread(self._account.fileno(), HEADER.size, 0).ljust(HEADER.size, b"\0"))
+        return inode, written_ns
 
     def _note(self) -> None:
         """Note that nobody is writing. The time is one of whole seconds, as a write of somebody else hardly has."""
         os.utime(self.descriptor, (now := int(time.time()), now))
         status = os.fstat(self.descriptor)
-        os.pwrite(self._account.fileno(), HEADER.pack(status.st_ino, status.st_mtime_ns, False), 0)
+        os.pwrite(self._account.fileno(), HEADER.pack(status.st_ino, status.st_mtime_ns), 0)
         self._known_ns = status.st_mtime_ns
 
-    def _is_ours(self, status: os.stat_result, header: _Header) -> bool:
+    def _is_ours(self, status: os.stat_result) -> bool:
         """Whether nobody else has written to the copy."""
-        return status.st_size == self.size and (header.is_writing or header.written_ns == status.st_mtime_ns)
+        return status.st_size == self.size and self._header()[1] in (WRITING, status.st_mtime_ns)
 
     def check_unchanged(self) -> None:
         """Raise UserError if somebody else has written to the copy."""
@@ -112,7 +107,7 @@ class LocalCopy:
             status = os.fstat(self.descriptor)
             if (status.st_mtime_ns, status.st_size) == (self._known_ns, self.size):
                 return
-            if self._is_ours(status, self._header()):
+            if self._is_ours(status):
                 return  # another process or thread is writing to it, or has written
             time.sleep(PAUSE_S)
         raise self._changed()
@@ -155,13 +150,13 @@ class LocalCopy:
             raise OSError(f"{format_bytes(free_bytes)} of its disk are free")
         end = begin + len(pages)
         with self._locked():
-            header = self._header()
-            if not self._is_ours(os.fstat(self.descriptor), header):
+            status = os.fstat(self.descriptor)
+            if not self._is_ours(status):
                 raise self._changed()
             marks = self._marks(begin, end)
             first = max(begin, offset) if marks[0] else begin
             last = min(end, offset + count) if marks[-1] else end
-            os.pwrite(self._account.fileno(), HEADER.pack(*header._replace(is_writing=True)), 0)
+            os.pwrite(self._account.fileno(), HEADER.pack(status.st_ino, WRITING), 0)
             try:
                 _write_all(self.descriptor, pages[first - begin : last - begin], first)
                 _write_all(self._account.fileno(), b"\1" * len(marks), HEADER_BYTES + begin // PAGE_BYTES)

@@ -50,8 +50,8 @@ N_LOCKS = 1021
 """A thread that fetches bytes has the lock of their offset. There are so many that 64 threads rarely share one, and a
 prime number of them, because the offsets of blocks are often multiples of a power of two."""
 CLOSE_S = 1.0
-Part = tuple[int, int]
-"""The first byte of some, and the byte behind the last one."""
+Parts = list[tuple[int, np.ndarray]]
+"""(number of the first byte, bytes)"""
 
 _locks: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
 os.register_at_fork(after_in_child=_locks.clear)  # threads that have locks are not in a fork, which reads what is local
@@ -130,56 +130,46 @@ class RemoteFile(OpenFile):
         """See `OpenFile`. Bytes are checked once in each process, whoever has fetched them. Raises UserError."""
         if self._prepared.get(offset, 0) >= count:
             return None
+        fetched: Parts = []
         with _locks[offset // PAGE_BYTES % N_LOCKS]:
-            content, is_kept = self._fetch(offset, count, check)
-            if is_kept:
+            if check or not self.is_local(offset, count):
+                begin, end = self._pages_of(offset, count)
+                pages = np.empty(end - begin, np.uint8)
+                content = pages[offset - begin : offset - begin + count]
+                fetched = self._fill(pages, begin, self._missing)
+                _held.pages = self, begin, pages
+                if check:
+                    try:
+                        check(content)
+                    except UserError:
+                        if sum(len(part) for _, part in fetched) == len(pages):
+                            raise
+                        # Bytes that were local are damaged.
+                        fetched = self._fill(pages, begin, lambda *all_of_it: all_of_it)
+                        check(content)
+            if self._keep(fetched, offset, count):
                 self._prepared[offset] = count
-        return content
+                _held.pages = None
+        return content if fetched else None
 
     def _pages_of(self, offset: int, count: int) -> tuple[int, int]:
         return offset - offset % PAGE_BYTES, min(self.size, -(-(offset + count) // PAGE_BYTES) * PAGE_BYTES)
 
-    def _missing(self, begin: int, end: int) -> Part:
+    def _missing(self, begin: int, end: int) -> tuple[int, int]:
         return self._copy.missing(begin, end) if self._copy else (begin, end)
 
-    def _fetch(
-        self, offset: int, count: int, check: Callable[[np.ndarray], None] | None = None, *, is_piece: bool = False
-    ) -> tuple[np.ndarray | None, bool]:
-        """The bytes, or None if all were local, and whether all are from now on."""
-        if not check and self.is_local(offset, count):
-            return None, True
-        begin, end = self._pages_of(offset, count)
-        pages = np.empty(end - begin, np.uint8)
-        content = pages[offset - begin : offset - begin + count]
-        fetched = self._fill(pages, begin, self._missing)
-        if not is_piece:
-            _held.pages = self, begin, pages
-        if check:
-            try:
-                check(content)
-            except UserError:
-                if fetched == [(begin, end)]:
-                    raise
-                # Bytes that were local are damaged.
-                fetched = self._fill(pages, begin, lambda *all_of_it: all_of_it)
-                check(content)
-        is_kept = all([self._keep(pages[at - begin : stop - begin], at, offset, count) for at, stop in fetched])
-        if is_kept and not is_piece:
-            _held.pages = None
-        return content if fetched else None, is_kept
-
-    def _fill(self, pages: np.ndarray, begin: int, missing: Callable[[int, int], Part]) -> list[Part]:
-        """Fill pages with the bytes from `begin` on, and return the parts that were fetched. missing: gives the first
-        part that has to be."""
-        fetched = []
+    def _fill(self, pages: np.ndarray, begin: int, missing: Callable[[int, int], tuple[int, int]]) -> Parts:
+        """Fill pages with the bytes from `begin` on. Returns those that were fetched. missing: see `LocalCopy`."""
+        fetched: Parts = []
         at, end = begin, begin + len(pages)
         while at < end:
             first, last = missing(at, end)
             if at < first:
                 self.preadv([pages[at - begin : first - begin].data], at)
             if first < last:
-                pages[first - begin : last - begin] = self._get(first, last)
-                fetched.append((first, last))
+                part = pages[first - begin : last - begin]
+                part[:] = self._get(first, last)
+                fetched.append((first, part))
             at = last
         return fetched
 
@@ -204,12 +194,13 @@ class RemoteFile(OpenFile):
         self.n_fetched_bytes += len(content)
         return np.frombuffer(content, np.uint8)
 
-    def _keep(self, pages: np.ndarray, begin: int, offset: int, count: int) -> bool:
-        """Write pages to the copy; see `LocalCopy.write`. False: there is no room now."""
+    def _keep(self, fetched: Parts, offset: int, count: int) -> bool:
+        """Write what was fetched to the copy; see `LocalCopy.write`. False: there is no room now."""
         if not self._copy:
             return False
         try:
-            self._copy.write(pages, begin, offset, count)
+            for begin, pages in fetched:
+                self._copy.write(pages, begin, offset, count)
         except OSError as error:
             if not RemoteFile.has_warned:
                 warn(f"data.cache cannot be written ({error}): what it does not have is fetched in each epoch")
@@ -227,9 +218,9 @@ class RemoteFile(OpenFile):
     def read_piece(self, number: int) -> bytes:
         """A piece of the metadata."""
         begin = number * PIECE_BYTES
-        count = min(PIECE_BYTES, self.size - begin)
-        content, _ = self._fetch(begin, count, is_piece=True)
-        return (self.read(begin, count) if content is None else content).tobytes()
+        pages = np.empty(min(PIECE_BYTES, self.size - begin), np.uint8)
+        self._keep(self._fill(pages, begin, self._missing), begin, len(pages))
+        return pages.tobytes()
 
 
 class _Metadata(io.RawIOBase):
@@ -295,7 +286,7 @@ def expand(key: str, pattern: str) -> list[str]:
 
 def n_requests() -> int:
     """How many requests this process has sent until now."""
-    return sum(file.n_requests for file in _opened.values())
+    return sum(file.n_requests for file in list(_opened.values()))
 
 
 def counters() -> dict[str, float]:
