@@ -86,7 +86,7 @@ def test_bake_links_to_its_template(tmp_path, given, address):
 def test_bake_without_tools_says_where_they_are(own_copy):
     """Messages that name convert.py as a cure."""
     project = own_copy("images", tools="none", launch="none")
-    done = run_to_end([sys.executable, "train.py", "data.train=README.md"], project)
+    done = run_to_end([sys.executable, "train.py", "data.train=docs"], project)
     assert done.returncode == 2
     assert done.stderr.endswith("(convert.py is not here: projects made with tools=all have it)\n")
 
