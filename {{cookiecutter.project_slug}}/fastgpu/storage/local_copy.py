@@ -62,20 +62,19 @@ class LocalCopy:
             files = (self._account.fileno(), self.descriptor)
             self.is_writable = all(fcntl.fcntl(each, fcntl.F_GETFL) & os.O_RDWR for each in files)
             status, (inode, written_ns) = os.fstat(self.descriptor), self._header()
-            if inode == status.st_ino and self._is_ours(status):
-                if written_ns == WRITING and self.is_writable:  # by a process that was killed
-                    self._note()
-                return True
             if not status.st_size and not inode:  # both are new
                 os.truncate(self.descriptor, self.size)
                 os.truncate(self._account.fileno(), HEADER_BYTES + -(-self.size // PAGE_BYTES))
+            elif inode != status.st_ino or not self._is_ours(status):
+                os.close(self.descriptor)
+                for each in (account_path, self.path):
+                    Path(each).unlink()
+                warn(f"{self.path} was changed, copied or removed since it was written here; it is fetched again")
+                return False
+            # A process that writes would have the lock: one that has not noted its end was killed.
+            if written_ns in (0, WRITING) and self.is_writable:
                 self._note()
-                return True
-            os.close(self.descriptor)
-            for each in (account_path, self.path):
-                Path(each).unlink()
-            warn(f"{self.path} was changed, copied or removed since it was written here; it is fetched again")
-            return False
+            return True
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
