@@ -182,7 +182,11 @@ def test_copy_with_holes_lacks_pages_that_the_account_has():
     os.truncate("cache/x.h5", 3 * PAGE_BYTES)
     os.truncate("cache/x.h5", SIZE)
     os.utime("cache/x.h5", ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert local_pages(open_copy()) == [2]
+    copy = open_copy()
+    assert local_pages(copy) == [2]
+    page = np.full(PAGE_BYTES, 77, np.uint8)
+    copy.write(page, 3 * PAGE_BYTES, 3 * PAGE_BYTES + 10, PAGE_BYTES - 20)
+    assert Path("cache/x.h5").read_bytes()[3 * PAGE_BYTES : 4 * PAGE_BYTES] == page.tobytes()
 
 
 def precious() -> None:

@@ -27,6 +27,8 @@ from fastgpu.storage.layout import Layout, Range, index_of
 class InMemory:
     """Rows in an array, or in a mapped .npy file."""
 
+    is_local = True
+
     def __init__(self, rows: np.ndarray):
         """rows: (rows, *shape)"""
         is_interleaved = isinstance(rows, np.ndarray) and rows.ndim == 4 and not rows.flags.c_contiguous
@@ -41,10 +43,6 @@ class InMemory:
             out = out.transpose(0, 2, 3, 1)
         for start, places in ranges:
             out[index_of(places)] = rows[start : start + len(places)]
-
-    @property
-    def is_local(self) -> bool:
-        return True
 
     def cached_rows(self, ranges: Iterable[Range]) -> np.ndarray:
         """All rows, (rows, bytes) uint8."""

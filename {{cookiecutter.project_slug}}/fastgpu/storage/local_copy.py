@@ -62,20 +62,19 @@ class LocalCopy:
             files = (self._account.fileno(), self.descriptor)
             self.is_writable = all(fcntl.fcntl(each, fcntl.F_GETFL) & os.O_RDWR for each in files)
             status, (inode, written_ns) = os.fstat(self.descriptor), self._header()
-            if inode == status.st_ino and self._is_ours(status):
-                if written_ns == WRITING and self.is_writable:  # by a process that was killed
-                    self._note()
-                return True
             if not status.st_size and not inode:  # both are new
                 os.truncate(self.descriptor, self.size)
                 os.truncate(self._account.fileno(), HEADER_BYTES + -(-self.size // PAGE_BYTES))
+            elif inode != status.st_ino or not self._is_ours(status):
+                os.close(self.descriptor)
+                for each in (account_path, self.path):
+                    Path(each).unlink()
+                warn(f"{self.path} was changed, copied or removed since it was written here; it is fetched again")
+                return False
+            # A process that writes would have the lock: one that has not noted its end was killed.
+            if written_ns in (0, WRITING) and self.is_writable:
                 self._note()
-                return True
-            os.close(self.descriptor)
-            for each in (account_path, self.path):
-                Path(each).unlink()
-            warn(f"{self.path} was changed, copied or removed since it was written here; it is fetched again")
-            return False
+            return True
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -120,16 +119,16 @@ class LocalCopy:
 
     def missing(self, begin: int, end: int) -> tuple[int, int]:
         """The first bytes of whole pages that are not local: where they begin and end. None: `end` twice."""
-        marks = self._marks(begin, end)
+        n_pages = -(-(end - begin) // PAGE_BYTES)
+        marks = os.pread(self._account.fileno(), n_pages, HEADER_BYTES + begin // PAGE_BYTES).ljust(n_pages, b"\0")
         n_local = len(marks.partition(b"\0")[0])
         n_missing = len(marks[n_local:].partition(b"\1")[0])
         first, last = (min(end, begin + count * PAGE_BYTES) for count in (n_local, n_local + n_missing))
         return (first, last) if self._has_no_hole(begin, first) else (begin, first)
 
-    def _marks(self, begin: int, end: int) -> bytes:
-        """A byte for each page, which is 1 if the page is there."""
-        n_pages = -(-(end - begin) // PAGE_BYTES)
-        return os.pread(self._account.fileno(), n_pages, HEADER_BYTES + begin // PAGE_BYTES).ljust(n_pages, b"\0")
+    def has(self, begin: int, end: int) -> bool:
+        """Whether all of these whole pages are local."""
+        return self.missing(begin, end) == (end, end)
 
     def _has_no_hole(self, begin: int, end: int) -> bool:
         with suppress(OSError):  # it was cut
@@ -153,13 +152,14 @@ class LocalCopy:
             status = os.fstat(self.descriptor)
             if not self._is_ours(status):
                 raise self._changed()
-            marks = self._marks(begin, end)
-            first = max(begin, offset) if marks[0] else begin
-            last = min(end, offset + count) if marks[-1] else end
+            last_page = end - 1 - (end - 1) % PAGE_BYTES
+            first = max(begin, offset) if self.has(begin, min(end, begin + PAGE_BYTES)) else begin
+            last = min(end, offset + count) if self.has(last_page, end) else end
             os.pwrite(self._account.fileno(), HEADER.pack(status.st_ino, WRITING), 0)
             try:
                 _write_all(self.descriptor, pages[first - begin : last - begin], first)
-                _write_all(self._account.fileno(), b"\1" * len(marks), HEADER_BYTES + begin // PAGE_BYTES)
+                marks = np.ones(-(-len(pages) // PAGE_BYTES), np.uint8)
+                _write_all(self._account.fileno(), marks, HEADER_BYTES + begin // PAGE_BYTES)
             finally:
                 self._note()
 
@@ -191,7 +191,7 @@ def _open_own(path: str) -> int:
     return descriptor
 
 
-def _write_all(descriptor: int, data: np.ndarray | bytes, offset: int) -> None:
+def _write_all(descriptor: int, data: np.ndarray, offset: int) -> None:
     n_written = 0
     while n_written < len(data):
-        n_written += os.pwrite(descriptor, memoryview(data)[n_written:], offset + n_written)
+        n_written += os.pwrite(descriptor, data[n_written:].data, offset + n_written)

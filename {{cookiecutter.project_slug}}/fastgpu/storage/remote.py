@@ -123,8 +123,7 @@ class RemoteFile(OpenFile):
         return offset in self._prepared
 
     def is_local(self, offset: int, count: int) -> bool:
-        begin, end = self._pages_of(offset, count)
-        return self._missing(begin, end) == (end, end)
+        return bool(self._copy and self._copy.has(*self._pages_of(offset, count)))
 
     def prepare(self, offset: int, count: int, check: Callable[[np.ndarray], None] | None = None) -> np.ndarray | None:
         """See `OpenFile`. Bytes are checked once in each process, whoever has fetched them. Raises UserError."""
