@@ -542,6 +542,33 @@ def test_workers_end_whenever_the_feed_closes():
         feed.close()
 
 
+@pytest.mark.parametrize("n_hang", [2, 7])
+def test_workers_that_do_not_begin_are_made_again(monkeypatch, tmp_path, n_hang):
+    """A fork may wait for ever for a lock of a thread that is not in it."""
+    work = workers._work
+
+    def hang_at_first(*arguments):
+        with (tmp_path / "begun").open("a+") as file:  # "a": each process adds a letter
+            file.write("x")
+            file.flush()
+            if file.tell() <= n_hang:
+                signal.pause()
+        work(*arguments)
+
+    monkeypatch.setattr(workers, "_work", hang_at_first)
+    monkeypatch.setattr(workers, "START_S", 1.0)
+    source = numbered_source()
+    if n_hang > 6:
+        with pytest.raises(UserError, match=r"loader.num_workers is 2: they do not begin to work; use fewer"):
+            source.with_workers(2, TIMEOUT_S)
+    else:
+        with closing(source.with_workers(2, TIMEOUT_S)) as read:
+            assert read.n_workers == 2
+            rows = np.arange(5)
+            np.testing.assert_array_equal(read.read_rows(rows, 0, 0, 0 * rows)["labels"], rows % 4)
+    assert not multiprocessing.active_children()
+
+
 def test_workers_that_cannot_start_are_one_line(monkeypatch):
     real = os.fork
 

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
 from multiprocessing.reduction import ForkingPickler
@@ -34,6 +35,9 @@ READERS_NICE = 5
 """Workers and reader threads have a lower priority than the training loop, by so many steps of nice(1)."""
 SLOW_S = 30.0
 """After this time, a person is told that a worker may hang. Only `loader.timeout_s` ends the run."""
+START_S, START_TRIES = 10.0, 3
+"""A fork that has not begun to work after this time is killed, and made again, so often at most. Where other threads of
+this process hold a lock of Python, such as those of autograd, a fork waits for it for ever."""
 CLOSE_S = 3.0
 """How long closing waits for the end of workers and threads. Those that hang are left behind."""
 Answer = Callable[..., object]
@@ -58,18 +62,39 @@ class Workers:
         """Pipes to the workers that have nothing to do."""
         # multiprocessing would send SIGTERM at the exit, which workers ignore, and wait for ever.
         atexit.register(self.close)
-        fork = multiprocessing.get_context("fork")
         try:
-            for info in infos:
-                pipe, its_pipe = fork.Pipe()
-                process = fork.Process(target=_work, args=(its_pipe, answer, info, timeout_s), daemon=True)
-                process.start()
-                its_pipe.close()
-                self.processes.append(process)
-                self._idle.put(pipe)
+            missing = list(infos)
+            for _ in range(START_TRIES):
+                missing = self._start([(answer, info, timeout_s) for info in missing])
+            if missing:
+                raise TimeoutError(0, "they do not begin to work")
         except OSError as error:
             self.close()
             raise UserError(f"{key} is {len(infos)}: {error.strerror}; use fewer of them") from None
+
+    def _start(self, arguments: Sequence[tuple[Answer, WorkerInfo, float]]) -> list[WorkerInfo]:
+        """Start a process for each of these arguments of `_work`. Returns the infos of those that did not begin."""
+        fork = multiprocessing.get_context("fork")
+        started = []
+        for each in arguments:
+            pipe, its_pipe = fork.Pipe()
+            process = fork.Process(target=_work, args=(its_pipe, *each), daemon=True)
+            process.start()
+            its_pipe.close()
+            self.processes.append(process)
+            started.append((process, pipe, each[1]))
+        missing = []
+        for process, pipe, info in started:
+            if pipe.poll(START_S):
+                with suppress(EOFError):  # it was killed: `call` says so
+                    pipe.recv()
+                self._idle.put(pipe)
+            else:
+                process.kill()
+                process.join(CLOSE_S)
+                self.processes.remove(process)
+                missing.append(info)
+        return missing
 
     def call(self, rows: np.ndarray, *others: object) -> Any:
         """Let an idle worker read these rows. Raises UserError if it cannot, or died. Any thread may call this."""
@@ -115,6 +140,7 @@ def _work(pipe: Connection, answer: Answer, info: WorkerInfo, timeout_s: float) 
     os.nice(READERS_NICE)
     torch.set_num_threads(1)  # those of OpenMP do not survive a fork
     ForkingPickler.register(np.ndarray, _pickle_array)
+    pipe.send(None)  # it has begun
     while True:
         request = pipe.recv()
         faulthandler.dump_traceback_later(timeout_s, file=sys.__stderr__ or 2)  # shows where an item hangs
