@@ -8,7 +8,7 @@ import torch
 
 from fastgpu.feed import PoolLoader, choose_sizes, open_loaders
 from fastgpu.feed.sizes import MAX_READERS
-from fastgpu.process.config import Config, Data, Loader, Tier, Train
+from fastgpu.process.config import Auto, Config, Data, Loader, Tier, Train
 from fastgpu.process.machine import available_cpus
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Dataset
@@ -27,7 +27,12 @@ def open_rows(path: Path, names: tuple[str, ...] = IMAGES) -> Dataset:
 
 
 def open_feed(
-    rows: Dataset, batch_size: int, *, tier: Tier = "disk", n_readers: int = READERS, pool_batches: int | None = None
+    rows: Dataset,
+    batch_size: int,
+    *,
+    tier: Tier = "disk",
+    n_readers: int | Auto = READERS,
+    pool_batches: int | None = None,
 ) -> PoolLoader:
     """The feed of these rows on a CPU. pool_batches: None for what `auto` chooses."""
     data = Data(train="", val="", fields={}, batch_size=batch_size, tier=tier, pool_batches=pool_batches or "auto")

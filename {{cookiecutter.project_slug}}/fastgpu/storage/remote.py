@@ -133,23 +133,24 @@ class RemoteFile(OpenFile):
         with _locks[offset // PAGE_BYTES % N_LOCKS]:
             if check or not self.is_local(offset, count):
                 begin, end = self._pages_of(offset, count)
-                pages = np.empty(end - begin, np.uint8)
-                content = pages[offset - begin : offset - begin + count]
-                fetched = self._fill(pages, begin, self._missing)
+                within = slice(offset - begin, offset - begin + count)
+                pages, fetched = self._read_or_get(begin, end)
                 _held.pages = self, begin, pages
-                if check:
-                    try:
-                        check(content)
-                    except UserError:
-                        if sum(len(part) for _, part in fetched) == len(pages):
-                            raise
-                        # Bytes that were local are damaged.
-                        fetched = self._fill(pages, begin, lambda *all_of_it: all_of_it)
-                        check(content)
+                try:
+                    if check:
+                        check(pages[within])
+                except UserError:
+                    if check is None or sum(len(part) for _, part in fetched) == len(pages):
+                        raise
+                    # Bytes that were local are damaged.
+                    pages = self._get(begin, end)
+                    fetched = [(begin, pages)]
+                    _held.pages = self, begin, pages
+                    check(pages[within])
             if self._keep(fetched, offset, count):
                 self._prepared[offset] = count
                 _held.pages = None
-        return content if fetched else None
+        return pages[within] if fetched else None
 
     def _pages_of(self, offset: int, count: int) -> tuple[int, int]:
         return offset - offset % PAGE_BYTES, min(self.size, -(-(offset + count) // PAGE_BYTES) * PAGE_BYTES)
@@ -157,12 +158,16 @@ class RemoteFile(OpenFile):
     def _missing(self, begin: int, end: int) -> tuple[int, int]:
         return self._copy.missing(begin, end) if self._copy else (begin, end)
 
-    def _fill(self, pages: np.ndarray, begin: int, missing: Callable[[int, int], tuple[int, int]]) -> Parts:
-        """Fill pages with the bytes from `begin` on. Returns those that were fetched. missing: see `LocalCopy`."""
+    def _read_or_get(self, begin: int, end: int) -> tuple[np.ndarray, Parts]:
+        """The bytes from `begin` to `end`, and the parts of them that were not local, and were fetched."""
+        if self._missing(begin, end) == (begin, end):  # as nearly always, which needs no copy
+            pages = self._get(begin, end)
+            return pages, [(begin, pages)]
+        pages = np.empty(end - begin, np.uint8)
         fetched: Parts = []
-        at, end = begin, begin + len(pages)
+        at = begin
         while at < end:
-            first, last = missing(at, end)
+            first, last = self._missing(at, end)
             if at < first:
                 self.preadv([pages[at - begin : first - begin].data], at)
             if first < last:
@@ -170,7 +175,7 @@ class RemoteFile(OpenFile):
                 part[:] = self._get(first, last)
                 fetched.append((first, part))
             at = last
-        return fetched
+        return pages, fetched
 
     def _get(self, begin: int, end: int) -> np.ndarray:
         def get(obstore: Any) -> Any:
@@ -217,8 +222,8 @@ class RemoteFile(OpenFile):
     def read_piece(self, number: int) -> bytes:
         """A piece of the metadata."""
         begin = number * PIECE_BYTES
-        pages = np.empty(min(PIECE_BYTES, self.size - begin), np.uint8)
-        self._keep(self._fill(pages, begin, self._missing), begin, len(pages))
+        pages, fetched = self._read_or_get(begin, min(self.size, begin + PIECE_BYTES))
+        self._keep(fetched, begin, len(pages))
         return pages.tobytes()
 
 
