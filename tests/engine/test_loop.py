@@ -166,7 +166,7 @@ def count_graphs(world: World, *words: str) -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.filterwarnings("default")  # torch warns of its own parts while it traces
+@pytest.mark.filterwarnings("default", "ignore::ResourceWarning")  # torch warns of its own parts while it traces
 @pytest.mark.parametrize(
     ("n_ranks", "words"),
     [(1, ()), (1, ("train.ema=0.9",)), (1, ("dist.strategy=dp",)), pytest.param(2, (), marks=pytest.mark.slow)],
