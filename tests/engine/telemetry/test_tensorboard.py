@@ -191,8 +191,9 @@ def test_log_wandb_has_the_points(board, tmp_path, monkeypatch):
 
     def logged() -> set[tuple[bytes, float]]:
         """Settings and scalars: messages of protobuf, in which JSON follows a name, a tag and a length."""
-        found = re.findall(rb"(optim.lr|train/loss)\x82\x01.([0-9.]+)", first.read_bytes())
-        return {(name, float(value)) for name, value in found}
+        content = first.read_bytes()
+        found = re.finditer(rb"(optim.lr|train/loss)\x82\x01(.)", content, re.DOTALL)
+        return {(each[1], float(content[each.end() : each.end() + each[2][0]])) for each in found}
 
     wait_until(lambda: len(logged()) >= 3)  # the process of wandb may write a little later
     assert logged() == {(b"optim.lr", 0.1), (b"train/loss", 1.0), (b"train/loss", 0.5)}
