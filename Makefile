@@ -3,7 +3,7 @@
 # make test     the tests: of the engine and the tools in place, of the template, of baked projects
 # make slow     those of them that are marked as slow
 # make single   the fast tests of each folder in one process, without workers that would hide a crash at its exit
-# make nightly  what takes too long for that, within 40 minutes: kills under torchrun, two agents, planted causes,
+# make nightly  what takes too long for that, more than an hour: kills under torchrun, two agents, planted causes,
 #               benchmarks, Slurm, the site, `make compat hollow`, and short forms of `make fuzz images soak`
 # make check    the gate: format, lint, types, fast tests; changes no file
 # make fix      format, mend what the linter can, make the page config.md again
