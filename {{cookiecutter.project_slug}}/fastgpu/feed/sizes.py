@@ -93,7 +93,8 @@ def choose_sizes(cfg: Config, source: Dataset, val_source: Dataset, world: World
     data, loader = cfg.data, cfg.loader
     # A check is one process, which also finds what the ranks of the job would refuse.
     ranks = [(world.world_size, world.local_world_size), *(planned_ranks() if cfg.run.check else [])]
-    for n_ranks, n_local in ranks:
+    n_local = max(n for _, n in ranks)  # they share the memory and the CPUs of this machine
+    for n_ranks, _ in ranks:
         divisor = n_ranks * cfg.optim.accumulation_steps
         if data.batch_size % divisor:
             raise UserError(
@@ -102,8 +103,8 @@ def choose_sizes(cfg: Config, source: Dataset, val_source: Dataset, world: World
             )
         if cfg.dist.strategy == "dp" and (n_ranks > 1 or any(field.is_ragged for field in source.fields.values())):
             raise UserError("dist.strategy is dp, which is for one process and takes no ragged rows: use ddp")
-        if world.device.type == "cuda" and n_local > (n_gpus := torch.cuda.device_count()):
-            raise UserError(f"{n_local} processes (PET_NPROC_PER_NODE) for {n_gpus} visible GPUs; use one for each")
+    if world.device.type == "cuda" and n_local > (n_gpus := torch.cuda.device_count()):
+        raise UserError(f"{n_local} processes (PET_NPROC_PER_NODE) for {n_gpus} visible GPUs; use one for each")
     if len(source) < data.batch_size:
         raise UserError(f"data.batch_size is {data.batch_size}; use at most {len(source)}, the rows of {source.name}")
     wide = lcm(8, world.world_size)  # so that 1, 2, 4 and 8 ranks see the same batches
