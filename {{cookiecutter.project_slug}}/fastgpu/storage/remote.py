@@ -136,17 +136,17 @@ class RemoteFile(OpenFile):
                 within = slice(offset - begin, offset - begin + count)
                 pages, fetched = self._read_or_get(begin, end)
                 _held.pages = self, begin, pages
-                try:
-                    if check:
+                if check:
+                    try:
                         check(pages[within])
-                except UserError:
-                    if check is None or sum(len(part) for _, part in fetched) == len(pages):
-                        raise
-                    # Bytes that were local are damaged.
-                    pages = self._get(begin, end)
-                    fetched = [(begin, pages)]
-                    _held.pages = self, begin, pages
-                    check(pages[within])
+                    except UserError:
+                        if sum(len(part) for _, part in fetched) == len(pages):
+                            raise
+                        # Bytes that were local are damaged.
+                        pages = self._get(begin, end)
+                        fetched = [(begin, pages)]
+                        _held.pages = self, begin, pages
+                        check(pages[within])
             if self._keep(fetched, offset, count):
                 self._prepared[offset] = count
                 _held.pages = None
