@@ -3,7 +3,7 @@
 import gc
 import os
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -49,6 +49,12 @@ class World:
         if self.world_size > 1:
             dist.all_reduce(values)
         return values
+
+    def broadcast_tensors(self, tensors: Iterable[Tensor]) -> None:
+        """Give every rank the values of rank 0, in place. tensors: on the device of this world."""
+        if self.world_size > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor, 0)
 
     def start_max(self, *values: float) -> Callable[[], list[float]]:
         """Start to compute the maximum of each value over the ranks. Returns a function to read them.
