@@ -220,10 +220,9 @@ def test_checkpoint_folder_is_made_again(run):
 
 def test_checkpoint_none_intact_or_of_another_version(run):
     save_step(run, "last", 1)
-    for content in ({}, {"format": 2, "digest": checkpoint.digest_of({"format": 2})}):  # 0.1.0 wrote neither of them
-        (run / "checkpoints/last-000001/state.json").write_text(json.dumps(content))
-        with pytest.raises(UserError, match=r"last-000001 is of another version: resume it with that version"):
-            resume(run)
+    write_state(run / "checkpoints/last-000001/state.json", {"format": 2})
+    with pytest.raises(UserError, match=r"last-000001 is of another version: resume it with that version"):
+        resume(run)
     (run / "checkpoints/last-000001/state.json").unlink()
     with pytest.raises(UserError, match="none of its checkpoints is intact; restore one, or use another run.name"):
         resume(run)

@@ -197,7 +197,8 @@ class Log(Section):
     """Logging."""
 
     every_steps: Count = 50
-    """Steps between two points in metrics.jsonl and TensorBoard."""
+    """Steps between two points in metrics.jsonl and TensorBoard; fewer before a checkpoint, and at the end of an
+    epoch."""
     wandb: str = ""
     """A project of Weights & Biases that gets the scalars, too (pip install -c constraints.txt wandb), as a run
     of the name of its folder; a resumed run goes on there."""
