@@ -138,7 +138,8 @@ def make_checkpoint() -> None:
     card = describe_model(SHORT_CONFIG.flat(), (source, source), {}, {}) | {"epoch": 2, "metrics": {"val/mse": 0.5}}
     progress = checkpoint.Progress(epoch=2, epoch_step=64, step=7, best=98.5, metric="val/mse")
     SAVED.parent.mkdir(parents=True, exist_ok=True)
-    checkpoint.save(Path("run"), "last", progress, state, card=card | {"order": {"rows": 10}})
+    snapshot = checkpoint.take_snapshot(state)
+    checkpoint.save(Path("run"), "last", progress, snapshot, card=card | {"order": {"rows": 10}})
 
 
 def new_state() -> dict[str, Any]:

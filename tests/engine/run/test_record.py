@@ -33,7 +33,9 @@ def test_record_model_comes_back_with_its_description(tmp_path):
     card = describe_model(SHORT_CONFIG.flat(), (source, source), {"classes": ["a", "b"]}, {})
     model = Tied()
     (tmp_path / "checkpoints").mkdir()
-    checkpoint.save(tmp_path, "last", checkpoint.Progress(step=7), {"model": model}, card=card)
+    checkpoint.save(
+        tmp_path, "last", checkpoint.Progress(step=7), checkpoint.take_snapshot({"model": model}), card=card
+    )
     path = tmp_path / "checkpoints/last-000001"
     description = json.loads((path / "model.json").read_text())
     assert description["attributes"] == {"mean": [1.5], "class_names": ["a", "b"], "count": 3, "classes": ["a", "b"]}

@@ -133,6 +133,7 @@ def test_run_saves_inside_and_after_an_epoch(tmp_path):
         train_epoch(run, score=2.0, save_every=3)
         # the best one first: a kill between the two repeats the epoch, and misses no best one
         assert checkpoints(tmp_path / "a") == ["best-000002", "last-000001", "last-000003"]
+        assert (tmp_path / "a/checkpoints/best-000002/model.safetensors").stat().st_nlink == 2
         inside = json.loads((tmp_path / "a/checkpoints/last-000001/state.json").read_text())["progress"]
         assert (inside["epoch"], inside["epoch_step"], inside["step"]) == (0, 3, 3)
         train_epoch(run, score=1.0)
