@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastgpu.feed import Data
+from fastgpu.feed import Splits
 from fastgpu.process import config, files
 from fastgpu.process.files import FolderLock
 from fastgpu.process.launch import UserError
@@ -30,7 +30,7 @@ from fastgpu.run.run import Run, lock_folder
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.training.step import note_groups
 from support.ranks import ALONE, CPU, fork, in_world
-from support.runs import SHORT_CONFIG, SHORT_ORDER, SHORT_SIZES, SHORT_SOURCE, SHORT_STEPS, at_call, newest, step_of
+from support.runs import SHORT_CONFIG, SHORT_ORDER, SHORT_SOURCE, SHORT_STEPS, at_call, newest, step_of
 
 
 def started_run(
@@ -45,7 +45,7 @@ def started_run(
 ) -> Run:
     """A run of this process. settings: of section `run`. state: more than the model."""
     cfg = SHORT_CONFIG.resolved(run={"folder": str(folder), "name": "a", **settings})
-    card = describe_model(cfg.flat(), Data(*splits, SHORT_SIZES), {"classes": ["a", "b"]}, SHORT_ORDER.fingerprint)
+    card = describe_model(cfg.flat(), Splits(*splits), {"classes": ["a", "b"]}, SHORT_ORDER.fingerprint)
     state = {"model": model or nn.Linear(2, 2), **(state or {})}
     return Run(cfg.run, world, state, card, values=cfg.model_dump(), best=best)
 
