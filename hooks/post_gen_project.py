@@ -184,12 +184,12 @@ def edit_page(text: str, name: str) -> str:
 
 def next_steps() -> str:
     """What a person does first."""
-    (torch,) = re.findall(r"(?m)^torch==.*", Path("constraints.txt").read_text("utf-8"))
+    (version,) = re.findall(r"(?m)^torch==(.*)", Path("constraints.txt").read_text("utf-8"))
     text = f"""
 Next:
   cd {answers["project_slug"]}
   python3 -m venv .venv && source .venv/bin/activate
-  # without a GPU, first: pip install {torch} --index-url https://download.pytorch.org/whl/cpu
+  # without a GPU, first: pip install torch=={version} --index-url https://download.pytorch.org/whl/cpu
   pip install -c constraints.txt -e ".[dev,convert]"
   python train.py
 """

@@ -1,8 +1,8 @@
-"""The version of the package fastgpu-engine, which the build asks for: that of the template, and between two releases the
-commit, too.
+"""The version of the package fastgpu-engine, which its build asks for: that of the template, and between two releases
+the commit, too.
 
-pip keeps what is installed if its version is the wanted one. Without the commit, a project that moves from one commit of
-the template to another would therefore keep the engine of the first one.
+pip keeps what is installed if its version is the wanted one. Without the commit, a project that moves from one commit
+of the template to another would therefore keep the engine of the first one.
 """
 
 import re
