@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import venv
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from packaging.requirements import Requirement
 from template import FOLDER, LEAF_ROOMS, PROJECT, QUESTIONS, project_files
 
 from support import ROOT
-from support.projects import convert_commands, expected_files, files_below, load_hook, parse_files, run_in
+from support.projects import convert_commands, expected_files, files_below, load_hook, parse_files, read_blocks, run_in
 from support.ranks import printed_by, run_to_end, run_train
 from support.runs import metrics_of
 
@@ -46,8 +47,9 @@ BAKES = [
 ]
 GATED = [
     BAKES[0],
-    {"workload": "images", "engine": "package", "launch": "both"},
-    *(pytest.param(each, marks=pytest.mark.nightly) for each in BAKES[1:]),
+    {"workload": "own", "engine": "package", "launch": "none"},
+    *(pytest.param(each, marks=pytest.mark.nightly) for each in BAKES[1:3]),
+    pytest.param({"workload": "images", "engine": "package"}, marks=pytest.mark.nightly),
     *(pytest.param({"workload": each, "engine": "copy"}, marks=pytest.mark.nightly) for each in ("recsys", "own")),
 ]
 """Those that pass their own gate; not all of them only at night."""
@@ -431,3 +433,56 @@ def test_update_keeps_what_both_have_changed(template, tmp_path, run, is_known):
     assert {name for name in changed if not re.search(r"train\.py|config\.yaml|cruft", name)} == updated
     commit(run, project)
     run(project, *cruft, "check")
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_update_of_the_engine_and_its_ways(template, tmp_path, run):
+    """The commands of docs/engine.md: an update of the engine changes no file of a project with the package, which
+    becomes one with a copy, and again one with the package. What its owner has changed stays."""
+    source = shutil.copytree(template, tmp_path / "template")
+    commit(run, source)
+    environment = tmp_path / "venv"
+    venv.create(environment, with_pip=False)
+    (site,) = environment.glob("lib/python*/site-packages")
+    (site / "others.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    answers = '{"project_slug": "cats", "workload": "own", "engine": "package"}'
+    run(tmp_path, sys.executable, "-m", "cruft", "create", str(source), "--no-input", "--extra-context", answers)
+    project = tmp_path / "cats"
+    commit(run, project)
+
+    page = project / "docs/engine.md"
+    version, update, to_package, to_copy = [block.text for block in read_blocks(page) if block.language == "bash"]
+    programs = "".join(f'{name}() {{ "{environment}/bin/python" -m {name} "$@"; }}\n' for name in ("pip", "cruft"))
+    offline = "export PIP_NO_INDEX=1 PIP_NO_BUILD_ISOLATION=0 PIP_DISABLE_PIP_VERSION_CHECK=1\n"
+    prelude = f'{programs}{offline}python() {{ "{environment}/bin/python" "$@"; }}\n'
+
+    def follow(text: str) -> set[str]:
+        """Commands of the page. Returns the files that they change."""
+        run(project, "bash", "-euc", prelude + text.replace("cruft update", "cruft update -y"))
+        changed = set(re.findall(r"(?m)^.. (\S+)$", run(project, "git", "status", "--porcelain")))
+        commit(run, project)
+        return changed
+
+    def place() -> list[str]:
+        code = (
+            "import fastgpu, importlib.metadata; print(fastgpu.__file__, importlib.metadata.version('fastgpu-engine'))"
+        )
+        return run(project, str(environment / "bin/python"), "-c", code).split()
+
+    edit(source / FOLDER / "fastgpu/process/seeds.py", -1, "# theirs")
+    commit(run, source)
+    assert follow(update) == {".cruft.json"}
+    head = run(source, "git", "rev-parse", "--short=10", "HEAD").strip()
+    assert place() == [str(site / "fastgpu/__init__.py"), f"0.1.0+g{head}"]
+    assert (site / "fastgpu/process/seeds.py").read_text().endswith("# theirs\n")
+    assert head in run(project, "bash", "-euc", prelude + version)
+
+    engine = {name for name in expected_files("own") if name.startswith("fastgpu/")}
+    assert {name for name in follow(to_copy) if name.startswith("fastgpu/")} == engine
+    assert place()[0] == str(project / "fastgpu/__init__.py")
+    edit(project / "fastgpu/process/seeds.py", -1, "# mine")
+    commit(run, project)
+    assert {name for name in follow(to_package) if name.startswith("fastgpu/")} == engine - {"fastgpu/process/seeds.py"}
+    assert place()[0] == str(site / "fastgpu/__init__.py")
+    assert files_below(project / "fastgpu") == {"process/seeds.py"}
