@@ -1,5 +1,5 @@
-"""Delete the files and the sections of pages that were not asked for and what a run in place has left, then say what to
-do next.
+"""Delete the files and the sections of pages that were not asked for and what a run in place has left, name the package
+of the engine if it is not copied, then say what to do next.
 
 Running this script twice does the same as running it once. It uses the standard library only.
 """
@@ -138,7 +138,7 @@ def engine_url() -> str:
     template = re.sub(r"^((?:git\+)?ssh://[^/:@]*):[^/@]*@", r"\1@", template)
     if template.endswith(".zip"):
         return template
-    template = template.removeprefix("git+").replace("file:///", "file://localhost/")  # as pip 23 wants it
+    template = template.removeprefix("git+").replace("file:///", "file://localhost/")  # pip 23 refuses an empty host
     return f"git+{template}@{revision()}"
 
 
