@@ -87,7 +87,7 @@ def run_in(project: Path, *command: str) -> str:
 def convert_commands(project: Path) -> set[str]:
     """The sub-commands of convert.py."""
     shown = printed_by([sys.executable, "convert.py", "--help"], project)
-    return set(re.findall(r"(?m)^    (\w+)(?: |$)", shown.split("COMMAND\n")[-1]))
+    return set(re.findall(r"(?m)^  (\w+) ", shown.split("\ncommands:\n")[1].split("\n\n")[0]))
 
 
 # ---------------------------------------------------------------------------------------------- pages and examples

@@ -15,13 +15,13 @@ from itertools import chain, islice
 from pathlib import Path
 from urllib.request import Request, urlopen
 
-import convert
 import h5py
 import numpy as np
 import obstore.store
 import pytest
 import torch
 
+from fastgpu.convert.command import parse, run
 from fastgpu.feed import sizes
 from fastgpu.process.launch import UserError
 from fastgpu.rows.order import BlockSampler
@@ -171,7 +171,7 @@ def test_remote_readers_that_waited_for_the_network_end(bucket, dense_file, monk
 @pytest.mark.slow
 def test_remote_requests_are_three_and_one_a_block(bucket, dense_file):
     path = dense_file(2000, (3, 32, 32), 250)
-    convert.main(convert.parse(["repack", path, "converted.h5", "--seed", "0"]))
+    run(parse(["repack", path, "converted.h5", "--seed", "0"]))
     rows = open_store("data.train", put(bucket, "converted.h5"), DENSE_FIELDS)
     assert rows.file.n_requests == 3  # its size, and metadata at its beginning and end
     read_rows(rows)

@@ -10,6 +10,7 @@ import numpy as np
 
 from fastgpu.dataset.items import Columns
 from fastgpu.dataset.source import ItemSource
+from fastgpu.process.files import not_found
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Field, RaggedArray
@@ -169,6 +170,6 @@ def explain_errors(path: object, expected: str) -> Iterator[None]:
     except (UserError, ModuleNotFoundError):
         raise
     except FileNotFoundError:
-        raise UserError(f"{path} does not exist; check its name") from None
+        raise not_found(path) from None
     except Exception as error:  # parsers raise anything for damaged bytes
         raise UserError(f"{path} cannot be read as {expected}: {' '.join(str(error).split())[:200]}") from None
