@@ -321,7 +321,7 @@ def test_remote_file_that_cannot_be_opened(bucket, dense_file, monkeypatch):
     assert "(Connection refused); check the host, the network, and the certificate" in message(url)
     assert "(failed to lookup address" in message("http://nobody.invalid/x.h5")
     monkeypatch.setattr(remote, "find_spec", lambda name: None)
-    assert message(url) == "data.train: s3://b/rows.h5 is read by obstore: pip install -c constraints.txt obstore"
+    assert message(url) == "data.train: s3://b/rows.h5 is read by obstore: pip install 'fastgpu-engine[cloud]'"
 
 
 def test_remote_pattern_names_files_in_order(bucket, dense_file):

@@ -18,7 +18,7 @@ from PIL import Image
 from scipy import sparse
 
 from fastgpu.convert.arrays import open_arrays
-from fastgpu.convert.command import commands, parse, run, shares
+from fastgpu.convert.command import SUFFIXES, commands, parse, run, shares
 from fastgpu.convert.images.command import max_broken, size
 from fastgpu.convert.images.readers import ImageFolder, ImageTable, Masks, PixelTable
 from fastgpu.convert.reader import read_splits, split_rows
@@ -234,6 +234,11 @@ def test_convert_mistakes_have_exit_code_2(convert, command, message):
     shown = convert(command, code=2).err
     assert shown.startswith(message)
     assert shown.count("\n") == 1
+
+
+def test_convert_targets_are_ignored_by_git():
+    ignored = (PROJECT / ".gitignore").read_text().splitlines()
+    assert {f"*{suffix}" for suffix in (*SUFFIXES, ".broken.txt", ".skipped.txt")} <= {*ignored}
 
 
 def test_convert_commands_have_help(convert):

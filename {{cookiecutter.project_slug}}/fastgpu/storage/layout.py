@@ -13,6 +13,7 @@ import h5py
 import numpy as np
 
 from fastgpu.process.launch import UserError
+from fastgpu.process.project import install_command
 from fastgpu.rows.contract import PoolPlan
 from fastgpu.rows.rows import Field
 from fastgpu.storage.file import RESTORE, OpenFile, side_by_side
@@ -305,7 +306,7 @@ def open_layout(name: str, data: h5py.Dataset, file: OpenFile, n_items: int | No
         return (CompressedRows if filters else PlainRows)(name, data, file, n_items)
     for code, _, filter_name in filters:
         if not h5py.h5z.filter_avail(code):
-            raise UserError(f"{name} is compressed by {filter_name}: pip install -c constraints.txt hdf5plugin")
+            raise UserError(f"{name} is compressed by {filter_name}: {install_command('codecs')}")
     return Layout(name, data, file, n_items)
 
 
