@@ -266,7 +266,7 @@ LINES = {
     "another object": ({"tag": '"2"'}, "was changed while in use; restore the file"),
     "another object, no If-Match": ({"tag": '"2"', "ignores_tags": True}, "was changed while in use"),
     "ranges that are ignored": ({"ignores_ranges": True}, "cannot be read: .*[Rr]ange.*; its server sends whole files"),
-    "a flipped bit": ({"flipped": 99}, "images: block 0 is damaged: its SHA-256 is another one; restore"),
+    "a flipped bit": ({"flipped": 99}, "images: block 0 is damaged: checksum mismatch; restore"),
 }
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from fastgpu.convert import command
 from fastgpu.convert.arrays import open_arrays
@@ -98,16 +98,23 @@ def repack(asked: command.Repack) -> None:
 
 
 def show(asked: command.Info) -> None:
-    """Show what files hold, how their rows lie, and whether these have checksums."""
+    """Show what files hold, the layout of each field, and whether its blocks have checksums."""
     for path in asked.sources:
         stored = inspect(path)
-        print(path, *(f"  {each.text}" for each in stored), sep="\n")
+        print(path, *(f"  {each.text}" for each in stored if each.is_left_out), sep="\n")
         for group, fields in sorted(fields_of(stored).items()):
+            places = {name: PurePosixPath(group, key) for name, key in fields.items()}
+            values = {name: each for name, place in places.items() for each in stored if each.holds(place)}
             try:
                 rows = open_store("FILE", f"{path.partition('::')[0]}::{group}", fields)
-                print(f"  {group}", *describe_rows({"": rows}), sep="\n")
+                lines = [*describe_rows({"": rows}, {name: each.text for name, each in values.items()})]
+                print(f"  {group}", *lines, sep="\n")
             except UserError as error:
                 print(f"  {group} cannot be trained on: {error}")
+                for name, each in values.items():
+                    print(f"  {name:<8} {each.kind}, {each.text}")
+        if not all(each.has_digests or each.is_left_out for each in stored):
+            print("  no checksums: `python convert.py repack` writes them")
 
 
 def check(asked: command.Check) -> int:

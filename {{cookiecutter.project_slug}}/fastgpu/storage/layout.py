@@ -162,7 +162,7 @@ class Layout:
         n_rows = min(self.chunk_rows, self._n_rows - chunk * self.chunk_rows)
         rows = self.read_chunk(chunk, content)[:n_rows].astype(self.field.dtype)
         if hashlib.sha256(rows.data).digest() != digest:
-            raise UserError(f"{self.name}: block {chunk} is damaged: its SHA-256 is another one; {RESTORE}")
+            raise UserError(f"{self.name}: block {chunk} is damaged: checksum mismatch; {RESTORE}")
 
     def _read(self, by_chunk: dict[int, list[Range]], out: np.ndarray) -> None:
         """Copy rows to their places. by_chunk: {chunk: ranges of it}, whose rows are numbered from its first one.
