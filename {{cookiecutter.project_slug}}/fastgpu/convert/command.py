@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Literal
 
 from fastgpu.process.commands import argument, flag, parse_command
-from fastgpu.process.files import check_exists
 from fastgpu.process.launch import SharedError, UserError, exit_with_message
 from fastgpu.process.project import install_command
-from fastgpu.process.tools import start_tool
+from fastgpu.process.tools import check_exists, start_tool
 
 TEXT = """\
 Write your data to HDF5 files that are read fastest, and look at files.

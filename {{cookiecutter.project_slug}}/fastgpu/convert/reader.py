@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -163,7 +164,7 @@ def list_first(items: Sequence[str], separator: str = ", ") -> str:
 
 
 @contextmanager
-def explain_errors(path: object, expected: str) -> Iterator[None]:
+def explain_errors(path: str | Path, expected: str) -> Iterator[None]:
     """Turn the errors of a file that is missing or damaged into a UserError. expected: what the file should be."""
     try:
         yield

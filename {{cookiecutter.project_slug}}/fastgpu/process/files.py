@@ -1,7 +1,6 @@
 """Atomic writes, so that what a killed process leaves is complete or absent; a lock file; paths that do not exist."""
 
 import fcntl
-import glob
 import os
 import socket
 import stat
@@ -15,23 +14,10 @@ from uuid import uuid4
 from fastgpu.process.launch import UserError
 
 
-def not_found(where: object) -> UserError:
-    """What is said of a path at which there is nothing. where: the path, perhaps behind what names it."""
-    return UserError(f"{where} does not exist (looked in {Path.cwd()})")
-
-
-def check_exists(path: str | Path) -> None:
-    """Raise UserError if there is no file or folder of a path, of `file.h5::/group` or of a glob.
-
-    URLs are not looked at. It needs nothing that takes long to import, so a tool can call it first.
-    """
-    file = str(path).partition("::")[0]
-    if "://" in file or os.path.lexists(file):
-        return
-    if not glob.has_magic(file):
-        raise not_found(file)
-    if not glob.glob(file):  # noqa: PTH207 (pathlib globs no absolute patterns)
-        raise UserError(f"no file matches {file} (looked in {Path.cwd()})")
+def not_found(path: str | Path, where: str = "") -> UserError:
+    """The error for a path at which there is nothing. where: what its message calls the path."""
+    place = "" if Path(path).is_absolute() else f" (looked in {Path.cwd()})"
+    return UserError(f"{where or path} does not exist{place}")
 
 
 def rename_folder(partial: Path, target: Path) -> None:

@@ -42,7 +42,7 @@ def open_file(path: str, where: str, *, around_page_cache: bool = False) -> Iter
         with file.open_h5() as h5:
             yield file, h5
     except FileNotFoundError:
-        raise not_found(where) from None
+        raise not_found(path, where) from None
     except IsADirectoryError:
         raise UserError(f"{where} is a folder; name the files in it, {path}/*.h5, {OR_CONVERT}") from None
     except BlockingIOError:

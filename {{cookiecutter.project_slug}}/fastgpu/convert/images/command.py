@@ -7,8 +7,8 @@ from typing import Literal
 
 from fastgpu.convert.command import SplitCommand
 from fastgpu.process.commands import argument, flag
-from fastgpu.process.files import check_exists
 from fastgpu.process.launch import SharedError
+from fastgpu.process.tools import check_exists
 
 MAX_SIDE = 1 << 14
 """Pixels of a side of an image."""

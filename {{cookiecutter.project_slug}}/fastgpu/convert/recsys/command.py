@@ -5,8 +5,8 @@ from functools import partial
 
 from fastgpu.convert.command import WriteCommand, natural
 from fastgpu.process.commands import argument, flag
-from fastgpu.process.files import check_exists
 from fastgpu.process.launch import SharedError
+from fastgpu.process.tools import check_exists
 
 
 @dataclass(frozen=True, kw_only=True)
