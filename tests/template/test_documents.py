@@ -67,7 +67,9 @@ def test_pages_links_and_commands_exist(name):
             assert word != "convert.py" or after in convert_commands(PROJECT), command
 
 
-OTHER_INSTALLS = r"(?:cookiecutter|cruft|pre-commit|py-spy|scikit-learn|torch==\S+ --index-url|-r|-q|'\{DISTRIBUTION\}\S+) "
+OTHER_INSTALLS = (
+    r"(?:cookiecutter|cruft|pre-commit|py-spy|scikit-learn|torch==\S+ --index-url|-r|-q|'\{DISTRIBUTION\S+) "
+)
 """Programs beside a project, torch for CPUs, environments of the template's own tools, and the engine without one."""
 
 

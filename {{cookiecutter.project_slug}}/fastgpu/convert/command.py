@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Literal
 
+from fastgpu import convert
 from fastgpu.process.commands import argument, flag, parse_command
 from fastgpu.process.launch import SharedError, UserError, exit_with_message
 from fastgpu.process.project import install_command
@@ -66,7 +68,7 @@ class WriteCommand(Command):
     """What the commands that write files have in common."""
 
     target: Path = argument("file to write; it has a temporary name until it is complete")
-    seed: int = flag("seed of order and split, but not of the users of `events`", type=natural, default=0, metavar="N")
+    seed: int = flag("seed of order and split", type=natural, default=0, metavar="N")
     keep_order: bool = flag("write the rows in the order of the source", default=False)
     compression: Literal["none", "gzip"] = flag("default: none", default="none")
     force: bool = flag("replace existing files", default=False)
@@ -190,14 +192,11 @@ class Check(LookCommand):
 
 
 def commands() -> Mapping[str, type[Command]]:
-    """{name: command}, without those of kinds of data that this copy of the engine was made without."""
+    """{name: command}. Folders in this one have those for a kind of data; a copy of the engine may lack some."""
     kinds = {"arrays": Arrays, "dataset": Dataset, "repack": Repack, "info": Info, "check": Check}
-    for room in ("images", "recsys"):
-        try:
-            kinds |= import_module(f"fastgpu.convert.{room}.command").COMMANDS
-        except ModuleNotFoundError as error:
-            if not str(error.name).startswith(f"fastgpu.convert.{room}"):
-                raise
+    for room in iter_modules(convert.__path__):
+        if room.ispkg:
+            kinds |= import_module(f"{convert.__name__}.{room.name}.command").COMMANDS
     return kinds
 
 

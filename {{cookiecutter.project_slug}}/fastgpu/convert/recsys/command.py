@@ -17,6 +17,7 @@ class Events(WriteCommand):
     """
 
     source: str = argument("MovieLens as published, a CSV file, or a sparse matrix of ones (.npz)")
+    seed: int = flag("seed of the order; the split has that of the paper", type=natural, default=0, metavar="N")
     no_header: bool = flag("the first line is a row; columns are called 1, 2, ...", default=False)
     above: float | None = flag("count ratings above this; default: 3.5", metavar="RATING")
     held_out: int = flag(
