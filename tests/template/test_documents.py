@@ -67,8 +67,10 @@ def test_pages_links_and_commands_exist(name):
             assert word != "convert.py" or after in convert_commands(PROJECT), command
 
 
-OTHER_INSTALLS = r"(?:cookiecutter|cruft|pre-commit|py-spy|scikit-learn|torch==\S+ --index-url|-r|-q) "
-"""Programs beside a project, torch for CPUs, and environments of the template's own tools."""
+OTHER_INSTALLS = (
+    r"(?:cookiecutter|cruft|pre-commit|py-spy|scikit-learn|torch==\S+ --index-url|-r|-q|'\{DISTRIBUTION\S+) "
+)
+"""Programs beside a project, torch for CPUs, environments of the template's own tools, and the engine without one."""
 
 
 def test_pages_installs_take_the_constraints():

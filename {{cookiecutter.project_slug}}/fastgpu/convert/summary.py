@@ -16,7 +16,7 @@ from fastgpu.convert.reader import list_first
 from fastgpu.feed import sizes
 from fastgpu.feed.sources import class_labels
 from fastgpu.process.launch import UserError
-from fastgpu.process.machine import available_cpus
+from fastgpu.process.machine import MIB, available_cpus, format_bytes
 from fastgpu.rows.contract import Dataset
 from fastgpu.storage.file import OpenFile, split_group
 from fastgpu.storage.filters import filters_of
@@ -26,13 +26,20 @@ from fastgpu.storage.store import open_store
 
 
 class Stored(NamedTuple):
-    """A dataset of a file: its path, how its rows lie, or why it is left out, in words, and whether its blocks have
-    checksums."""
+    """A dataset of a file."""
 
     path: PurePosixPath
     text: str
+    """Its layout, or why it is left out."""
     has_digests: bool = False
+    """Whether its blocks have checksums."""
     is_left_out: bool = False
+    kind: str = ""
+    """Its type and shape."""
+
+    def holds(self, place: PurePosixPath) -> bool:
+        """Whether it has the values of a field, which is at this place in its file."""
+        return self.path == place or (self.path.parent == place and self.path.name in ("indices", "values"))
 
 
 class Contents(NamedTuple):
@@ -93,10 +100,12 @@ def inspect(path: str) -> list[Stored]:
             has_digests = look_up(data.parent, f"{DIGESTS}/{data.name.rpartition('/')[2]}", place) is not None
             chunk = data.chunks or data.shape
             filters = " + ".join(name for _, _, name in filters_of(data)) or "plain"
-            blocks = f"blocks {chunk} of {prod(chunk) * data.dtype.itemsize / 2**20:.2f} MiB, {filters}"
-            checksums = "SHA-256" if has_digests else "no checksums (`python convert.py repack` writes them)"
-            text = f"{place}  {data.dtype} {data.shape}  {blocks}, {checksums}"
-            stored.append(Stored(PurePosixPath(place), text, has_digests))
+            n_bytes = prod(chunk) * data.dtype.itemsize
+            size = format_bytes(n_bytes) if n_bytes >= MIB else f"{n_bytes / 1024:.1f} KiB"
+            checksums = "SHA-256" if has_digests else "no checksums"
+            text = f"blocks {chunk} of {size}, {filters}, {checksums}"
+            kind = f"{data.dtype} {data.shape}"
+            stored.append(Stored(PurePosixPath(place), text, has_digests, kind=kind))
     return sorted(stored)
 
 
@@ -129,7 +138,7 @@ def damaged(path: str) -> list[str]:
         try:
             layout.read([(start, range(n_rows))], out)
             if layout.digests is not None and sha256(out.data).digest() != layout.digests[block].tobytes():
-                raise UserError(f"{layout.name}: block {block} is damaged: its SHA-256 is another one")
+                raise UserError(f"{layout.name}: block {block} is damaged: checksum mismatch")
             if block % 64 == 0 and Layout.read_chunk(layout, block).astype(out.dtype).tobytes() != out.tobytes():
                 raise UserError(f"{layout.name}: block {block} has other values than h5py reads")
         except (UserError, OSError) as error:
@@ -178,17 +187,20 @@ def in_class_order(path: str) -> Iterator[str]:
             )
 
 
-def describe_rows(parts: Mapping[str, Dataset]) -> Iterator[str]:
-    """Lines of text about the rows of each split, {name: rows}. The name is empty if there is one split."""
+def describe_rows(parts: Mapping[str, Dataset], layouts: Mapping[str, str] | None = None) -> Iterator[str]:
+    """Lines of text about the rows of each split, {name: rows}. The name is empty if there is one split.
+
+    layouts: {field: how it is stored}.
+    """
     source = next(iter(parts.values()))
     yield "  rows     " + ", ".join(f"{len(part):,} {name}".strip() for name, part in parts.items())
     for name, field in source.fields.items():
-        yield f"  {name:<8} {field}"
+        yield f"  {name:<8} {', '.join(filter(None, (str(field), (layouts or {}).get(name))))}"
     labels = source.stored_column("labels")
     if labels is not None and labels.ndim <= 2:
         names = list(map(str, source.attributes.get("class_names", ())))
         for name, part in parts.items():
-            yield f"  {name or 'labels':<8} {_describe_labels(part.column('labels'), names)}"
+            yield f"  {name:<8} {_describe_labels(part.column('labels'), names)}"
     for name, value in source.attributes.items():
         yield f"  {name}: {' '.join(str(value).split())[:100]}"
 

@@ -98,7 +98,7 @@ def _check_images(data: Data, source: Dataset) -> None:
             warn(f"data.image_size and data.min_crop_scale have no effect: {source.name} has no encoded images")
         return
     if not find_spec("simplejpeg"):
-        warn("without simplejpeg, JPEG files take longer to decode (pip install -c constraints.txt simplejpeg)")
+        warn("without simplejpeg, JPEG files take longer to decode; install it")
     masks = [f"{name}, {field}" for name, field in source.fields.items() if len(field.shape) == 2]
     if masks and data.min_crop_scale < 1:
         raise UserError(

@@ -24,6 +24,7 @@ from fastgpu.process.config import Loader
 from fastgpu.process.files import new_file
 from fastgpu.process.launch import UserError, without_secrets
 from fastgpu.process.machine import available_cpus
+from fastgpu.process.project import install_command
 from fastgpu.rows import BlockSampler
 from fastgpu.rows.contract import Dataset, Out, PoolPlan, Reads
 from fastgpu.rows.rows import Field, Ragged, Rows
@@ -261,7 +262,7 @@ def export(trained: Trained, path: Path, *, replace: bool = False) -> None:
         except Exception as error:  # the exporters raise errors of many kinds
             cause = error.__cause__ or error
             reason = " ".join(str(cause).split())[:300] or type(error).__name__
-            cure = "; pip install -c constraints.txt -e '.[export]'" if isinstance(cause, ImportError) else ""
+            cure = f"; {install_command('export')}" if isinstance(cause, ImportError) else ""
             raise UserError(f"{path} was not written: {reason}{cure}") from error
 
 
