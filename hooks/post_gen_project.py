@@ -28,7 +28,7 @@ KEEP = [
     ({"workload": ["images", "recsys", "both"]}, "configs"),
     ({"workload": ["images", "both"]}, "configs/celeba.yaml configs/cifar10.yaml"),
     ({"workload": ["images", "both"]}, "configs/photos.yaml configs/imagenet.yaml"),
-    ({"workload": ["images", "both"]}, "workloads/images.py fastgpu/images"),
+    ({"workload": ["images", "both"]}, "workloads/attributes.py workloads/images.py fastgpu/images"),
     ({"workload": ["images", "both"]}, "fastgpu/convert/images"),
     ({"tools": ["all"], "workload": ["images", "both"]}, "fastgpu/imagefiles"),
     ({"workload": ["recsys", "both"]}, "configs/recsys.yaml data/interactions-train.h5 data/interactions-val.h5"),
