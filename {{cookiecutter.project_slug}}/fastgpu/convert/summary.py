@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from hashlib import sha256
 from math import prod
 from pathlib import PurePosixPath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
@@ -15,11 +15,13 @@ from tqdm import tqdm
 from fastgpu.convert.reader import list_first
 from fastgpu.process.launch import UserError
 from fastgpu.process.machine import available_cpus
+from fastgpu.rows.classes import MAX_UNUSED_CLASSES, classes_of
 from fastgpu.rows.contract import Dataset
 from fastgpu.storage.file import OpenFile, split_group
 from fastgpu.storage.filters import filters_of
 from fastgpu.storage.hdf5 import SOURCES, dtype_of, find, look_up, open_file
 from fastgpu.storage.layout import DIGESTS, Layout, open_layout
+from fastgpu.storage.store import open_store
 
 
 class Stored(NamedTuple):
@@ -150,6 +152,37 @@ def damaged(path: str) -> list[str]:
         blocks = [(each, number) for each in layouts for number in range(-(-len(each) // each.chunk_rows))]
         lines = tqdm(pool.map(lambda block: check(*block), blocks), total=len(blocks), unit="blocks", disable=None)
         return damages + [line for line in lines if line]
+
+
+def check_rows(path: str) -> Iterator[str]:
+    """A line for each fault of the labels in a file, or below a group of it, which training would stop at or learn."""
+    for group, fields in sorted(fields_of(inspect(path)).items()):
+        if "labels" not in fields:
+            continue
+        try:
+            source = open_store("FILE", f"{path.partition('::')[0]}::{group}", {"labels": fields["labels"]})
+            labels = source.stored_column("labels")
+            faults = [] if labels is None else [*_faults_of_labels(labels, classes_of(source))]
+        except UserError as error:
+            faults = [str(error)]
+        yield from (f"{group.rstrip('/')}/labels: {fault}" for fault in faults)
+
+
+def _faults_of_labels(labels: np.ndarray, classes: Mapping[str, Any]) -> Iterator[str]:
+    """labels: (rows,) or (rows, K). classes: see `read_classes`."""
+    is_wrong, allowed = np.zeros(1, bool), ""
+    if labels.dtype.kind == "f":
+        is_wrong, allowed = ~np.isfinite(labels), "finite numbers"
+    elif labels.ndim == 2:
+        is_wrong, allowed = (labels < 0) | (labels > 1), "0 and 1, for attributes"
+    elif labels.ndim == 1:
+        n_classes = len(classes.get("class_names", ())) or classes.get("n_classes") or int(labels.max()) + 1
+        is_wrong, allowed = (labels < 0) | (labels >= n_classes), f"0 to {n_classes - 1:,}, for classes"
+        if not classes and n_classes > MAX_UNUSED_CLASSES + (n_used := len(np.unique(labels))):
+            cure = "if they are ids, number them: np.unique(labels, return_inverse=True)[1] over all files at once"
+            yield f"numbers up to {n_classes - 1:,}, of which {n_used:,} occur; {cure}"
+    if len(rows := np.unique(np.nonzero(is_wrong)[0])):
+        yield f"{len(rows):,} rows have other values than {allowed}; the first is row {rows[0]:,}"
 
 
 def describe_rows(parts: Mapping[str, Dataset]) -> Iterator[str]:

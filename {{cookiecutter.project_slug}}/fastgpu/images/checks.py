@@ -1,12 +1,9 @@
 """Checks of images and labels before the first step: the types of the fields, and the values of labels."""
 
-from types import SimpleNamespace
-from typing import Any
-
 import numpy as np
 
 from fastgpu.process.launch import UserError
-from fastgpu.rows.classes import MAX_UNUSED_CLASSES, read_classes
+from fastgpu.rows.classes import MAX_UNUSED_CLASSES, classes_of
 from fastgpu.rows.contract import Dataset
 
 DTYPES = ("uint8", "float16", "float32")
@@ -51,12 +48,6 @@ def check_labels(source: Dataset, highest: int, limit: str) -> None:
             f"{source.name}: labels are {labels.min()} to {labels.max()}, the first wrong one in row {row:,}; allowed "
             f"are 0 to {highest} ({limit}): leave such rows out, or number the values from 0 on"
         )
-
-
-def classes_of(source: Dataset) -> dict[str, Any]:
-    """The attributes `class_names` and `n_classes`, if the source has them. Raises UserError for odd ones."""
-    known = {name: source.attributes.get(name) for name in ("class_names", "n_classes")}
-    return read_classes(source.name, SimpleNamespace(**known))
 
 
 def count_classes(source: Dataset) -> int:
