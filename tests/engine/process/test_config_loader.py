@@ -1,6 +1,7 @@
 import json
 import re
 import shlex
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -45,6 +46,10 @@ MISTAKES_IN_WORDS = (
     "model.width=0",
     "foo",
     "--nproc-per-node=gpu",
+    "--epochs 3 data.echo=2",
+    "--batch-size=64",
+    "--compile data.echo=2",
+    "--width 8",
     "--config",
     "--config nowhere.yaml",
     "--config binary.yaml",
@@ -189,6 +194,15 @@ def test_config_paths_begin_in_the_home_folder(load, monkeypatch, kind):
 def test_config_share_of_a_long_number_is_a_name(load):
     assert load("data: {val: 12.5 %, train: [s3://a/" + "b" * 300 + "]}").data.val_share == 0.125
     assert load(words=(f"data.val={'9' * 200}%",)).data.val_share is None
+
+
+def test_config_help_shows_the_examples_of_the_script(load, capsys, monkeypatch):
+    monkeypatch.setattr(sys.modules["__main__"], "__doc__", "Measure.\n\npython slow.py data.echo=2   an example")
+    with pytest.raises(SystemExit, match="0"):
+        load_config(["--help"], program="slow.py")
+    shown = capsys.readouterr().out
+    assert "usage: slow.py" in shown
+    assert "\npython slow.py data.echo=2   an example\n" in shown
 
 
 def test_config_flag_of_the_old_launcher_is_ignored(load):

@@ -109,7 +109,7 @@ class Data(Section):
     validate on the centre crop, 7/8 of the sides. 1: train and validate on the largest centre crop."""
     batch_size: Count = 64
     """Global batch size: rows of one optimizer step over all ranks and accumulation steps."""
-    tier: Tier | Auto = "auto"
+    tier: Literal[Tier, Auto] = "auto"
     """Where the rows are kept: on the device, in host memory, or on disk. auto: the nearest tier that has room."""
     pool_batches: Count | Auto = "auto"
     """Global batches in a pool, which is shuffled, copied and echoed as a whole. auto: 256 MiB of rows, at most 8
@@ -168,7 +168,7 @@ class Train(Section):
 
     epochs: Count = 20
     """Passes over the training rows."""
-    precision: Precision | Auto = "auto"
+    precision: Literal[Precision, Auto] = "auto"
     """auto: bf16 on a GPU that supports it, fp16 on an older GPU, fp32 on a CPU."""
     compile: bool = False
     """Use torch.compile for the steps: the first one is slow, the others are faster. Validation is not compiled. It
