@@ -348,7 +348,7 @@ def test_images_that_lose_something_are_counted(tmp_path, convert, flags):
     of = "of 9 images"
     assert sorted(line.strip() for line in shown.splitlines() if line.startswith("  changed")) == [
         f"changed  16 bits to 8 (to keep them: a float32 array of the images, `convert.py arrays`): 1 {of}",
-        *([f"changed  encoded anew: too large, not upright, or neither RGB nor grey: 1 {of}"] if flags else []),
+        *([f"changed  re-encoded: too large, not upright, or neither RGB nor grey: 1 {of}"] if flags else []),
         f"changed  the first of several frames or pages, without the others: 4 {of}",
         f"changed  without the transparency: 1 {of}",
     ]

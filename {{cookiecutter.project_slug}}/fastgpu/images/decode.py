@@ -7,6 +7,7 @@ size, if the part then still has as many pixels as are asked for. Shapes: C chan
 
 import io
 from contextlib import suppress
+from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
 from typing import IO, Any
@@ -32,7 +33,7 @@ class EncodedImage:
 
     def __init__(self, data: np.ndarray):
         """data: (bytes,) uint8. Raises an exception of any kind if they are no image, or one of too many pixels."""
-        self._data = data
+        self.data = data
         self.is_plain = False
         """Whether it is a JPEG file that simplejpeg decodes as Pillow does. Pillow decodes all others."""
         if simplejpeg:
@@ -40,8 +41,12 @@ class EncodedImage:
                 self.height, self.width, colors, _ = simplejpeg.decode_jpeg_header(data)
                 self.is_plain = colors in ("YCbCr", "Gray", "RGB") and self.height * self.width <= MAX_PIXELS
         if not self.is_plain:
-            with open_image(io.BytesIO(data.data)) as image:
-                self.height, self.width = image.height, image.width
+            self.width, self.height = self.header.size
+
+    @cached_property
+    def header(self) -> ImageFile.ImageFile:
+        """What Pillow knows of the image before it decodes pixels. Raises an exception of any kind."""
+        return open_image(io.BytesIO(self.data.data))
 
     def decode(self, box: Box, size: tuple[int, int]) -> np.ndarray:
         """A part of the image, resized to (height, width): uint8 (3, H, W), channels last in memory.
@@ -69,9 +74,9 @@ class EncodedImage:
             buffer = scratch(height * width * 3, "pixels")
             with suppress(ValueError):  # it may be harmless: Pillow decides
                 return simplejpeg.decode_jpeg(
-                    self._data, min_height=height, min_width=width, min_factor=factor, buffer=buffer
+                    self.data, min_height=height, min_width=width, min_factor=factor, buffer=buffer
                 )
-        with open_whole(io.BytesIO(self._data.data)) as image:
+        with open_whole(io.BytesIO(self.data.data)) as image:
             image.draft("RGB", (image.width // factor, image.height // factor))
             return to_rgb(image).permute(1, 2, 0).numpy()
 

@@ -32,7 +32,7 @@ MAX_NODES = 100_000
 MAX_BYTES = 3500
 """Bytes of a key or value: a path may have 4,095 bytes, and Python reads no number of more than 4,300 figures."""
 HELP = """\
-docs/config.md explains every key; those of the section model are declared by the
+docs/config.md explains every key; those of the section model come from the
 class Options of the workload, in workloads/."""
 WISHES = {
     "model_type": "a section with keys below it",
