@@ -32,6 +32,9 @@ IGNORED_CLASS = 255
 SOFT_VALUES = 64
 """A mask with as many values likely has soft edges: images show fewer classes at once."""
 MIN_SPARSE_CLASSES = 16
+PIXEL = "(?:25[0-5]|2[0-4][0-9]|[01]?[0-9]?[0-9])"
+PIXELS = rf"^(?:{PIXEL}\s+)*{PIXEL}$"
+"""Whole numbers from 0 to 255 with spaces between them."""
 
 
 class ImageFiles(Reader):
@@ -143,7 +146,7 @@ class Masks(ImageFiles):
             fits = fits or ("stored" if values_HW.shape == stored_shape else "shown")
         expected = stored_shape if fits == "stored" else shape
         if values_HW.shape != expected:
-            raise ValueError(f"its mask is {values_HW.shape}, the image {expected}")
+            raise ValueError(f"its mask has {values_HW.shape} pixels, the image {expected}")
         if fits == "stored" and image.orientation > 1:
             values_HW = turn_upright(values_HW, image.orientation)
             self.losses[row].append("masks turned as the EXIF orientation of their images says")
@@ -232,37 +235,35 @@ class PixelTable(Reader):
         columns = ["pixels"] if "pixels" in table.names else columns
         if not columns:
             raise UserError(f"{path} has no column of pixels beside {label}; `images` reads a CSV of paths and labels")
+        self._pixels: Sequence[str] | np.ndarray
         if len(columns) == 1:
             texts = table.texts(columns[0])
-            pixels = [_parse_pixels(text) for text in texts]
-            n_pixels = max(map(len, pixels))
+            counts = texts.str.count_matches(r"\S+")
+            n_pixels = int(counts.max())  # type: ignore[arg-type]
             cure = f"it should be {n_pixels:,} whole numbers from 0 to 255"
-            table.check(texts, np.array([len(row) == n_pixels for row in pixels]), cure)
+            table.check(texts, (counts == n_pixels) & texts.str.contains(PIXELS), cure)
+            self._pixels = texts.to_list()
         else:
             numbers = [[int(number) for number in re.findall(r"\d+", name)] for name in columns]
             if numbers != sorted(numbers):
-                raise UserError(f"{path} has columns of pixels in another order than their numbers; put them into it")
-            pixels = [*np.stack([table.whole_numbers(name, 255) for name in columns], axis=1).astype(np.uint8)]
-        side = isqrt(len(pixels[0]))
-        if side**2 != len(pixels[0]):
-            raise UserError(f"{path} has {len(pixels[0]):,} pixels in a row, which are no square; save arrays (.npy)")
+                raise UserError(
+                    f"{path} has columns of pixels in another order than their numbers; put them into that order"
+                )
+            n_pixels = len(columns)
+            self._pixels = np.stack([table.whole_numbers(name, 255).astype(np.uint8) for name in columns], axis=1)
+        self._side = isqrt(n_pixels)
+        if self._side**2 != n_pixels:
+            raise UserError(f"{path} has {n_pixels:,} pixels in a row, which are no square; save arrays (.npy)")
         super().__init__(str(path), len(labels), labels)
-        self.images = np.stack(pixels).reshape(-1, 1, side, side)
         self.attributes |= attributes
         if split_by:
             self.splits = read_splits(str(path), table.texts(split_by))
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         assert self.labels is not None
-        return {"images": self.images[row], "labels": self.labels[row]}
-
-
-def _parse_pixels(text: str) -> np.ndarray:
-    """(pixels,) uint8; empty if the text is not such numbers with spaces between them."""
-    try:
-        return np.array(text.split(), np.uint8)
-    except (ValueError, OverflowError):
-        return np.empty(0, np.uint8)
+        pixels = self._pixels[row]
+        values = np.array(pixels.split(), np.uint8) if isinstance(pixels, str) else pixels
+        return {"images": values.reshape(1, self._side, self._side), "labels": self.labels[row]}
 
 
 def describe_losses(image: ImageFile.ImageFile) -> list[str]:
