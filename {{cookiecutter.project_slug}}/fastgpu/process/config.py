@@ -1,8 +1,8 @@
 """The settings of a run: one class for each section of config.yaml.
 
-The docstring below a field is what docs/config.md says about it. Functions take the
-sections they need. The section `model` belongs to the workload, which declares its settings itself (see
-workloads/__init__.py). This module does not import torch, so a typing error in the config is reported at once.
+The docstring below a field is what docs/config.md says about it. Functions take the sections they need. The section
+`model` belongs to the workload, which declares its settings itself (see workloads/__init__.py). This module does not
+import torch, so a typing error in the config is reported at once.
 """
 
 import json
@@ -24,7 +24,6 @@ Count = Annotated[int, Field(ge=1, le=10**9)]
 CountOrZero = Annotated[int, Field(ge=0, le=10**9)]
 Seconds = Annotated[int, Field(ge=1, le=10**6)]  # a million: libraries count milliseconds in 32 bits
 Threads = Annotated[int, Field(ge=1, le=MAX_THREADS)]
-Share = Annotated[float, Field(ge=0, le=1)]
 Weight = Annotated[float, Field(ge=1e-6, le=1e6)]
 Names = Annotated[dict[str, str], Field(max_length=1000)]
 
@@ -155,7 +154,7 @@ class Optim(Section):
     """Nesterov momentum of SGD; first beta of the others."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """What the learning rate does after the warmup: it follows a cosine or a line to 0, or stays."""
-    warmup_share: Share = 0.1
+    warmup_share: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Share of the run in which the learning rate rises linearly."""
     clip_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     """Maximum norm of the gradients. 0: no clipping."""

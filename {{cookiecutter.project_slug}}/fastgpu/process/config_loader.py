@@ -26,11 +26,11 @@ from fastgpu.process.project import project_folder
 SectionT = TypeVar("SectionT", bound=Section)
 COMMAND_LINE = "command line"
 MAX_TEXT = 1 << 20
-"""Letters of a file. To read so many takes seconds; of more files than fit, a pattern names all."""
+"""Maximum letters of a config file, whose parsing then takes seconds."""
 MAX_NODES = 100_000
-"""Keys and values of a file, with each alias counted as what it stands for: a few aliases may stand for millions."""
+"""Maximum keys and values of a file, with its aliases written out: a few may stand for millions."""
 MAX_BYTES = 3500
-"""Bytes of a key or value: a path may have 4,095 bytes, and Python reads no number of more than 4,300 figures."""
+"""Maximum bytes of a key or value: a path has at most 4,095 bytes, a number that Python reads 4,300 figures."""
 HELP = """\
 docs/config.md explains every key; those of the section model come from the
 class Options of the workload, in workloads/."""
@@ -225,13 +225,13 @@ _ConfigLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\.\d+|\d+(\.\d*)?)([eE][-+]?\d+)$"), list("-+.0123456789")
 )
 NAMES = {f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float", "timestamp", "value")}
-"""Tags of what can be a name, too, such as `on`, 2024, 1e3, 2024-11-27 and =."""
+"""Tags of values that can be names, too: `on`, 2024, 1e3, 2024-11-27, =."""
 
 
 def _parse(text: str, place: str, origins: dict[str, str], prefix: str = "") -> Any:
     """The value of a YAML text. Raises SharedError if it is no YAML or a key occurs twice.
 
-    prefix: the key of which it is the value. The place of each key, such as config.yaml:12, is added to `origins`.
+    prefix: the key that has this value. The place of each key, such as config.yaml:12, is added to `origins`.
     """
     lines: dict[str, int] = {}
     try:
@@ -258,9 +258,9 @@ def _parse(text: str, place: str, origins: dict[str, str], prefix: str = "") -> 
 
 
 def _read_names(loader: yaml.SafeLoader, node: yaml.Node | None, kind: Any) -> None:
-    """Make text of what YAML takes for a number or a boolean where the config asks for text, or it is a key.
+    """Make text of numbers and booleans of YAML that are keys, or stand where the config asks for text.
 
-    kind: the type that is asked for.
+    kind: the type that the config asks for.
     """
     for each in get_args(kind) if isinstance(kind, UnionType) else (kind,):
         origin, inner = get_origin(each), get_args(each)
