@@ -3,13 +3,14 @@ import re
 import shlex
 import sys
 from collections.abc import Callable
+from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import yaml
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from fastgpu.process.config import Config, Count, Section
 from fastgpu.process.config_loader import keys, load_config, read_options
@@ -36,6 +37,8 @@ MISTAKES_IN_A_FILE = (
     "data: {train: {a.h5: 1.0e+308, b.h5: 1.0e-308}}",
     "data: {train: {./~: 1, a.h5: 1}, fields: {x: null}}",
     "model: {label: on, width: 1e3, note: 2024}",
+    "model: {day: 2025-01-01, shares: [.5, .6], widths: [1, x], flip: 1}",
+    "model: {day: soon, shares: [.1, .2, .3]}",
 )
 MISTAKES_IN_WORDS = (
     "data.echo=0.5 data.val=10 optim.lr=-1 optim.warmup_share=2 train.epochs=-1 run.seed=-1 workload=Mine",
@@ -58,6 +61,13 @@ MISTAKES_IN_WORDS = (
 )
 
 
+def one_in_all(shares: list[float]) -> list[float]:
+    """A check of a workload's own."""
+    if sum(shares) > 1:
+        raise ValueError("{shares} have a sum of at most 1")
+    return shares
+
+
 class Options(Section):
     """Settings of a made-up workload, with defaults of several types."""
 
@@ -67,6 +77,8 @@ class Options(Section):
     anything: Any = None
     note: str | None = "x"
     label: str | int = 0
+    day: Annotated[date, Field(ge=date(2026, 1, 1))] = date(2026, 1, 1)
+    shares: Annotated[list[float], Field(max_length=2), AfterValidator(one_in_all)] = Field(default_factory=list)
 
 
 def bomb(form: str) -> str:

@@ -5,9 +5,8 @@ import os
 import re
 import sys
 from argparse import SUPPRESS
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from functools import reduce
 from math import inf
 from pathlib import Path
 from types import UnionType
@@ -44,13 +43,15 @@ WISHES = {
     "dict_type": "a mapping",
     "literal_error": "{expected}",
     "finite_number": "a finite number",
-    "greater_than": "above {gt:,}",
-    "greater_than_equal": "at least {ge:,}",
-    "less_than": "below {lt:,}",
-    "less_than_equal": "at most {le:,}",
+    "greater_than": "above {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "below {lt}",
+    "less_than_equal": "at most {le}",
     "string_pattern_mismatch": "text that matches {pattern}",
-    "string_too_short": "text of {min_length:,} or more letters",
-    "too_long": "at most {max_length:,} entries",
+    "string_too_short": "text of {min_length} or more letters",
+    "string_too_long": "text of at most {max_length} letters",
+    "too_short": "at least {min_length} entries long",
+    "too_long": "at most {max_length} entries long",
 }
 """{type of a mistake that pydantic finds: what the value should be}. Of other types, its own words are shown."""
 
@@ -92,14 +93,9 @@ def _read_words(argv: list[str], program: str) -> tuple[list[str], dict[str, str
     parser.add_argument("words", metavar="section.key=value", nargs="*", help="any key of the config")
     args, flags = parser.parse_known_intermixed_args(argv)
     if flags:
-        name, _, value = flags[0].lstrip("-").partition("=")
-        key_of = {key.rpartition(".")[2]: key for key in keys()}
-        # `--lr 0.1`, as other programs take it: the value is the word behind the flag.
-        behind = [word for word in argv[argv.index(flags[0]) + 1 :][:1] if "=" not in word]
-        for close in get_close_matches(name.replace("-", "_"), key_of, 1, 0.75):
-            parser.error(f"unknown flag {flags[0]}: write {key_of[close]}={value or ''.join(behind) or '...'}")
+        word = _as_word(flags[0], argv)
         hint = f"keys are words, such as optim.lr=0.1, and flags of torchrun come before {program}"
-        parser.error(f"unknown flag {flags[0]}: {hint}")
+        parser.error(f"unknown flag {flags[0]}: {f'write {word}' if word else hint}")
     words: dict[str, str] = {}
     for word in args.words:
         key, equals, text = word.partition("=")
@@ -109,6 +105,16 @@ def _read_words(argv: list[str], program: str) -> tuple[list[str], dict[str, str
             raise SharedError(f"{COMMAND_LINE}: {key} is given twice; give it once")
         words[key] = text
     return args.config, words
+
+
+def _as_word(flag: str, argv: Sequence[str]) -> str:
+    """The word `optim.lr=0.1` for `--lr 0.1` or `--lr=0.1`, as other programs take it. Empty: no key has that name."""
+    name, _, value = flag.lstrip("-").partition("=")
+    key_of = {key.rpartition(".")[2]: key for key in keys()}
+    close = get_close_matches(name.replace("-", "_"), key_of, 1, 0.75)
+    next_word = argv[argv.index(flag) + 1 :][:1]
+    value = value or "".join(word for word in next_word if "=" not in word)
+    return f"{key_of[close[0]]}={value or '...'}" if close else ""
 
 
 def _find_recorded(words: Mapping[str, str]) -> Path | None:
@@ -305,7 +311,9 @@ def _check(kind: type[SectionT], values: dict[str, Any], origins: dict[str, str]
         mistakes_of.setdefault(key, []).append(mistake)
     lines = []
     for key, found in mistakes_of.items():
-        value = reduce(lambda tree, name: tree.get(name, {}), key.split(".")[len(section) :], values)
+        value: Any = values
+        for name in found[0]["loc"][: 2 - len(section)]:
+            value = value.get(name)
         text = f"unknown key {key} ({_near(key, known)})" if found[0]["type"] == "extra_forbidden" else ""
         lines.append(f"{origins.get(key, 'config')}: {text or _describe(key, value, found)}")
     raise SharedError("\n       ".join(lines))
@@ -316,24 +324,27 @@ def _describe(key: str, value: Any, mistakes: list[ErrorDetails]) -> str:
     # A mistake inside of the value: it has the right type, and those of other types do not matter.
     depth = max(len(mistake["loc"]) for mistake in mistakes)
     mistakes = [mistake for mistake in mistakes if len(mistake["loc"]) == depth]
-    kind, wrong = mistakes[0]["type"], mistakes[0]["input"]
-    if kind == "missing":
+    if mistakes[0]["type"] == "missing":
         return f"{key} is missing; set it in the file or on the command line"
+    wrong = mistakes[0]["input"]
     given = json.dumps(wrong, default=str, skipkeys=True)
     shown = given if len(given) <= 200 else f"{given[:200]}..."
-    if kind not in WISHES:  # such as value_error, of a function that checks the value
+    wishes = [_wish(mistake) for mistake in mistakes if mistake["type"] in WISHES and mistake["input"] is wrong]
+    if not wishes:  # a function that checks the value raised a ValueError, for example
         return f"{key} is {shown}; {mistakes[0].get('ctx', {}).get('error', mistakes[0]['msg'])}"
-    wishes = [_wish(mistake) for mistake in mistakes if mistake["input"] is wrong]
     listed = " or ".join(filter(None, (", ".join(wishes[:-1]), wishes[-1])))
     return f"{key} {'is' if wrong is value else 'has'} {shown}; it should be {listed}"
 
 
 def _wish(mistake: ErrorDetails) -> str:
-    """What a value should be, of one of the types that a key may have."""
-    limits = mistake.get("ctx", {}).items()
-    whole = {name: int(limit) if isinstance(limit, float) and limit.is_integer() else limit for name, limit in limits}
-    in_quotes = " in quotes" * (mistake["type"] == "string_type" and isinstance(mistake["input"], bool | int | float))
-    return WISHES.get(mistake["type"], mistake["msg"]).format(**whole) + in_quotes
+    """What a value should be, by one of its mistakes."""
+    if mistake["type"] == "string_type" and isinstance(mistake["input"], bool | int | float):
+        return "text in quotes"
+    limits = {}
+    for name, limit in mistake.get("ctx", {}).items():
+        whole = int(limit) if isinstance(limit, float) and limit.is_integer() else limit
+        limits[name] = f"{whole:,}" if isinstance(whole, int | float) else whole
+    return WISHES[mistake["type"]].format(**limits)
 
 
 def _near(key: str, known: Iterable[str]) -> str:

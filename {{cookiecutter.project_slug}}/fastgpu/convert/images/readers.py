@@ -135,21 +135,7 @@ class Masks(ImageFiles):
     def item(self, row: int, image: UprightImage) -> dict[str, Any]:
         """Raises ValueError if the mask is none, or has another size than the image."""
         item = super().item(row, image)
-        values_HW = read_mask(self._masks[row], is_binary=self._is_binary)
-        shape = (image.height, image.width)
-        stored_shape = shape[::-1] if image.orientation >= EXIF_ON_ITS_SIDE else shape
-        fits = self._drawn_on
-        if image.orientation > 1:
-            if not fits and values_HW.shape == shape == stored_shape:
-                found = f"its EXIF orientation is {image.orientation}, and nothing says whether its mask is turned"
-                raise ValueError(f"{found}; --masks-fit shown, or stored: masks of the turned images, or of the files")
-            fits = fits or ("stored" if values_HW.shape == stored_shape else "shown")
-        expected = stored_shape if fits == "stored" else shape
-        if values_HW.shape != expected:
-            raise ValueError(f"its mask has {values_HW.shape} pixels, the image {expected}")
-        if fits == "stored" and image.orientation > 1:
-            values_HW = turn_upright(values_HW, image.orientation)
-            self.losses[row].append("masks turned as the EXIF orientation of their images says")
+        values_HW = self._read_upright(row, image)
         has_value = np.bincount(values_HW.ravel(), minlength=256) > 0
         if has_value.sum() >= SOFT_VALUES:
             cure = "save the number of a class for each pixel, such as mask > 127"
@@ -157,6 +143,25 @@ class Masks(ImageFiles):
         self._kinds.setdefault(has_value.tobytes(), row)
         mask_HW = fit(torch.from_numpy(values_HW)[None], self.prepared, is_mask=True)[0].contiguous().numpy()
         return item | {"masks": mask_HW}
+
+    def _read_upright(self, row: int, image: UprightImage) -> np.ndarray:
+        """The mask of a row, (H, W), turned as its image is. Raises ValueError if it does not fit the image."""
+        values_HW = read_mask(self._masks[row], is_binary=self._is_binary)
+        shape = (image.height, image.width)
+        stored_shape = shape[::-1] if image.orientation >= EXIF_ON_ITS_SIDE else shape
+        fits = self._drawn_on
+        if image.orientation > 1 and not fits:
+            if values_HW.shape == shape == stored_shape:
+                found = f"its EXIF orientation is {image.orientation}, and nothing says whether its mask is turned"
+                raise ValueError(f"{found}; --masks-fit shown, or stored: masks of the turned images, or of the files")
+            fits = "stored" if values_HW.shape == stored_shape else "shown"
+        expected = stored_shape if fits == "stored" else shape
+        if values_HW.shape != expected:
+            raise ValueError(f"its mask has {values_HW.shape} pixels, the image {expected}")
+        if fits == "stored" and image.orientation > 1:
+            values_HW = turn_upright(values_HW, image.orientation)
+            self.losses[row].append("masks turned as the EXIF orientation of their images says")
+        return values_HW
 
     def facts(self) -> dict[str, Any]:
         values = np.array([np.frombuffer(kind, bool) for kind in self._kinds])  # (kinds, 256)
@@ -247,7 +252,7 @@ class PixelTable(Reader):
             numbers = [[int(number) for number in re.findall(r"\d+", name)] for name in columns]
             if numbers != sorted(numbers):
                 raise UserError(
-                    f"{path} has columns of pixels in another order than their numbers; put them into that order"
+                    f"{path} has columns of pixels in another order than their numbers; sort them by number"
                 )
             n_pixels = len(columns)
             self._pixels = np.stack([table.whole_numbers(name, 255).astype(np.uint8) for name in columns], axis=1)
