@@ -18,6 +18,8 @@ from fastgpu.rows.classes import MAX_UNUSED_CLASSES
 
 SEPARATORS = (",", ";", "\t", "|")
 MAX_COLUMNS = (1 << 16) + 100  # pixels of 256x256 images, and others; reading takes minutes for more
+MAX_LISTED = 10
+"""Wrong lines that a message lists."""
 NO_NAME = re.compile(r"[./]|^\d")
 """What names of columns rarely have, but paths and numbers do."""
 NUMBER_WITH_COMMAS = r"^[-+]?\d[\d,]*,[\d.]+$"
@@ -104,13 +106,17 @@ class Table:
         return numbers.to_numpy()
 
     def check(self, values: pl.Series, is_right: pl.Series | np.ndarray, cure: str) -> None:
-        """Raise UserError with the line of the first value of a column that is not right, if there is one."""
+        """Raise UserError with the lines of the values of a column that are not right, if there are any."""
         wrong = np.flatnonzero(~np.asarray(is_right))
-        if len(wrong):
-            row = int(wrong[0])
-            line = next(islice(self._lines(), row, None))
-            value = "" if values[row] is None else str(values[row])
-            raise UserError(f"{self.path}:{line}: {values.name} is {value[:40]!r}; {cure}")
+        if not len(wrong):
+            return
+        rows = wrong[:MAX_LISTED].tolist()
+        line_of = dict(enumerate(islice(self._lines(), rows[-1] + 1)))
+        lines = [str(line_of[row]) for row in rows]
+        value = "" if values[rows[0]] is None else str(values[rows[0]])
+        more = f" and {len(wrong) - len(rows):,} more" if len(wrong) > len(rows) else ""
+        listed = f" (wrong lines: {', '.join(lines)}{more})" if len(wrong) > 1 else ""
+        raise UserError(f"{self.path}:{lines[0]}: {values.name} is {value[:40]!r}{listed}; {cure}")
 
     def _lines(self) -> Iterator[int]:
         """The line of each row, as the csv module reads it: slowly, and only to find a mistake."""
