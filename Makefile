@@ -14,7 +14,6 @@
 #               CPUs and four minutes
 # make compat   a project on Python 3.12 and 3.13, with the lowest and with the newest packages; downloads gigabytes
 # make goldens  the same rows and bytes as before (tests/goldens), in seconds
-# make lines    the lines of each room beside the size that it should have; nothing fails
 # make gpu      the tests that need a CUDA device, and with two of them those of NCCL between ranks
 # make hollow   the same tests and whole runs without a GPU, on stand-ins for two of them (tests/hollow/README.md); it needs
 #               g++, and downloads the CUDA build of torch (2.5 GB) once
@@ -38,7 +37,7 @@ export MYPY_CACHE_DIR := $(CURDIR)/.cache/mypy
 WORKLOAD ?= images
 IN_PLACE := cd "$(PROJECT)" && "$(BIN)/python" -m
 
-.PHONY: help demo test slow single nightly check fix messages docs pictures screenshots goldens compat lines gpu hollow slurm soak fuzz images bench bench-peers clean
+.PHONY: help demo test slow single nightly check fix messages docs pictures screenshots goldens compat gpu hollow slurm soak fuzz images bench bench-peers clean
 .DELETE_ON_ERROR:
 
 .venv/installed: requirements.txt $(PROJECT)/constraints.txt
@@ -129,9 +128,6 @@ docs: .cache/docs/installed
 	$(PYTHON) -m venv .cache/docs
 	.cache/docs/bin/pip install -q --disable-pip-version-check -c "$(PROJECT)/constraints.txt" -c requirements.txt -r $<
 	@touch $@
-
-lines: .venv/installed
-	"$(BIN)/python" tools/count_lines.py
 
 gpu: .venv/installed
 	@"$(BIN)/python" -c 'import torch, sys; sys.exit(not torch.cuda.is_available() and "error: torch sees no CUDA device")'
