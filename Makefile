@@ -110,24 +110,22 @@ goldens: .venv/installed
 compat: .venv/installed
 	"$(BIN)/python" tools/compat.py
 
-# Pages have sections that only some projects have, so one with all of them is baked beside the files of the template.
-docs: .cache/docs/installed
+# Pages have sections that only some projects have, so one with all of them is baked beside the files of the template. Its
+# engine is what the page of public names is made from.
+SITE_PROJECT := build/pages/my_training_project
+docs: .venv/installed
 	rm -rf build/pages build/site
 	mkdir -p build/pages
 	{ git ls-files -z --cached --others --exclude-standard ':!tests' ':(exclude,literal)$(PROJECT)'; \
 		git ls-files -z 'tests/*.md'; } | xargs -0 cp --parents -t build/pages
-	.cache/docs/bin/cookiecutter --no-input -o build/pages . project_slug=my_training_project workload=both tools=all launch=both \
+	"$(BIN)/cookiecutter" --no-input -o build/pages . project_slug=my_training_project workload=both tools=all launch=both \
 		> /dev/null
 	grep -rlF --include='*.md' '$(PROJECT)' build/pages | xargs sed -i 's/$(PROJECT)/my_training_project/g'
 	cat docs/site/contents.md >> build/pages/README.md
-	.cache/docs/bin/sphinx-build -q -W --keep-going -d .cache/docs/doctrees -c docs/site build/pages build/site
+	sed -i 's|^## What is public$$|&\n\n[Signatures and docstrings](../../docs/site/api.md).|' $(SITE_PROJECT)/docs/code.md
+	PYTHONPATH=$(SITE_PROJECT) "$(BIN)/sphinx-build" -q -W --keep-going -d .cache/doctrees -c docs/site build/pages build/site
 	cp build/site/README.html build/site/index.html
 	@echo "open build/site/index.html"
-
-.cache/docs/installed: docs/site/requirements.txt requirements.txt $(PROJECT)/constraints.txt
-	$(PYTHON) -m venv .cache/docs
-	.cache/docs/bin/pip install -q --disable-pip-version-check -c "$(PROJECT)/constraints.txt" -c requirements.txt -r $<
-	@touch $@
 
 gpu: .venv/installed
 	@"$(BIN)/python" -c 'import torch, sys; sys.exit(not torch.cuda.is_available() and "error: torch sees no CUDA device")'

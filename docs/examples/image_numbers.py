@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastgpu.process.launch import UserError, warn
-from fastgpu.rows.contract import Dataset
-from fastgpu.rows.rows import Rows
+from fastgpu.rows import Dataset, Rows
 from workloads import images
 
 FAR = 10.0

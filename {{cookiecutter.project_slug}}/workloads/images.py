@@ -20,9 +20,8 @@ import workloads
 from fastgpu.images import augment
 from fastgpu.process.config import CountOrZero, Section
 from fastgpu.process.launch import UserError
+from fastgpu.rows import Dataset, Rows
 from fastgpu.rows.classes import MAX_UNUSED_CLASSES, read_classes
-from fastgpu.rows.contract import Dataset
-from fastgpu.rows.rows import Rows
 
 DTYPES = ("uint8", "float16", "float32")
 """Types of images that this workload trains on, without conversion."""

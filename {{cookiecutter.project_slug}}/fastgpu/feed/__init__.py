@@ -12,3 +12,5 @@ from fastgpu.feed.prefetch import PrefetchLoader, bottleneck
 from fastgpu.feed.sizes import Data, Sizes, choose_sizes
 from fastgpu.feed.sources import Splits, open_splits
 from fastgpu.feed.tiers import open_loaders
+
+__all__ = ["Data", "Loader", "PrefetchLoader", "Splits", "bottleneck", "choose_sizes", "open_loaders", "open_splits"]

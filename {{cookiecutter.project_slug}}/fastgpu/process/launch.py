@@ -17,6 +17,8 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import NamedTuple, ParamSpec, TextIO, TypeVar
 
+__all__ = ["Launch", "SharedError", "UserError", "attempt", "exit_with_message", "warn"]
+
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -16,6 +16,8 @@ from torch import Tensor
 from fastgpu.process.config import Dist
 from fastgpu.process.launch import HangError, Launch, SharedError, UserError, read_launch, say
 
+__all__ = ["World", "init_distributed"]
+
 
 @dataclass(frozen=True)
 class World:
