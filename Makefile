@@ -74,6 +74,7 @@ single: .venv/installed
 # Some tests of the night measure, for which a third process would be too many.
 nightly: .venv/installed
 	$(PYTEST) -n 2 -m nightly
+	$(PYTEST) --hypothesis-profile=night -m hypothesis
 	$(MAKE) single slurm docs compat hollow
 	"$(BIN)/python" tests/faults/fuzz.py --files 500
 	"$(BIN)/python" tests/faults/images.py --images 100000

@@ -42,7 +42,7 @@ def edit_docstring(*arguments):
 
 
 def skip_member(*arguments):
-    """Leave out fields of a NamedTuple that have no docstring of their own, and `__init__` of a Protocol, which has none."""
+    """Leave out fields of a NamedTuple that have no docstring of their own, and the `__init__` of a Protocol."""
     _, _, _, obj, is_skipped, _ = arguments
     is_field = str(getattr(obj, "__doc__", "")).startswith("Alias for field")
     return is_skipped or is_field or getattr(obj, "__name__", "") == "_no_init_or_replace_init"

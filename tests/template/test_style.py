@@ -5,7 +5,6 @@ the same in the classes that declare them, in config files, and in all texts.
 import ast
 import re
 import sys
-from collections import Counter
 from pathlib import Path
 
 import config_page
@@ -56,24 +55,6 @@ def test_style_no_pickle_and_no_format_switch():
         assert not re.search("# fmt: (skip|off)", text), name
         assert all("weights_only=True" in call for call in re.findall(r"torch\.load\(.*", text)), name
         assert "allow_pickle=" + "True" not in text, name
-
-
-# ---------------------------------------------------------------------------------------------- tests
-
-TESTS = [ROOT / name for name in tracked() if re.match(r"tests/.*\.py", name)]
-MAX_NAME = 60
-
-
-def test_style_names_of_tests_are_short_and_differ():
-    names = [name for path in TESTS for name in re.findall(r"(?m)^def (test_\w+)", path.read_text())]
-    assert [name for name in names if len(name) > MAX_NAME] == []
-    assert [name for name, count in Counter(names).items() if count > 1] == []
-
-
-def test_style_tests_share_only_support():
-    for path in TESTS:
-        imported = re.findall(r"(?m)^ *(?:from|import) (test_\w+|conftest|tests)\b", path.read_text())
-        assert not imported, f"{path} imports {imported}: what tests share is in tests/support"
 
 
 # ---------------------------------------------------------------------------------------------- keys
