@@ -12,5 +12,16 @@ from fastgpu.feed.prefetch import PrefetchLoader, bottleneck
 from fastgpu.feed.sizes import Data, Sizes, choose_sizes
 from fastgpu.feed.sources import Splits, open_splits
 from fastgpu.feed.tiers import open_loaders
+from fastgpu.storage.remote import counters
 
-__all__ = ["Data", "Loader", "PrefetchLoader", "Splits", "bottleneck", "choose_sizes", "open_loaders", "open_splits"]
+__all__ = [
+    "Data",
+    "Loader",
+    "PrefetchLoader",
+    "Splits",
+    "bottleneck",
+    "choose_sizes",
+    "counters",
+    "open_loaders",
+    "open_splits",
+]

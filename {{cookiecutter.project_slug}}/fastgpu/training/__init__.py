@@ -3,7 +3,14 @@
 from fastgpu.training.average import AveragedModel
 from fastgpu.training.evaluate import evaluate
 from fastgpu.training.parallel import compile_module, freeze, mean_over_ranks, wrap_in_ddp
-from fastgpu.training.step import MixedPrecision, apex_optimizer, check_groups, cut_batch, mixed_precision, note_groups
+from fastgpu.training.step import (
+    MixedPrecision,
+    apex_optimizer,
+    check_groups,
+    cut_batch,
+    mixed_precision,
+    prepare_optimizer,
+)
 
 __all__ = [
     "AveragedModel",
@@ -16,6 +23,6 @@ __all__ = [
     "freeze",
     "mean_over_ranks",
     "mixed_precision",
-    "note_groups",
+    "prepare_optimizer",
     "wrap_in_ddp",
 ]

@@ -12,6 +12,8 @@ from fastgpu.process.config import Auto, Optim, Precision
 from fastgpu.process.launch import SharedError, UserError
 from fastgpu.rows.rows import Rows
 
+__all__ = ["mixed_precision"]
+
 APEX_OPTIMIZERS = {"fused_adam": "FusedAdam", "fused_lamb": "FusedLAMB"}
 """{optim.name: class in apex.optimizers}: AdamW, and LAMB (You et al., arXiv:1904.00962)."""
 
@@ -63,9 +65,11 @@ def apex_optimizer(groups: list[dict[str, Any]], optim: Optim) -> torch.optim.Op
     return from_apex(f"optim.name is {optim.name}", name, groups, lr=optim.lr, betas=betas, **options)
 
 
-def note_groups(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+def prepare_optimizer(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
     """Note in each group of parameters how it was made, which a resumed run compares (checkpoint.py), and its rate as
     `initial_lr`, as torch's schedulers do: the schedule is a factor of it. Raises UserError like `check_groups`.
+
+    Call it once, before a torch scheduler is made.
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
