@@ -12,8 +12,6 @@ from fastgpu.process.config import Auto, Optim, Precision
 from fastgpu.process.launch import SharedError, UserError
 from fastgpu.rows.rows import Rows
 
-__all__ = ["mixed_precision"]
-
 APEX_OPTIMIZERS = {"fused_adam": "FusedAdam", "fused_lamb": "FusedLAMB"}
 """{optim.name: class in apex.optimizers}: AdamW, and LAMB (You et al., arXiv:1904.00962)."""
 
