@@ -20,14 +20,13 @@ from fastgpu.dataset.source import ItemDataset
 from fastgpu.diagnose.ceilings import Loop, Meter, measure, read_pool, repeat
 from fastgpu.diagnose.result import ceilings
 from fastgpu.diagnose.verdict import Cause, Measured, judge
-from fastgpu.process.config import Loader
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Dataset, PoolPlan, Reads
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.store import open_store
 from support.ranks import ALONE, CPU, in_world
-from support.rows import DENSE_FIELDS, sizes_of
+from support.rows import DENSE_FIELDS, config_of
 
 N_ROWS = 2048
 BATCH_SIZE = 16
@@ -165,9 +164,9 @@ def measure_rank(world: World, path: str, times: Times) -> Measured:
         local_step(rows)
         device.queue(times.exchange_s)
 
-    batch = read_pool(source, order, 1).slice(0, times.batch_size)
-    sizes, loader = sizes_of("disk", times.n_readers), Loader(prefetch_pools=2)
-    loop = Loop(transform, step, local_step, batch, source, sizes, CPU, loader, times.echo)
+    config = config_of(n_readers=times.n_readers, echo=times.echo)
+    batch = read_pool(source, order, config.loader).slice(0, times.batch_size)
+    loop = Loop(transform, step, local_step, batch, source, config, CPU)
     copy = partial(repeat, lambda: time.sleep(times.copy_s)) if times.copy_s else None
     measured = measure(device, loop, order, copy, stop=lambda m: len(m.loop) == 3)
     source.close()

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr
 
 from fastgpu.process.launch import without_secrets
 
-__all__ = ["Config", "Count", "CountOrZero", "Dist", "Optim", "Section"]
+__all__ = ["Config", "Count", "CountOrZero", "Optim", "Section"]
 
 Auto = Literal["auto"]
 Tier = Literal["device", "host", "disk"]
