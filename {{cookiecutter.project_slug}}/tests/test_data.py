@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fastgpu.feed import Loader
-from fastgpu.rows.rows import Ragged, Rows
+from fastgpu.rows import Ragged, Rows
 
 MAX_ROWS = 5_000
 """Rows of each split that are looked at, fewer if they are large."""

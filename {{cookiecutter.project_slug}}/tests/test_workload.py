@@ -9,7 +9,7 @@ from contract import check_workload
 
 import workloads
 from fastgpu.feed import Loader
-from fastgpu.rows.rows import Rows
+from fastgpu.rows import Rows
 
 PROJECT = Path(__file__).parents[1]
 NAMES = sorted(path.stem for path in PROJECT.glob("workloads/[a-z]*.py"))

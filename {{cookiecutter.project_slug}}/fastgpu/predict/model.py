@@ -33,6 +33,8 @@ from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.storage.meaning import check_meaning
 from fastgpu.storage.store import HDF5Dataset, expand, open_store
 
+__all__ = ["Trained", "load_model"]
+
 
 class _Card(BaseModel, extra="allow"):
     """What model.json must hold; fastgpu/run/record.py describes it."""

@@ -1,4 +1,4 @@
-"""Atomic writes: a killed process leaves a complete file or none. The lock file of a folder; paths that do not exist."""
+"""Atomic writes: a killed process leaves a complete file or none. Locks of folders; paths that do not exist."""
 
 import fcntl
 import os
