@@ -26,7 +26,7 @@ from fastgpu.process.world import World
 from fastgpu.rows.order import BlockSampler
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.training.average import AveragedModel
-from fastgpu.training.step import mixed_precision, note_groups
+from fastgpu.training.step import mixed_precision, prepare_optimizer
 from support.ranks import ALONE, kill_tree, printed_by, train_command, wait_until
 
 MINIMAL = """
@@ -175,7 +175,7 @@ def parts_of_step(
     """The parts that `train_step` needs. workload: its `loss` is used."""
     unused = dict.fromkeys(("asked", "splits", "loader", "val_loader"))
     optimizer = make_optimizer(model, settings)
-    note_groups(model, optimizer)
+    prepare_optimizer(model, optimizer)
     return Training(
         **unused,
         config=SHORT_CONFIG.model_copy(update={"optim": settings}),

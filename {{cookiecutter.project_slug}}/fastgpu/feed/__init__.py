@@ -13,3 +13,4 @@ from fastgpu.feed.prefetch import PrefetchLoader, bottleneck
 from fastgpu.feed.sizes import canonical_ranks, describe, resolve_auto
 from fastgpu.feed.sources import Splits, open_rows, open_splits
 from fastgpu.feed.tiers import ResidentRows, open_loader
+from fastgpu.storage.remote import counters
