@@ -72,8 +72,7 @@ def build(cfg: Config, splits: feed.Splits, world: World) -> Training:
     options = workload.options.model_dump()
     asked = cfg.resolved(model=options)
     cfg = chosen.resolved(model=options, train={"precision": precision.name})
-    rows = splits.train, splits.val
-    world.check_same(identify_job(cfg.flat(), rows, loader.fingerprint))
+    world.check_same(identify_job(cfg.flat(), splits, loader.fingerprint))
 
     # The average copies the model, so it comes before DDP. Only what the steps call is compiled:
     # `model`, which has the same weights, is validated and saved as it is.
@@ -168,8 +167,7 @@ def train(t: Training, world: World) -> int:
     state["scaler"] = t.precision.scaler
     if cfg.train.ema:
         state["ema"] = t.ema
-    rows = t.splits.train, t.splits.val
-    model_card = describe_model(cfg.flat(), rows, workload.card(), loader.fingerprint)
+    model_card = describe_model(cfg.flat(), t.splits, workload.card(), loader.fingerprint)
 
     run = Run(cfg.run, world, state, model_card, values=t.asked.model_dump(), best=workload.best)
     at = run.progress  # epoch, epoch_step, step: zeros, or of the checkpoint that Run has loaded
