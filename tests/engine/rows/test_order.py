@@ -92,7 +92,7 @@ def test_sampler_pools_are_filled_once_and_agree_on_ranks(case, seed, drop_last,
         assert sum(plan.n_rows for plan in plans) == len(sampler)
         assert len(plans) == sampler.pools_per_epoch
         assert max([plan.n_rows for plan in plans], default=0) == sampler.max_pool_rows
-        plans_of_ranks.append([(plan.n_rows, plan.number, plan.is_last) for plan in plans])
+        plans_of_ranks.append([(plan.n_rows, plan.number) for plan in plans])
     assert all(plans == plans_of_ranks[0] for plans in plans_of_ranks)
 
 

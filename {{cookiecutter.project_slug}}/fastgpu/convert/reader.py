@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import copy
 from functools import cached_property
 from typing import Any
 
@@ -127,11 +126,13 @@ def split_rows(source: Dataset, shares: Sequence[float] | None, seed: int) -> di
         splits = draw_splits(np.zeros(len(source)) if labels is None else labels, shares, seed)
     if splits is None:
         return {"": source}
-    parts = {name: copy(source) for number, name in enumerate(SPLITS) if number in splits}
+    parts = {
+        name: source.select(Share(source.block_rows, splits == number))
+        for number, name in enumerate(SPLITS)
+        if number in splits
+    }
     if shares and len(parts) < len(shares):
         raise UserError(f"--split leaves rows for {', '.join(parts)} alone: there are {len(source):,} rows")
-    for name, part in parts.items():
-        part.selection = Share(source.block_rows, splits == SPLITS.index(name))
     return parts
 
 

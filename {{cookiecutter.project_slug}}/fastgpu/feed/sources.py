@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Mapping
-from copy import copy
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Literal
@@ -116,17 +115,9 @@ def _hold_out(data: Data, rows: Dataset) -> tuple[Dataset, Dataset]:
         raise UserError(
             f"data.val is {data.val}, which is {n_val} of the {n_rows} rows of {rows.name}; use another share"
         )
-    train, val = (_select(rows, share) for share in hold_out(rows.block_rows, n_val))
-    for part in (train, val):
-        part.name += f" ({len(part):,} of its rows)"
+    shares = hold_out(rows.block_rows, n_val)
+    train, val = (rows.select(share, f"{rows.name} ({len(share):,} of its rows)") for share in shares)
     return train, val
-
-
-def _select(source: Dataset, selection: Share | Mixture) -> Dataset:
-    part = copy(source)
-    part.whole = source.whole or source
-    part.selection = selection
-    return part
 
 
 def _mixed(data: Data, source: Dataset, seed: int) -> Dataset:
@@ -147,7 +138,7 @@ def _mixed(data: Data, source: Dataset, seed: int) -> Dataset:
             name = groups.names[lost[0]]
             raise UserError(f"data.val is {data.val}, which leaves no row of {name} to train on; use a smaller share")
         groups = groups._replace(groups=of_row)
-    return _select(source, Mixture(groups, source.block_rows, data.batch_size, seed))
+    return source.select(Mixture(groups, source.block_rows, data.batch_size, seed))
 
 
 def _group_by_file(weights: Mapping[str, float], source: Dataset) -> Groups:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fastgpu.process.launch import UserError
-from fastgpu.rows.runs import Runs
+from fastgpu.rows.selection import Runs
 
 CODECS = {0xFF: "jpeg", 0x89: "png", 0x52: "webp"}
 """First byte of an encoded image -> its format."""

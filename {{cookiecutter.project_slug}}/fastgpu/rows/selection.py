@@ -19,7 +19,25 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fastgpu.rows.runs import Runs
+
+class Runs(NamedTuple):
+    """Runs of consecutive numbers, one run after the other: rows, or values of ragged rows."""
+
+    starts: np.ndarray
+    """(runs,) the first number of each run."""
+    counts: np.ndarray
+    """(runs,) how many numbers each run has."""
+
+    def numbers(self) -> np.ndarray:
+        """(sum of counts,) int64: all the numbers, run after run."""
+        before = np.cumsum(self.counts, dtype=np.int64) - self.counts
+        numbers = np.repeat(self.starts - before, self.counts)
+        numbers += np.arange(len(numbers))
+        return numbers
+
+    def take(self, index: np.ndarray) -> "Runs":
+        """The runs at `index`."""
+        return Runs(self.starts[index], self.counts[index])
 
 
 class EpochRows(NamedTuple):
@@ -28,21 +46,18 @@ class EpochRows(NamedTuple):
     runs: Runs
     """Runs of neighbouring rows of one block."""
     first_runs: np.ndarray | None = None
-    """(blocks,) the first run of each block: its runs stay together. None: a block is one run."""
+    """(blocks,) the first run of each block: its runs stay together. None: they need not, or a block is one run."""
     repeats: np.ndarray | None = None
     """(runs,) how often the rows of each run have come before. None: every row comes once."""
 
-    def order(self, rng: np.random.Generator | None) -> np.ndarray:
-        """(runs,) the numbers of the runs, with the blocks shuffled by `rng`. None: 0, 1, 2, ..."""
+    def shuffled(self, rng: np.random.Generator) -> "EpochRows":
+        """The same rows, with the blocks in another order."""
         n_runs = len(self.runs.starts)
-        n_blocks = n_runs if self.first_runs is None else len(self.first_runs)
-        blocks = np.arange(n_blocks, dtype=np.int32)
-        if rng:
-            rng.shuffle(blocks)
-        if self.first_runs is None:
-            return blocks
-        runs_of_blocks = Runs(self.first_runs, np.diff(self.first_runs, append=n_runs))
-        return runs_of_blocks.take(blocks).numbers()
+        order = np.arange(n_runs if self.first_runs is None else len(self.first_runs), dtype=np.int32)
+        rng.shuffle(order)
+        if self.first_runs is not None:
+            order = Runs(self.first_runs, np.diff(self.first_runs, append=n_runs)).take(order).numbers()
+        return EpochRows(self.runs.take(order), repeats=None if self.repeats is None else self.repeats[order])
 
 
 class Share:
@@ -85,7 +100,7 @@ class Mixture:
     """Groups of rows at given weights.
 
     An epoch has as many rows as all groups together, rounded down to whole global batches, so that every quota is met
-    exactly. It is a function of (seed, epoch), and needs 12 bytes for each row, and about 60 while an epoch is planned.
+    exactly. It is a function of (seed, epoch), and needs 12 bytes for each row, and about 75 while an epoch is planned.
     """
 
     def __init__(self, groups: Groups, block_rows: np.ndarray, batch_size: int, seed: int):

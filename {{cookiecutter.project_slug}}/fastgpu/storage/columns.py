@@ -17,11 +17,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from fastgpu.process.launch import UserError
-from fastgpu.rows.contract import PoolPlan
+from fastgpu.rows.contract import PoolPlan, Range
 from fastgpu.rows.rows import LONG_ROW_BYTES, Field, RaggedArray
 from fastgpu.storage.file import RESTORE, scratch
 from fastgpu.storage.filters import DECODING
-from fastgpu.storage.layout import Layout, Range, index_of
+from fastgpu.storage.layout import Layout, index_of
 
 
 class InMemory:

@@ -13,7 +13,7 @@ import h5py
 import numpy as np
 
 from fastgpu.process.launch import UserError
-from fastgpu.rows.contract import PoolPlan
+from fastgpu.rows.contract import PoolPlan, Range
 from fastgpu.rows.rows import Field
 from fastgpu.storage.file import RESTORE, OpenFile, side_by_side
 from fastgpu.storage.filters import DECODERS, DECODING, Bytes, decode, filters_of
@@ -33,10 +33,6 @@ IOV_MAX = 1024
 """Maximum number of targets of one preadv on Linux."""
 DIGESTS = "fastgpu_sha256"
 """Group beside the datasets. It has (blocks, 32) uint8 for each of them: the SHA-256 of the rows of each block."""
-
-Range = tuple[int, np.ndarray | range]
-"""Neighbouring rows: the number of the first one, and the place where each of them is copied to. A range instead of an
-array says that the places are neighbours, too."""
 
 
 class Layout:

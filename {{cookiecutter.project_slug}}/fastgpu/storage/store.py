@@ -18,13 +18,13 @@ import numpy as np
 
 from fastgpu.process.launch import UserError, warn
 from fastgpu.process.machine import free_host_bytes
-from fastgpu.rows.contract import Dataset, Out, PoolPlan, Reads
+from fastgpu.rows.contract import Dataset, Out, PoolPlan, Range, Reads
 from fastgpu.rows.rows import MAX_VALUES, OFFSET_DTYPE, Field
 from fastgpu.storage import remote
 from fastgpu.storage.columns import Codec, DecodedColumn, InMemory, RaggedColumn
 from fastgpu.storage.file import OpenFile, side_by_side, split_group
 from fastgpu.storage.hdf5 import SOURCES, attributes_of, check_path, dtype_of, find, look_up, open_file, refuse_large
-from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, MIN_BLOCKS, Layout, PlainRows, Range, open_layout
+from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, MIN_BLOCKS, Layout, PlainRows, open_layout
 from fastgpu.storage.meaning import check_meaning
 
 AROUND_PAGE_CACHE = 1.5
