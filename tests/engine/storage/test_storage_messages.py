@@ -13,10 +13,11 @@ import pytest
 from h5py import h5d, h5p, h5s, h5t
 
 from fastgpu.process.launch import UserError
-from fastgpu.storage import hdf5, store
+from fastgpu.storage import hdf5, part
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.storage.hdf5 import open_file
 from fastgpu.storage.meaning import check_meaning
+from fastgpu.storage.sources import sources_of
 from fastgpu.storage.store import open_store
 from support.rows import DENSE_FIELDS
 
@@ -124,7 +125,7 @@ def test_messages_of_storage(compare_messages, dense_file, ragged_file, tmp_path
 
     def opens_long_rows() -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(store, "MAX_VALUES", 3)
+            patch.setattr(part, "MAX_VALUES", 3)
             open_store("data.train", "long.h5", ITEMS)
 
     def compares(attribute: str, ours: Sequence[object], theirs: Sequence[object]) -> Callable[[], None]:
@@ -148,7 +149,7 @@ def test_messages_of_storage(compare_messages, dense_file, ragged_file, tmp_path
     def reads_sources() -> None:
         with h5py.File(dense_file(8, name="sources.h5"), "a") as file:
             file.create_dataset("fastgpu_source", (8,), "S4", external=[("text.h5", 0, 32)])
-        open_store("data.train", "sources.h5", DENSE_FIELDS).sources(slice(None))
+        sources_of(open_store("data.train", "sources.h5", DENSE_FIELDS))
 
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe.h5")

@@ -7,6 +7,7 @@ import pytest
 from h5py import h5a, h5s, h5t
 
 from fastgpu.process.launch import UserError
+from fastgpu.storage import part
 from fastgpu.storage import store as module
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.storage.columns import InMemory
@@ -70,10 +71,10 @@ def test_store_keeps_small_columns_in_memory(tmp_path, monkeypatch):
         file.create_dataset("pixels", data=numbered(50, BIG), chunks=(8, *BIG))
         file.create_dataset("labels", data=np.arange(50), chunks=(3,))
     for is_small in (True, False):
-        monkeypatch.setattr(module, "COLUMN_BYTES", 400 * is_small)
+        monkeypatch.setattr(part, "COLUMN_BYTES", 400 * is_small)
         store = open_store("data.train", str(tmp_path / "x.h5"), {"images": "/pixels", "labels": "labels"})
-        assert isinstance(store.parts[0]["labels"], InMemory) == is_small
-        assert not isinstance(store.parts[0]["images"], InMemory)
+        assert isinstance(store.columns[0]["labels"], InMemory) == is_small
+        assert not isinstance(store.columns[0]["images"], InMemory)
         rows = read_rows(store)
         assert numbers_of(rows["images"]) == rows["labels"].tolist() == list(range(50))
 

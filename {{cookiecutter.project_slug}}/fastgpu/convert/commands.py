@@ -14,7 +14,8 @@ from fastgpu.process.config import Loader
 from fastgpu.process.launch import UserError, warn
 from fastgpu.process.machine import available_cpus
 from fastgpu.rows.contract import Dataset
-from fastgpu.storage.store import expand, open_store
+from fastgpu.storage.hdf5 import expand
+from fastgpu.storage.store import open_store
 
 
 def write(source: Dataset | Mapping[str, Dataset], args: Namespace) -> None:

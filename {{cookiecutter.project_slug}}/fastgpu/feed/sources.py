@@ -15,9 +15,10 @@ from fastgpu.process.launch import UserError, read_launch, warn
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.selection import Groups, Mixture, Share, hold_out
 from fastgpu.storage.columns import Codec
+from fastgpu.storage.file import is_url
+from fastgpu.storage.hdf5 import expand
 from fastgpu.storage.meaning import check_meaning
-from fastgpu.storage.remote import is_url
-from fastgpu.storage.store import HDF5Dataset, expand, open_store
+from fastgpu.storage.store import HDF5Dataset, open_store
 
 Splits = Callable[[], tuple[Dataset, Dataset]]
 """Returns what `open_splits` opened, or raises its error where all ranks end together: see `attempt` in launch.py."""

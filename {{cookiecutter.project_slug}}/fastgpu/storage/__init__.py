@@ -1,6 +1,8 @@
 """Rows on a disk or in memory, read as blocks: each kind here keeps the contract `Dataset` of rows/contract.py.
 
-store.py         HDF5 files as one dataset: opened, checked, and read
+store.py         HDF5 files as one dataset
+part.py          one of them: its columns, opened and checked
+sources.py       where its rows came from, for the tools
 arrays.py        arrays in memory as a dataset
 columns.py       one field of a dataset: in memory, ragged, or decoded while it is read
 layout.py        one field in an HDF5 file: where its chunks are, and three ways to read them

@@ -48,6 +48,11 @@ def split_group(path: str) -> tuple[str, str]:
     return file, group or "/"
 
 
+def is_url(path: str) -> bool:
+    """Whether a path is a URL, such as s3://bucket/file.h5."""
+    return "://" in path
+
+
 class OpenFile:
     """A file that is open for reading.
 

@@ -18,7 +18,6 @@ from fastgpu.rows.rows import Field
 from fastgpu.storage.file import RESTORE, OpenFile, side_by_side
 from fastgpu.storage.filters import DECODERS, DECODING, Bytes, decode, filters_of
 from fastgpu.storage.hdf5 import dtype_of, look_up, refuse_large
-from fastgpu.storage.remote import is_url
 
 BLOCK_BYTES = 2 << 20
 """Size of a block: random pieces of 2 MiB are read as fast as a cold disk can."""
@@ -289,7 +288,7 @@ def open_layout(name: str, data: h5py.Dataset, file: OpenFile, n_items: int | No
             raise UserError(f"{name}: {n_missing} of {n_chunks} chunks were never written; write all, fill values too")
     elif len(data) and data.id.get_offset() is None and kind == h5py.h5d.CONTIGUOUS:
         raise UserError(f"{name} was never written; write all of it, fill values too")
-    elif kind == h5py.h5d.VIRTUAL and is_url(file.path):
+    elif kind == h5py.h5d.VIRTUAL and data.file.driver == "fileobj":  # HDF5 opens the sources by their path
         raise UserError(f"{name} is a virtual dataset, which is read of files on this machine only: download it")
     filters = filters_of(data)
     # h5py shows bfloat16 as float32, say: only values whose bytes are those that it shows can be read without it.

@@ -1,5 +1,6 @@
 """Checks that sources which are used together agree on the meaning of their numbers, such as the class names."""
 
+from collections.abc import Mapping
 from itertools import zip_longest
 from typing import Any, Protocol
 
@@ -12,8 +13,11 @@ NUMBERED = {"item_ids": "items", "class_names": "labels", "target_names": "colum
 class Described(Protocol):
     """Rows, or a checkpoint of them."""
 
-    name: str
-    attributes: dict[str, Any]
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def attributes(self) -> Mapping[str, Any]: ...
 
 
 def check_meaning(key: str, first: Described, other: Described, *, labels: bool = True) -> None:

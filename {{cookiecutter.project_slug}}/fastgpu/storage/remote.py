@@ -12,7 +12,7 @@ import os
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from fnmatch import filter as matching
 from functools import cache, lru_cache
@@ -86,6 +86,9 @@ class RemoteFile(OpenFile):
         atexit.register(self._close_h5)
         if self._copy:
             self.cure = f"if the file is whole there, its copy is damaged: rm {self._copy.path}*"
+            # The metadata is at both ends. It is fetched now, because h5py reads one file at a time.
+            for number in sorted({0, max(0, size - 1) // PIECE_BYTES}):
+                self.read_piece(number)
 
     def _find(self, obstore: Any) -> Any:
         """The size and the version of the object."""
@@ -251,27 +254,12 @@ class _Metadata(io.RawIOBase):
         return count
 
 
-def is_url(path: str) -> bool:
-    """Whether a path is a URL, such as s3://bucket/file.h5."""
-    return "://" in path
-
-
-def open_remote(url: str, where: str, folder: str = CACHE) -> RemoteFile:
+def open_remote(url: str, where: str, folder: str) -> RemoteFile:
     """The file of a URL, which a process opens once. See `RemoteFile`."""
-    if url not in _opened:
-        _opened[url] = RemoteFile(url, where, folder)
-    return _opened[url]
-
-
-def open_ahead(key: str, urls: Iterable[str], folder: str) -> None:
-    """Open files side by side, and fetch both ends of each, where the metadata is: h5py reads one file at a time."""
-
-    def open_one(url: str) -> None:
-        file = open_remote(url, f"{key}: {url}", folder)
-        for number in sorted({0, max(0, file.size - 1) // PIECE_BYTES}):
-            file.read_piece(number)
-
-    side_by_side(open_one, urls)
+    with _locks[hash(url) % N_LOCKS]:
+        if url not in _opened:
+            _opened[url] = RemoteFile(url, where, folder or CACHE)
+        return _opened[url]
 
 
 def expand(key: str, pattern: str) -> list[str]:
