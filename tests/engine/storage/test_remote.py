@@ -120,7 +120,7 @@ def test_remote_rows_without_a_copy_are_fetched_once_an_epoch(bucket, dense_file
     one, other = (np.zeros((64, 3, 32, 32), np.uint8) for _ in range(2))
     for start in range(0, 2944, 64):
         for source, out in ((rows, one), (local, other)):
-            source.columns[0]["images"].read([(start, range(64))], out)
+            source.parts[0].columns["images"].read([(start, range(64))], out)
         assert np.array_equal(one, other)
     assert fetched_twice(bucket) <= 47 * 2 * 4096 + (1 << 20)  # pages of two blocks, and metadata
     assert not [*Path().glob("data/cache/*")]
@@ -523,7 +523,7 @@ def test_remote_fork_reads_while_its_parent_fetches(bucket, dense_file):
         fetching.set()
         ending.wait()
 
-    offset, count, _ = rows.columns[0]["images"]._chunks[4].tolist()
+    offset, count, _ = rows.parts[0].columns["images"]._chunks[4].tolist()
     thread = threading.Thread(target=rows.file.prepare, args=(offset, count, check))
     thread.start()
     fetching.wait()

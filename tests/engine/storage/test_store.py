@@ -73,8 +73,8 @@ def test_store_keeps_small_columns_in_memory(tmp_path, monkeypatch):
     for is_small in (True, False):
         monkeypatch.setattr(part, "COLUMN_BYTES", 400 * is_small)
         store = open_store("data.train", str(tmp_path / "x.h5"), {"images": "/pixels", "labels": "labels"})
-        assert isinstance(store.columns[0]["labels"], InMemory) == is_small
-        assert not isinstance(store.columns[0]["images"], InMemory)
+        assert isinstance(store.parts[0].columns["labels"], InMemory) == is_small
+        assert not isinstance(store.parts[0].columns["images"], InMemory)
         rows = read_rows(store)
         assert numbers_of(rows["images"]) == rows["labels"].tolist() == list(range(50))
 

@@ -32,7 +32,6 @@ from fastgpu.process.world import World
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Ragged, Rows
-from fastgpu.storage import remote
 from fastgpu.storage.store import HDF5Dataset
 
 MAX_REST_S = 2.0  # maximum rest after a measurement, in which a feed reads ahead as far as it may
@@ -278,7 +277,7 @@ def measure(
     has_workers = isinstance(loop.source, ItemDataset) and loop.sizes.tier == "disk" and not loop.other
     n_workers = loop.sizes.n_readers if has_workers else 0
     deadline = time.perf_counter() + MAX_S
-    n_requests = remote.n_requests()
+    n_requests = loop.source.n_requests
     for number in range(MAX_ROUNDS):
         world.print_once(f"measuring: round {number + 1} of at most {MAX_ROUNDS}")
         for name, task in tasks.items():
@@ -306,7 +305,7 @@ def measure(
             cpu_share=Rounds(cpu_shares),
             is_other=loop.other is not None,
             is_uncached=isinstance(loop.source, HDF5Dataset) and loop.source.file.is_direct,
-            is_fetched=remote.n_requests() > n_requests,
+            is_fetched=loop.source.n_requests > n_requests,
             waiting=Rounds(waiting) if waiting else None,
         )
         is_late = time.perf_counter() > deadline and number + 1 >= N_ROUNDS

@@ -45,9 +45,8 @@ from fastgpu.process.world import with_index
 from fastgpu.rows.contract import Dataset, Out, Pool, PoolPlan, Reads
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import RaggedArray, Rows
-from fastgpu.storage import remote
 from fastgpu.storage.filters import DECODING
-from fastgpu.storage.store import HDF5Dataset, is_local
+from fastgpu.storage.store import HDF5Dataset
 
 JOB_BYTES = 1 << 20
 """A job of a reader thread is at least so large, and a pool has at most 8 jobs for each thread."""
@@ -113,13 +112,13 @@ class PrefetchLoader(PoolLoader):
             self._n_threads = 2 * source.n_workers
         self._source = source
         self._n_local_threads = self._n_threads
-        if loader.num_readers == "auto" and not is_local(source):
+        if loader.num_readers == "auto" and not source.is_local:
             # Those that have waited for the network would wait for a CPU when all rows are on this machine.
             self._n_local_threads = min(self._n_threads, count_readers("auto", read_launch().local_world_size))
         self._busy_lock = threading.Lock()
         self._busy_since = time.perf_counter()
         self._reading_s = self._decoding_s = 0.0  # of all threads
-        self._n_requests = remote.n_requests()
+        self._n_requests = source.n_requests
         self._threads: list[threading.Thread] = []
         self._next: tuple[int, int] | None = None  # (epoch, number) of the pools that are being read now
         # The threads are daemons, so that one that hangs does not keep Python from ending. One that runs C++ while
@@ -136,7 +135,7 @@ class PrefetchLoader(PoolLoader):
             reading_s, decoding_s, elapsed_s = self._reading_s, self._decoding_s, now - self._busy_since
             self._reading_s = self._decoding_s = 0.0
             self._busy_since = now
-        n_before, self._n_requests = self._n_requests, remote.n_requests()
+        n_before, self._n_requests = self._n_requests, self._source.n_requests
         if reading_s + decoding_s < n_readers * elapsed_s / 2:
             return ""
         if isinstance(self._source, ItemDataset):
@@ -309,7 +308,7 @@ class PrefetchLoader(PoolLoader):
             self._inbox.put(error)
 
     def _hand_over(self, slot: _Slot) -> None:
-        if self._n_threads > self._n_local_threads and is_local(self._source):
+        if self._n_threads > self._n_local_threads and self._source.is_local:
             for _ in range(self._n_local_threads, self._n_threads):
                 self._jobs.put(None)
             self._n_threads = self._n_local_threads

@@ -19,7 +19,6 @@ from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import MAX_VALUES
 from fastgpu.rows.selection import Mixture
-from fastgpu.storage.store import is_local
 
 POOL_BYTES = 256 << 20
 """Size of a pool if data.pool_batches is auto: 128 blocks of 2 MiB. They shuffle a file well that is in random order,
@@ -116,7 +115,7 @@ def choose_sizes(cfg: Config, source: Dataset, val_source: Dataset, world: World
         _warn_of_class_order(source)
     has_items = isinstance(source, ItemDataset)
     asked = loader.num_workers if has_items else loader.num_readers
-    if asked == "auto" and not is_local(source):
+    if asked == "auto" and not source.is_local:
         asked = REMOTE_READERS
     max_readers = sys.maxsize if has_items or source.decoding else MAX_READERS
     need = sum(len(each) * each.row_bytes for each in (source, val_source))

@@ -59,8 +59,7 @@ class Layout:
         """(chunks, 3) int64: first byte, number of bytes in the file, and skipped filters (see `decode`)."""
         self.digests = self._read_digests(data)
         """(chunks, 32) uint8: the SHA-256 of each chunk; None if the file has none."""
-        # Chunks at the beginning that are known to be on this machine.
-        self._n_local = len(self._chunks) if file.is_local(0, file.size) else 0
+        file.expect(self._chunks[:, :2])
 
     def __len__(self) -> int:
         return self._n_rows
@@ -74,14 +73,6 @@ class Layout:
             found = f"are {digests.dtype} {digests.shape} instead of uint8 {expected}"
             raise UserError(f"{self.name}: its checksums {found}; delete {digests.name}, or write the file again")
         return digests[:]
-
-    @property
-    def is_local(self) -> bool:
-        """Whether all rows are on this machine, so that no reader waits for a network."""
-        n_chunks = len(self._chunks)
-        while self._n_local < n_chunks and self._file.is_local(*self._chunks[self._n_local, :2].tolist()):
-            self._n_local += 1
-        return self._n_local == n_chunks
 
     def _find_chunks(self, data: h5py.Dataset) -> np.ndarray:
         refuse_large(self.name, 64 * (self._n_rows // self.chunk_rows))
@@ -124,7 +115,7 @@ class Layout:
         def read_part(start: int) -> None:
             self.read([(start, range(start, min(start + part_rows, self._n_rows)))], out)
 
-        part_rows = max(1, self._n_rows) if self.is_local else self.chunk_rows
+        part_rows = max(1, self._n_rows) if self._file.is_local else self.chunk_rows
         side_by_side(read_part, range(0, self._n_rows, part_rows))  # there are no reader threads yet
         return out
 

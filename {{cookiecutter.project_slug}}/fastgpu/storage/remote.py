@@ -73,15 +73,15 @@ class RemoteFile(OpenFile):
         self._version = _version_of(_request(where, self._find))
         self.n_requests, self.n_fetched_bytes = 1, 0
         self._prepared: dict[int, int] = {}  # offset -> number of bytes
+        self._expected = np.empty((0, 2), np.int64)
+        self._n_local = 0  # expected chunks at the beginning that are known to be local
         self._copy: LocalCopy | None = None
         tag, size, modified = self._version
         if tag is None and not modified.timestamp():  # obstore has 1970 for none
             warn(f"{url} has neither an ETag nor a date, so data.cache keeps no copy: it is fetched in each epoch")
         else:
             self._copy = _open_copy(folder, where, without_secrets(url), self._version)
-        super().__init__(self._copy.descriptor if self._copy else os.devnull)
-        self.path = url
-        self.size = size
+        super().__init__(self._copy.descriptor if self._copy else os.devnull, name=url, size=size)
         # This runs after the end of the reader threads, which are made later.
         atexit.register(self._close_h5)
         if self._copy:
@@ -125,7 +125,19 @@ class RemoteFile(OpenFile):
     def is_prepared(self, offset: int) -> bool:
         return offset in self._prepared
 
-    def is_local(self, offset: int, count: int) -> bool:
+    def expect(self, chunks: np.ndarray) -> None:
+        self._expected = np.concatenate([self._expected, chunks])
+
+    @property
+    def is_local(self) -> bool:
+        expected, n_local = self._expected, self._n_local
+        while n_local < len(expected) and self._has(*expected[n_local].tolist()):
+            n_local += 1
+        self._n_local = n_local
+        return n_local == len(expected)
+
+    def _has(self, offset: int, count: int) -> bool:
+        """Whether these bytes are in the copy."""
         return bool(self._copy and self._copy.has(*self._pages_of(offset, count)))
 
     def prepare(self, offset: int, count: int, check: Callable[[np.ndarray], None] | None = None) -> np.ndarray | None:
@@ -134,7 +146,7 @@ class RemoteFile(OpenFile):
             return None
         fetched: Parts = []
         with _locks[offset // PAGE_BYTES % N_LOCKS]:
-            if check or not self.is_local(offset, count):
+            if check or not self._has(offset, count):
                 begin, end = self._pages_of(offset, count)
                 within = slice(offset - begin, offset - begin + count)
                 pages, fetched = self._read_or_get(begin, end)
@@ -220,7 +232,7 @@ class RemoteFile(OpenFile):
         file, begin, pages = getattr(_held, "pages", None) or (None, 0, np.empty(0, np.uint8))
         if file is self and begin <= offset and offset + count <= begin + len(pages):
             return pages[offset - begin : offset - begin + count]
-        return self.read(offset, count) if self.is_local(offset, count) else None
+        return self.read(offset, count) if self._has(offset, count) else None
 
     def read_piece(self, number: int) -> bytes:
         """A piece of the metadata."""
@@ -276,17 +288,12 @@ def expand(key: str, pattern: str) -> list[str]:
     return [f"{bucket}/{quote(name) if _is_http(bucket) else name}" for name in names]
 
 
-def n_requests() -> int:
-    """How many requests this process has sent until now."""
-    return sum(file.n_requests for file in list(_opened.values()))
-
-
 def counters() -> dict[str, float]:
     """{tag: value}: what this process has fetched until now, and how much of its files is on this machine."""
     files = list(_opened.values())
     n_local = sum(512 * os.fstat(file._raw.fileno()).st_blocks for file in files)
     counts = {
-        "storage/requests": float(n_requests()),
+        "storage/requests": float(sum(file.n_requests for file in files)),
         "storage/fetched_mib": sum(file.n_fetched_bytes for file in files) / MIB,
         "storage/local_pct": min(100.0, 100 * n_local / max(1, sum(file.size for file in files))),
     }

@@ -18,7 +18,7 @@ from fastgpu.process.launch import UserError, warn
 from fastgpu.process.machine import free_host_bytes
 from fastgpu.rows.contract import Dataset, Out, PoolPlan, Range, Reads
 from fastgpu.storage.columns import Codec, DecodedColumn, InMemory
-from fastgpu.storage.file import is_url, side_by_side
+from fastgpu.storage.file import OpenFile, is_url, side_by_side
 from fastgpu.storage.hdf5 import expand
 from fastgpu.storage.layout import COLUMN_BYTES, Layout, PlainRows
 from fastgpu.storage.meaning import check_meaning
@@ -36,39 +36,55 @@ class HDF5Dataset(Dataset):
         """codecs: {field: what decodes its rows, if they are encoded}. The attributes are those of the first part."""
         first, *others = parts
         self.name = first.name + (f" and {len(others)} more" if others else "")
-        self.file = first.file
-        self.files = [(part.path, part.group) for part in parts]
         self.part_rows = [part.n_rows for part in parts]
         self.first_rows = [0, *accumulate(self.part_rows[:-1])]
         self.block_rows = np.concatenate([part.block_rows for part in parts])
         used = {name: codec for name, codec in codecs.items() if first.columns[name].field.codec}
-        self.columns = [
-            {**part.columns}
-            | {name: DecodedColumn(codec, part.columns[name], self.name, first_row) for name, codec in used.items()}
-            for part, first_row in zip(parts, self.first_rows, strict=True)
-        ]
-        """{field: its rows} of each part."""
+        self.parts = []
+        for part, first_row in zip(parts, self.first_rows, strict=True):
+            decoded = {
+                name: DecodedColumn(codec, part.columns[name], self.name, first_row) for name, codec in used.items()
+            }
+            self.parts.append(part._replace(columns={**part.columns, **decoded}))
         self.decoding = ", ".join(sorted({str(codec) for codec in used.values()}))
         self.attributes = first.attributes | _pool_statistics(parts)
         for codec in used.values():
             self.attributes |= codec.attributes
-        self.fields = {name: column.field for name, column in self.columns[0].items()}
+        self.fields = {name: column.field for name, column in self.parts[0].columns.items()}
         self.stored_lengths = {}
         for name, field in self.fields.items():
             if field.is_ragged:
-                lengths = np.concatenate([columns[name].lengths for columns in self.columns])
+                lengths = np.concatenate([part.columns[name].lengths for part in parts])
                 self.stored_lengths[name] = lengths
                 self.fields[name] = field._replace(mean_values=float(lengths.mean()))
+
+    @property
+    def file(self) -> OpenFile:
+        """The first file."""
+        return self.parts[0].file
+
+    @property
+    def files(self) -> list[tuple[str, str]]:
+        """(path, group) of each part."""
+        return [(part.path, part.group) for part in self.parts]
+
+    @property
+    def is_local(self) -> bool:
+        return all(part.file.is_local for part in self.parts)
+
+    @property
+    def n_requests(self) -> int:
+        return sum(file.n_requests for file in {part.file for part in self.parts})
 
     @cached_property
     def digest(self) -> str:
         """A hash of all rows if the files have checksums, else of some. Raises UserError."""
-        columns = [column for part in self.columns for column in part.values()]
+        columns = [column for part in self.parts for column in part.columns.values()]
         fingerprints = side_by_side(lambda column: column.fingerprint(), columns)
         return hashlib.sha256(b"".join(fingerprints)).hexdigest()[:12]
 
     def stored_column(self, name: str) -> np.ndarray | None:
-        columns: list[Any] = [part.get(name) for part in self.columns]
+        columns: list[Any] = [part.columns.get(name) for part in self.parts]
         n_bytes = sum(len(each) * each.field.row_bytes for each in columns if isinstance(each, Layout))
         if n_bytes > COLUMN_BYTES or not all(isinstance(each, InMemory | Layout) for each in columns):
             return None
@@ -80,7 +96,7 @@ class HDF5Dataset(Dataset):
             number = bisect_right(self.first_rows, start) - 1
             ranges.setdefault(number, []).append((start - self.first_rows[number], places))
         for number, ranges_of_part in ranges.items():
-            for name, column in self.columns[number].items():
+            for name, column in self.parts[number].columns.items():
                 column.read(ranges_of_part, out[name], plan)
 
     def gathers(self, plan: PoolPlan, out: Mapping[str, Out], n_rows: int) -> list[Callable[[], None]]:
@@ -91,7 +107,7 @@ class HDF5Dataset(Dataset):
         of bench/run.py on a 2-core VM with other work, 2026-11-27; medians of 9 and of 15 rounds).
         """
         copies: list[tuple[np.ndarray, np.ndarray]] = []  # all rows and the pool, (rows, bytes) both, of each field
-        for name, column in self.columns[0].items() if len(self.columns) == 1 else ():
+        for name, column in self.parts[0].columns.items() if len(self.parts) == 1 else ():
             rows = column.cached_rows(plan.reads.ranges()) if isinstance(column, InMemory | PlainRows) else None
             if rows is None:
                 return []
@@ -151,11 +167,6 @@ def _open_parts(key: str, files: Sequence[tuple[str, str]], fields: Mapping[str,
 
     numbers = range(len(files))
     return side_by_side(open_one, numbers) if any(map(is_url, paths)) else [*map(open_one, numbers)]
-
-
-def is_local(source: Dataset) -> bool:
-    """Whether all rows are on this machine, so that their readers wait for no network."""
-    return not isinstance(source, HDF5Dataset) or all(col.is_local for part in source.columns for col in part.values())
 
 
 def _pool_statistics(parts: Sequence[Part]) -> dict[str, Any]:
