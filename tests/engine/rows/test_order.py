@@ -281,4 +281,4 @@ def test_selection_checksum_depends_on_rows_and_weights():
     cases = [((1, 1), groups), ((1, 2), groups), ((1, 1), 1 - groups)]
     selections = [Mixture(Groups(("a", "b"), *case), np.full(8, 8), 8, 0) for case in cases]
     selections += [*hold_out(np.full(8, 8), 5), *hold_out(np.full(8, 8), 6)]
-    assert len({selection.checksum for selection in selections}) == 3 + 4
+    assert len({selection.fingerprint for selection in selections}) == 3 + 4

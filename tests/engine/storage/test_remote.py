@@ -76,13 +76,13 @@ def same(rows: dict, others: dict) -> bool:
     return rows.keys() == others.keys() and all(np.array_equal(one, other) for one, other in pairs)
 
 
-def with_digests(path: str) -> str:
+def with_checksums(path: str) -> str:
     """Write the checksums of the images, as convert.py does."""
     with h5py.File(path, "r+") as file:
         images = file["images"]
         blocks = [images[chunk] for chunk in images.iter_chunks()]
-        digests = [np.frombuffer(sha256(block.tobytes()).digest(), np.uint8) for block in blocks]
-        file["fastgpu_sha256/images"] = np.stack(digests)
+        checksums = [np.frombuffer(sha256(block.tobytes()).digest(), np.uint8) for block in blocks]
+        file["fastgpu_sha256/images"] = np.stack(checksums)
     return path
 
 
@@ -128,7 +128,7 @@ def test_remote_rows_without_a_copy_are_fetched_once_an_epoch(bucket, dense_file
     path = dense_file(3000, (3, 32, 32), start=5000, name="other.h5", **{"chunk": 64} | options)
     bucket.objects["/b/rows.h5"] = Path(path).read_bytes()  # as large
     rows = open_store("data.train", "s3://b/rows.h5", DENSE_FIELDS)
-    assert rows.digest == open_store("data.train", path, DENSE_FIELDS).digest
+    assert rows.stored_fingerprint == open_store("data.train", path, DENSE_FIELDS).stored_fingerprint
 
 
 def test_remote_batches_equal_local_ones(bucket, dense_file):
@@ -192,7 +192,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_remote_fault_is_survived(bucket, dense_file, monkeypatch, fault):
     monkeypatch.setattr(remote, "PATIENCE", timedelta(minutes=1))
-    path = with_digests(dense_file(3000, (3, 32, 32), 100))
+    path = with_checksums(dense_file(3000, (3, 32, 32), 100))
     local = read_rows(open_store("data.train", path, DENSE_FIELDS))
     for at_first in (True, False):
         forget()
@@ -221,7 +221,7 @@ def test_remote_server_that_is_gone_for_a_while(bucket, dense_file, monkeypatch)
 @pytest.mark.parametrize("kind", ["a neighbour", "the metadata", "an earlier process"])
 def test_remote_rows_are_checked_whoever_fetched_them(bucket, dense_file, kind):
     """Their bytes may have come with those of others, and the copy may have been written by another process."""
-    path = with_digests(dense_file(2000, (3, 32, 32), 100))
+    path = with_checksums(dense_file(2000, (3, 32, 32), 100))
     url = put(bucket, path)
     local = read_rows(open_store("data.train", path, DENSE_FIELDS))
     if kind == "the metadata":
@@ -247,7 +247,7 @@ def test_remote_rows_are_checked_whoever_fetched_them(bucket, dense_file, kind):
 
 
 def test_remote_metadata_leaves_rows_that_were_checked(bucket, dense_file):
-    path = with_digests(dense_file(3000, (3, 32, 32), 64))
+    path = with_checksums(dense_file(3000, (3, 32, 32), 64))
     rows = open_store("data.train", put(bucket, path), DENSE_FIELDS)
     middle = (4 * remote.PIECE_BYTES + remote.PIECE_BYTES // 2) // 3072
     rows[middle : middle + 1]
@@ -272,7 +272,7 @@ LINES = {
 
 @pytest.mark.parametrize("fault", LINES)
 def test_remote_fault_is_one_line(bucket, dense_file, fault):
-    rows = open_store("data.train", put(bucket, with_digests(dense_file(3000, (3, 32, 32), 750))), DENSE_FIELDS)
+    rows = open_store("data.train", put(bucket, with_checksums(dense_file(3000, (3, 32, 32), 750))), DENSE_FIELDS)
     settings, message = LINES[fault]
     vars(bucket).update(settings)
     with pytest.raises(UserError, match=f"s3://b/rows.h5.*{message}") as caught:
@@ -403,13 +403,13 @@ def test_remote_blocks_of_a_power_of_two_come_side_by_side(bucket, dense_file):
     assert bucket.max_at_work >= 6
 
 
-def test_remote_digests_of_many_files_come_side_by_side(bucket, dense_file):
+def test_remote_fingerprints_of_many_files_come_side_by_side(bucket, dense_file):
     for number in range(6):
         put(bucket, dense_file(5000, (3, 16, 16), 250, name=f"part-{number}.h5"))
     rows = open_store("data.train", "s3://b/part-*.h5", DENSE_FIELDS)
     bucket.delay_s = 0.05
     bucket.max_at_work = 0
-    assert rows.digest == open_store("data.train", "part-*.h5", DENSE_FIELDS).digest
+    assert rows.stored_fingerprint == open_store("data.train", "part-*.h5", DENSE_FIELDS).stored_fingerprint
     assert bucket.max_at_work >= 4
 
 

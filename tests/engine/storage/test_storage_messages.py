@@ -59,7 +59,7 @@ ELSEWHERE = (
     "made of a virtual dataset",
     "made of several names",
 )
-BAD_DIGESTS = {
+BAD_CHECKSUMS = {
     "of another length": np.zeros((4, 32), np.uint8),
     "that are one number": np.uint8(0),
     "of another type": np.zeros((5, 32)),
@@ -132,11 +132,11 @@ def test_messages_of_storage(compare_messages, dense_file, ragged_file, tmp_path
         sources = described("a", {attribute: ours}), described("b", {attribute: theirs})
         return lambda: check_meaning("data.val", *sources)
 
-    def opens_with_digests(digests: np.ndarray) -> Callable[[], object]:
+    def opens_with_checksums(checksums: np.ndarray) -> Callable[[], object]:
         def call() -> None:
-            with h5py.File(dense_file(40, name="digests.h5"), "a") as file:
-                file["fastgpu_sha256/images"] = digests
-            open_store("data.train", "digests.h5", DENSE_FIELDS)
+            with h5py.File(dense_file(40, name="checksums.h5"), "a") as file:
+                file["fastgpu_sha256/images"] = checksums
+            open_store("data.train", "checksums.h5", DENSE_FIELDS)
 
         return call
 
@@ -192,7 +192,7 @@ def test_messages_of_storage(compare_messages, dense_file, ragged_file, tmp_path
         "checksums in another file": opens("elsewhere.h5::/stored", {"x": "x"}),
         "values of a matrix in another file": opens("elsewhere.h5", {"x": "matrix"}),
         "sources in another file": reads_sources,
-        **{f"checksums {how}": opens_with_digests(digests) for how, digests in BAD_DIGESTS.items()},
+        **{f"checksums {how}": opens_with_checksums(checksums) for how, checksums in BAD_CHECKSUMS.items()},
         "indptr that is one number": opens_damaged("indptr", np.int64(3)),
         "indptr larger than memory": opens_with_little_memory,
         "other items": compares("item_ids", [7, 3, 9], [3, 7, 9]),

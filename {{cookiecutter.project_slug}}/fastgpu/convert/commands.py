@@ -80,7 +80,7 @@ def repack(args: Namespace) -> None:
     for text in () if named else dict.fromkeys(left_out):
         warn(f"{args.source[0]}: {text}")
     for path, datasets in stored.items():
-        if any(each.has_digests for each in datasets) and (damages := damaged(path)):
+        if any(each.has_checksums for each in datasets) and (damages := damaged(path)):
             raise UserError(f"{damages[0]}; `python convert.py check` lists all damaged blocks")
     write(open_store("SOURCE", args.source, fields), args)
 
@@ -105,7 +105,7 @@ def check(args: Namespace) -> int:
         if damages := damaged(path):
             exit_code = 1
             print(list_first(damages, "\n"))
-        unchecked = [each for each in inspect(path) if not each.has_digests]
+        unchecked = [each for each in inspect(path) if not each.has_checksums]
         state = f"{len(damages):,} blocks are damaged" if damages else "readable" if unchecked else "whole"
         print(f"{path}: {state}")
         for each in unchecked:

@@ -19,7 +19,7 @@ from fastgpu.rows.contract import Dataset
 from fastgpu.storage.file import OpenFile, split_group
 from fastgpu.storage.filters import filters_of
 from fastgpu.storage.hdf5 import SOURCES, dtype_of, find, look_up, open_file
-from fastgpu.storage.layout import DIGESTS, Layout, open_layout
+from fastgpu.storage.layout import CHECKSUMS, Layout, open_layout
 
 
 class Stored(NamedTuple):
@@ -28,7 +28,7 @@ class Stored(NamedTuple):
 
     path: PurePosixPath
     text: str
-    has_digests: bool = False
+    has_checksums: bool = False
     is_left_out: bool = False
 
 
@@ -59,7 +59,7 @@ def _open(path: str) -> Iterator[Contents]:
                 except UserError as error:
                     found.left_out[place] = str(error).partition(": ")[2]
                     continue
-                if isinstance(item, h5py.Group) and name != DIGESTS and item not in seen:
+                if isinstance(item, h5py.Group) and name != CHECKSUMS and item not in seen:
                     seen.add(item)
                     groups.append(item)
                 elif isinstance(item, h5py.Dataset) and name == SOURCES:
@@ -87,13 +87,13 @@ def inspect(path: str) -> list[Stored]:
             for place, why in found.left_out.items()
         ]
         for place, data in found.datasets.items():
-            has_digests = look_up(data.parent, f"{DIGESTS}/{data.name.rpartition('/')[2]}", place) is not None
+            has_checksums = look_up(data.parent, f"{CHECKSUMS}/{data.name.rpartition('/')[2]}", place) is not None
             chunk = data.chunks or data.shape
             filters = " + ".join(name for _, _, name in filters_of(data)) or "plain"
             blocks = f"blocks {chunk} of {prod(chunk) * data.dtype.itemsize / 2**20:.2f} MiB, {filters}"
-            checksums = "SHA-256" if has_digests else "no checksums (`python convert.py repack` writes them)"
+            checksums = "SHA-256" if has_checksums else "no checksums (`python convert.py repack` writes them)"
             text = f"{place}  {data.dtype} {data.shape}  {blocks}, {checksums}"
-            stored.append(Stored(PurePosixPath(place), text, has_digests))
+            stored.append(Stored(PurePosixPath(place), text, has_checksums))
     return sorted(stored)
 
 
@@ -125,7 +125,7 @@ def damaged(path: str) -> list[str]:
         out = np.empty((n_rows, *layout.field.shape), layout.field.dtype)
         try:
             layout.read([(start, range(n_rows))], out)
-            if layout.digests is not None and sha256(out.data).digest() != layout.digests[block].tobytes():
+            if layout.checksums is not None and sha256(out.data).digest() != layout.checksums[block].tobytes():
                 raise UserError(f"{layout.name}: block {block} is damaged: its SHA-256 is another one")
             if block % 64 == 0 and Layout.read_chunk(layout, block).astype(out.dtype).tobytes() != out.tobytes():
                 raise UserError(f"{layout.name}: block {block} has other values than h5py reads")

@@ -104,10 +104,10 @@ class BlockSampler(DistributedSampler):
 
     @property
     def fingerprint(self) -> dict[str, int]:
-        """The numbers that decide which row comes when, under the names that checkpoints use."""
+        """Tells other orders apart: the numbers that decide which row comes when, named as in checkpoints."""
         return {
             "rows": self.n_rows,
-            "selection": self.selection.checksum,
+            "selection": self.selection.fingerprint,
             "global_rows": self.global_batch_size,
             "pool_batches": self.pool_batches,
             "canonical_ranks": self.canonical_ranks,

@@ -69,10 +69,10 @@ class Share:
         block_start = np.cumsum(block_rows, dtype=np.int64) - block_rows
         if is_member is None:
             self._rows = EpochRows(Runs(block_start, block_rows))
-            self.checksum = zlib.crc32(block_rows.tobytes())
+            self.fingerprint = zlib.crc32(block_rows.tobytes())
         else:
             self._rows = _find_runs(np.flatnonzero(is_member), block_start)
-            self.checksum = zlib.crc32(np.packbits(is_member).tobytes())
+            self.fingerprint = zlib.crc32(np.packbits(is_member).tobytes())
         self.rows_per_epoch = int(self._rows.runs.counts.sum(dtype=np.int64))
 
     def __len__(self) -> int:
@@ -116,7 +116,7 @@ class Mixture:
         """(groups,) rows of each group in an epoch, rounded up where the remainders are largest."""
         largest_first = np.argsort(self.quotas - exact, kind="stable")
         self.quotas[largest_first[: self.rows_per_epoch - self.quotas.sum()]] += 1
-        self.checksum = zlib.crc32(self.quotas.tobytes(), zlib.crc32(groups.groups.tobytes()))
+        self.fingerprint = zlib.crc32(self.quotas.tobytes(), zlib.crc32(groups.groups.tobytes()))
 
     def _order_rows(self, seed: int) -> list[np.ndarray]:
         """For each group, its rows in the order in which epochs take them."""

@@ -30,7 +30,7 @@ SCATTER_BYTES = 8192
 are read a block at a time, and copied by index."""
 IOV_MAX = 1024
 """Maximum number of targets of one preadv on Linux."""
-DIGESTS = "fastgpu_sha256"
+CHECKSUMS = "fastgpu_sha256"
 """Group beside the datasets. It has (blocks, 32) uint8 for each of them: the SHA-256 of the rows of each block."""
 
 
@@ -57,22 +57,22 @@ class Layout:
         self._filters = filters_of(data)
         self._chunks = self._find_chunks(data)
         """(chunks, 3) int64: first byte, number of bytes in the file, and skipped filters (see `decode`)."""
-        self.digests = self._read_digests(data)
+        self.checksums = self._read_checksums(data)
         """(chunks, 32) uint8: the SHA-256 of each chunk; None if the file has none."""
         file.expect(self._chunks[:, :2])
 
     def __len__(self) -> int:
         return self._n_rows
 
-    def _read_digests(self, data: h5py.Dataset) -> np.ndarray | None:
-        digests = look_up(data.parent, f"{DIGESTS}/{data.name.rpartition('/')[2]}", self.name)
-        if not isinstance(digests, h5py.Dataset):
+    def _read_checksums(self, data: h5py.Dataset) -> np.ndarray | None:
+        checksums = look_up(data.parent, f"{CHECKSUMS}/{data.name.rpartition('/')[2]}", self.name)
+        if not isinstance(checksums, h5py.Dataset):
             return None
         expected = (len(self._chunks), 32)
-        if digests.shape != expected or digests.dtype != np.uint8:
-            found = f"are {digests.dtype} {digests.shape} instead of uint8 {expected}"
-            raise UserError(f"{self.name}: its checksums {found}; delete {digests.name}, or write the file again")
-        return digests[:]
+        if checksums.shape != expected or checksums.dtype != np.uint8:
+            found = f"are {checksums.dtype} {checksums.shape} instead of uint8 {expected}"
+            raise UserError(f"{self.name}: its checksums {found}; delete {checksums.name}, or write the file again")
+        return checksums[:]
 
     def _find_chunks(self, data: h5py.Dataset) -> np.ndarray:
         refuse_large(self.name, 64 * (self._n_rows // self.chunk_rows))
@@ -98,7 +98,7 @@ class Layout:
 
     def fingerprint(self) -> bytes:
         """The SHA-256 of the size of the file and the checksums of all rows; or, without checksums, of 16 rows."""
-        content = self.digests
+        content = self.checksums
         if content is None:
             rows = np.linspace(0, self._n_rows - 1, min(16, self._n_rows)).astype(np.int64)
             content = np.empty((len(rows), *self.field.shape), self.field.dtype)
@@ -138,15 +138,15 @@ class Layout:
 
     def _prepare(self, chunk: int) -> np.ndarray | None:
         """See `OpenFile.prepare`."""
-        check = None if self.digests is None else partial(self._check, chunk, self.digests[chunk].tobytes())
+        check = None if self.checksums is None else partial(self._check, chunk, self.checksums[chunk].tobytes())
         offset, n_bytes, _ = self._chunks[chunk].tolist()
         return self._file.prepare(offset, n_bytes, check)
 
-    def _check(self, chunk: int, digest: bytes, content: np.ndarray) -> None:
+    def _check(self, chunk: int, checksum: bytes, content: np.ndarray) -> None:
         """Raise UserError if the rows of a chunk, of which `content` has the bytes, have another SHA-256."""
         n_rows = min(self.chunk_rows, self._n_rows - chunk * self.chunk_rows)
         rows = self.read_chunk(chunk, content)[:n_rows].astype(self.field.dtype)
-        if hashlib.sha256(rows.data).digest() != digest:
+        if hashlib.sha256(rows.data).digest() != checksum:
             raise UserError(f"{self.name}: block {chunk} is damaged: its SHA-256 is another one; {RESTORE}")
 
     def _read(self, by_chunk: dict[int, list[Range]], out: np.ndarray) -> None:

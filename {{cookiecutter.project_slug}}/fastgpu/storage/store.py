@@ -77,8 +77,8 @@ class HDF5Dataset(Dataset):
         return sum(file.n_requests for file in {part.file for part in self.parts})
 
     @cached_property
-    def digest(self) -> str:
-        """A hash of all rows if the files have checksums, else of some. Raises UserError."""
+    def stored_fingerprint(self) -> str:
+        """Of all rows if the files have checksums, else of some. Raises UserError."""
         columns = [column for part in self.parts for column in part.columns.values()]
         fingerprints = side_by_side(lambda column: column.fingerprint(), columns)
         return hashlib.sha256(b"".join(fingerprints)).hexdigest()[:12]
