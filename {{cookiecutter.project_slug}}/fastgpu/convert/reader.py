@@ -12,7 +12,7 @@ from fastgpu.dataset.source import ItemSource
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Field, RaggedArray
-from fastgpu.rows.selection import Share
+from fastgpu.rows.selection import Subset
 
 SPLITS = ("train", "val", "test")
 WORDS = ("train training", "val valid validation dev publictest", "test testing privatetest")
@@ -110,7 +110,7 @@ class Reader(ItemSource):
 
 def rows_of(source: Dataset) -> np.ndarray:
     """(n,) the numbers of the rows of a source, ascending."""
-    return source.selection.rows() if isinstance(source.selection, Share) else np.arange(len(source))
+    return source.selection.rows() if isinstance(source.selection, Subset) else np.arange(len(source))
 
 
 def split_rows(source: Dataset, shares: Sequence[float] | None, seed: int) -> dict[str, Dataset]:
@@ -127,7 +127,7 @@ def split_rows(source: Dataset, shares: Sequence[float] | None, seed: int) -> di
     if splits is None:
         return {"": source}
     parts = {
-        name: source.select(Share(source.block_rows, splits == number))
+        name: source.select(Subset(source.block_rows, splits == number))
         for number, name in enumerate(SPLITS)
         if number in splits
     }

@@ -21,10 +21,12 @@ import h5py
 import numpy as np
 
 from fastgpu.process.launch import ESCAPES
-from fastgpu.rows.rows import CODECS, Field, RaggedArray
+from fastgpu.rows.rows import Field, RaggedArray
 from fastgpu.storage.hdf5 import SOURCES
 from fastgpu.storage.layout import BLOCK_BYTES, CHECKSUMS, COLUMN_BYTES, MIN_BLOCKS
 
+CODECS = {0xFF: "jpeg", 0x89: "png", 0x52: "webp"}
+"""First byte of an encoded image -> its format."""
 Compression = Literal["none", "gzip"]
 RAGGED_BLOCK_BYTES = BLOCK_BYTES // 8
 """Blocks of ragged values are smaller: rows begin and end inside of them, and a block is decoded as a whole."""

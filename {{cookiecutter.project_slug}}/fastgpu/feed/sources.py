@@ -13,7 +13,7 @@ from fastgpu.feed.sizes import class_labels, count_readers
 from fastgpu.process.config import Data, Loader
 from fastgpu.process.launch import UserError, read_launch, warn
 from fastgpu.rows.contract import Dataset
-from fastgpu.rows.selection import Groups, Mixture, Share, hold_out
+from fastgpu.rows.selection import Groups, Mixture, Subset, hold_out
 from fastgpu.storage.columns import Codec
 from fastgpu.storage.file import is_url
 from fastgpu.storage.hdf5 import expand
@@ -131,7 +131,7 @@ def _mixed(data: Data, source: Dataset, seed: int) -> Dataset:
         groups = _group_by_class(source)
     else:
         return source
-    if isinstance(source.selection, Share):
+    if isinstance(source.selection, Subset):
         members = source.selection.rows()
         of_row = np.full_like(groups.groups, -1)  # rows that are held out are in no group
         of_row[members] = groups.groups[members]

@@ -15,7 +15,7 @@ import numpy as np
 from torch.utils.data import DistributedSampler
 
 from fastgpu.rows.contract import Dataset, PoolPlan, Reads
-from fastgpu.rows.selection import EpochRows, Mixture, Runs, Share
+from fastgpu.rows.selection import EpochRows, Runs, Selection, Subset
 
 
 class Shard(NamedTuple):
@@ -48,7 +48,7 @@ class BlockSampler(DistributedSampler):
 
     def __init__(
         self,
-        rows: Dataset | np.ndarray | Share | Mixture,
+        source: Dataset | np.ndarray | Selection,
         batch_size: int,
         shard: Shard = Shard(),  # noqa: B008 (an immutable tuple)
         pool_batches: int = 1,
@@ -56,16 +56,16 @@ class BlockSampler(DistributedSampler):
         seed: int | None = 0,
         drop_last: bool | None = None,
     ):
-        """rows: a Dataset; or (blocks,) rows of each block; or a selection of them. batch_size: rows of one batch on
+        """source: a Dataset; or (blocks,) rows of each block; or a selection of them. batch_size: rows of one batch on
         this rank. pool_batches: batches that are shuffled together. seed: None keeps the order of the file.
 
         drop_last: leave out the rows at the end of each canonical rank that do not fill a batch, other rows in each
         epoch. False: pad canonical ranks to equal length with copies of their last row. None: leave out if shuffled.
         Raises ValueError if the numbers do not fit together.
         """
-        if isinstance(rows, Dataset):
-            rows = rows.block_rows if rows.selection is None else rows.selection
-        self.selection = Share(rows) if isinstance(rows, np.ndarray) else rows
+        if isinstance(source, Dataset):
+            source = source.block_rows if source.selection is None else source.selection
+        self.selection = Subset(source) if isinstance(source, np.ndarray) else source
         super().__init__(
             range(self.n_rows),  # type: ignore[arg-type]
             num_replicas=shard.world_size,

@@ -1,6 +1,6 @@
 """Which rows an epoch has, if not each row once: a part of them, or groups at given weights.
 
-A `Share` has each of some rows once: those that are held out for validation, or the others. A `Mixture` has sources at
+A `Subset` has each of some rows once: those that are held out for validation, or the others. A `Mixture` has sources at
 given weights, or classes in equal numbers. Both list the rows of an epoch in the order of the file, as runs of
 neighbouring rows, which order.py shuffles. Row numbers are those of the file, as if nothing were selected.
 
@@ -60,7 +60,7 @@ class EpochRows(NamedTuple):
         return EpochRows(self.runs.take(order), repeats=None if self.repeats is None else self.repeats[order])
 
 
-class Share:
+class Subset:
     """Each of some rows once: all of them, those held out for validation, or the others."""
 
     def __init__(self, block_rows: np.ndarray, is_member: np.ndarray | None = None):
@@ -164,7 +164,10 @@ class Mixture:
         return ", ".join(texts[:5] + ["..."] * (len(texts) > 5))
 
 
-def hold_out(block_rows: np.ndarray, n_val: int) -> tuple[Share, Share]:
+Selection = Subset | Mixture
+
+
+def hold_out(block_rows: np.ndarray, n_val: int) -> tuple[Subset, Subset]:
     """(rows to train on, `n_val` rows to validate on): each row is in one of them.
 
     Which rows they are depends on the arguments only: runs with other seeds are validated on the same rows, and none of
@@ -187,7 +190,7 @@ def hold_out(block_rows: np.ndarray, n_val: int) -> tuple[Share, Share]:
     is_val = np.zeros(n_rows, bool)
     in_section = runs.numbers() % np.repeat(section_rows, n_chosen)
     is_val[np.repeat(bounds[:-1], n_chosen) + in_section] = True
-    return Share(block_rows, ~is_val), Share(block_rows, is_val)
+    return Subset(block_rows, ~is_val), Subset(block_rows, is_val)
 
 
 def _find_runs(rows: np.ndarray, block_start: np.ndarray) -> EpochRows:
