@@ -10,8 +10,8 @@ from fastgpu.process.launch import UserError
 from fastgpu.storage import part
 from fastgpu.storage import store as module
 from fastgpu.storage.arrays import ArrayDataset
+from fastgpu.storage.chunks import CHECKSUMS
 from fastgpu.storage.columns import InMemory
-from fastgpu.storage.layout import CHECKSUMS
 from fastgpu.storage.store import open_store
 from support.rows import DENSE_FIELDS, numbered, numbers_of, read_by_jobs, read_rows
 

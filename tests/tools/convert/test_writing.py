@@ -24,8 +24,8 @@ from fastgpu.convert.writing import write_files
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import Field, RaggedArray
 from fastgpu.storage.arrays import ArrayDataset
+from fastgpu.storage.chunks import CHECKSUMS
 from fastgpu.storage.hdf5 import attributes_of
-from fastgpu.storage.layout import CHECKSUMS
 from fastgpu.storage.store import open_store
 from support import PROJECT
 from support.ranks import run_to_end, wait_until

@@ -16,10 +16,11 @@ from fastgpu.convert.reader import list_first
 from fastgpu.process.launch import UserError
 from fastgpu.process.machine import available_cpus
 from fastgpu.rows.contract import Dataset
+from fastgpu.storage.chunks import CHECKSUMS
 from fastgpu.storage.file import OpenFile, split_group
 from fastgpu.storage.filters import filters_of
 from fastgpu.storage.hdf5 import SOURCES, dtype_of, find, look_up, open_file
-from fastgpu.storage.layout import CHECKSUMS, Layout, open_layout
+from fastgpu.storage.layout import Layout, open_layout
 
 
 class Stored(NamedTuple):

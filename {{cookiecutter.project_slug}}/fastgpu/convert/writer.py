@@ -22,8 +22,9 @@ import numpy as np
 
 from fastgpu.process.launch import ESCAPES
 from fastgpu.rows.rows import Field, RaggedArray
+from fastgpu.storage.chunks import CHECKSUMS
 from fastgpu.storage.hdf5 import SOURCES
-from fastgpu.storage.layout import BLOCK_BYTES, CHECKSUMS, COLUMN_BYTES, MIN_BLOCKS
+from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, MIN_BLOCKS
 
 CODECS = {0xFF: "jpeg", 0x89: "png", 0x52: "webp"}
 """First byte of an encoded image -> its format."""

@@ -1,7 +1,7 @@
-"""The rows of one HDF5 dataset: where each chunk is in the file, and how its rows are read.
+"""The rows of one HDF5 dataset, and how they are read.
 
-h5py is asked once where the chunks are. `open_layout` then chooses one of three ways to read them, whose costs are in
-docs/data-path.md: `PlainRows`, `CompressedRows`, or `Layout`, by the HDF5 library.
+h5py is asked once where the chunks are (chunks.py). `open_layout` then chooses one of three ways to read them, whose
+costs are in docs/data-path.md: `PlainRows`, `CompressedRows`, or `Layout`, by the HDF5 library.
 """
 
 import hashlib
@@ -15,9 +15,10 @@ import numpy as np
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import PoolPlan, Range
 from fastgpu.rows.rows import Field
+from fastgpu.storage.chunks import find_chunks, read_checksums
 from fastgpu.storage.file import RESTORE, OpenFile, side_by_side
 from fastgpu.storage.filters import DECODERS, DECODING, Bytes, decode, filters_of
-from fastgpu.storage.hdf5 import dtype_of, look_up, refuse_large
+from fastgpu.storage.hdf5 import dtype_of, refuse_large
 
 BLOCK_BYTES = 2 << 20
 """Size of a block: random pieces of 2 MiB are read as fast as a cold disk can."""
@@ -30,8 +31,6 @@ SCATTER_BYTES = 8192
 are read a block at a time, and copied by index."""
 IOV_MAX = 1024
 """Maximum number of targets of one preadv on Linux."""
-CHECKSUMS = "fastgpu_sha256"
-"""Group beside the datasets. It has (blocks, 32) uint8 for each of them: the SHA-256 of the rows of each block."""
 
 
 class Layout:
@@ -55,46 +54,12 @@ class Layout:
         self._n_rows = len(data)
         self._n_items = n_items
         self._filters = filters_of(data)
-        self._chunks = self._find_chunks(data)
-        """(chunks, 3) int64: first byte, number of bytes in the file, and skipped filters (see `decode`)."""
-        self.checksums = self._read_checksums(data)
-        """(chunks, 32) uint8: the SHA-256 of each chunk; None if the file has none."""
+        self._chunks = find_chunks(name, data, self.chunk_rows, file.size)
+        self.checksums = read_checksums(name, data, len(self._chunks))
         file.expect(self._chunks[:, :2])
 
     def __len__(self) -> int:
         return self._n_rows
-
-    def _read_checksums(self, data: h5py.Dataset) -> np.ndarray | None:
-        checksums = look_up(data.parent, f"{CHECKSUMS}/{data.name.rpartition('/')[2]}", self.name)
-        if not isinstance(checksums, h5py.Dataset):
-            return None
-        expected = (len(self._chunks), 32)
-        if checksums.shape != expected or checksums.dtype != np.uint8:
-            found = f"are {checksums.dtype} {checksums.shape} instead of uint8 {expected}"
-            raise UserError(f"{self.name}: its checksums {found}; delete {checksums.name}, or write the file again")
-        return checksums[:]
-
-    def _find_chunks(self, data: h5py.Dataset) -> np.ndarray:
-        refuse_large(self.name, 64 * (self._n_rows // self.chunk_rows))
-        first_rows = np.arange(0, self._n_rows, self.chunk_rows)
-        chunks = np.zeros((len(first_rows), 3), np.int64)
-        value_bytes = data.id.get_type().get_size()
-
-        def note(chunk: h5py.h5d.StoreInfo) -> None:
-            # In a damaged file, these may be any numbers.
-            offset = min(chunk.byte_offset, self._file.size)
-            n_bytes = chunk.size if self._filters else math.prod(data.chunks) * value_bytes
-            chunks[chunk.chunk_offset[0] // self.chunk_rows] = offset, n_bytes, chunk.filter_mask
-
-        if data.chunks:
-            data.id.chunk_iter(note)
-        elif (offset := data.id.get_offset()) is not None:  # otherwise only the HDF5 library knows where they are
-            row_bytes = math.prod(data.shape[1:]) * value_bytes
-            chunks[:, 0] = offset + first_rows * row_bytes
-            chunks[:, 1] = np.diff(first_rows, append=self._n_rows) * row_bytes
-        if (chunks[:, 0] + chunks[:, 1]).max(initial=0) > self._file.size:
-            raise UserError(f"{self.name}: the file is truncated: copy or write it again")
-        return chunks
 
     def fingerprint(self) -> bytes:
         """The SHA-256 of the size of the file and the checksums of all rows; or, without checksums, of 16 rows."""
