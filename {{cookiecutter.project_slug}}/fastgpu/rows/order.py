@@ -15,7 +15,7 @@ import numpy as np
 from torch.utils.data import DistributedSampler
 
 from fastgpu.rows.contract import Dataset, PoolPlan, Reads
-from fastgpu.rows.selection import EpochRows, Runs, Selection, Subset
+from fastgpu.rows.selection import EpochRows, Selection, Subset
 
 
 class Shard(NamedTuple):
@@ -126,19 +126,15 @@ class BlockSampler(DistributedSampler):
 
     def pools(self, epoch: int, first_pool: int = 0) -> Iterator[PoolPlan]:
         """The pools of an epoch, beginning with pool `first_pool`."""
-        rows = self.selection.in_epoch(epoch)
-        if self.shuffle:
-            rows = rows.shuffled(self._rng(epoch))
-        ends = np.cumsum(rows.runs.counts, dtype=np.int64)
+        rows = self.selection.in_epoch(epoch, self._rng(epoch) if self.shuffle else None)
         for number in range(first_pool, self.pools_per_epoch):
-            yield self._plan(epoch, number, rows, ends)
+            yield self._plan(epoch, number, rows)
 
-    def _plan(self, epoch: int, number: int, rows: EpochRows, ends: np.ndarray) -> PoolPlan:
-        """rows: of the epoch, in their order. ends: (runs,) number of rows up to the end of each run."""
+    def _plan(self, epoch: int, number: int, rows: EpochRows) -> PoolPlan:
         n_ranks = self.canonical_ranks // self.num_replicas
         ranks = self.rank * n_ranks + np.arange(n_ranks)
 
-        # Each canonical rank has the rows at places `starts` to `stops` - 1 of the epoch.
+        # Each canonical rank has the rows `starts` to `stops` - 1 of the epoch.
         begin = number * self.pool_batches * self._rows_each
         n_padded = min(self.pool_batches * self._rows_each, self._canonical_rows - begin)
         starts = ranks * self.n_rows // self.canonical_ranks + begin
@@ -154,7 +150,7 @@ class BlockSampler(DistributedSampler):
         # Padding at the end of the pool: canonical ranks that are a row short repeat their last.
         last_rows = np.maximum(stops[stops - starts < n_padded] - 1, 0)
         places.append(np.arange(n_real_rows, n_rows))
-        numbers, runs = _cut(rows.runs, ends, np.append(starts, last_rows), np.append(stops, last_rows + 1))
+        numbers, runs = rows.cut(np.append(starts, last_rows), np.append(stops, last_rows + 1))
         reads = Reads(runs, np.concatenate(places))
 
         # Only mixtures have rows that come again. The zeros of others take no memory.
@@ -175,24 +171,6 @@ class BlockSampler(DistributedSampler):
     def _rng(self, epoch: int, *part: int) -> np.random.Generator:
         """`spawn_key` keeps streams apart: (0, 0) and (0, 0, 0, 0) are the same seed to NumPy."""
         return np.random.default_rng(np.random.SeedSequence((self.seed, epoch), spawn_key=part))
-
-
-def _cut(runs: Runs, ends: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, Runs]:
-    """Rows `starts[i]` to `stops[i]` - 1 of these runs for each i: the numbers of their runs, and these runs.
-
-    ends: (runs,) number of rows up to the end of each run.
-    """
-    starts, stops = starts[starts < stops], stops[starts < stops]
-    first = np.searchsorted(ends, starts, "right")
-    n_runs = np.searchsorted(ends, stops - 1, "right") + 1 - first
-    numbers = Runs(first, n_runs).numbers()
-    runs, ends = runs.take(numbers), ends[numbers]
-
-    # Of the first and of the last run, only a part may be asked for.
-    begins = ends - runs.counts
-    cut_begins = np.maximum(begins, np.repeat(starts, n_runs))
-    cut_ends = np.minimum(ends, np.repeat(stops, n_runs))
-    return numbers, Runs(runs.starts + cut_begins - begins, cut_ends - cut_begins)
 
 
 def _interleave(n_rows: np.ndarray, rows_each: int) -> list[np.ndarray]:
