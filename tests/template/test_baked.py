@@ -82,15 +82,6 @@ def test_bake_links_to_its_template(tmp_path, given, address):
     assert f"cookiecutter --no-input {address or 'path/to/fastgpu-template'} &&" in texts
 
 
-@pytest.mark.slow
-def test_bake_without_tools_says_where_they_are(own_copy):
-    """Messages that name convert.py as a cure."""
-    project = own_copy("images", tools="none", launch="none")
-    done = run_to_end([sys.executable, "train.py", "data.train=docs"], project)
-    assert done.returncode == 2
-    assert done.stderr.endswith("(convert.py is not here: projects made with tools=all have it)\n")
-
-
 @pytest.mark.parametrize("answers", BAKES, ids=lambda answers: "-".join(answers.values()))
 def test_bake_has_what_was_asked_for(baked, answers):
     project = baked(**answers)

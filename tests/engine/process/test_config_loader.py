@@ -11,7 +11,7 @@ import yaml
 from pydantic import Field
 
 from fastgpu.process.config import Config, Count, Section
-from fastgpu.process.config_loader import PROJECT, keys, load_config, read_options
+from fastgpu.process.config_loader import keys, load_config, read_options
 from fastgpu.process.launch import SharedError
 from support.ranks import run_train
 from support.runs import write_minimal
@@ -206,7 +206,9 @@ def test_config_tasks_of_srun_train_only_with_torchrun(load, monkeypatch):
 
 def test_config_missing_names_the_folder_of_the_project(load):
     Path("config.yaml").unlink()
-    with pytest.raises(SharedError, match=rf"config.yaml cannot be read .*; start it in {re.escape(str(PROJECT))}, or"):
+    with pytest.raises(
+        SharedError, match=rf"config.yaml cannot be read .*; start it in {re.escape(str(Path.cwd()))}, or"
+    ):
         load_config([])
 
 

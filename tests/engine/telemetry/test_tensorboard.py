@@ -149,15 +149,6 @@ def test_log_epoch_line_means_and_waiting(board, capsys, waits_s, is_bound):
     assert "epoch 2/2 val/score 1\n" in printed
 
 
-@pytest.mark.parametrize(("bottleneck", "note"), [("", "(input-bound)"), ("decoding", "(input-bound: decoding)")])
-def test_log_epoch_line_without_tools(board, capsys, monkeypatch, bottleneck, note):
-    monkeypatch.setattr(tensorboard, "DIAGNOSE", Path("nowhere"))
-    log = board()
-    log.write(1, {"train/loss": 1.0}, STEP._replace(wait_s=0.9))
-    log.end_epoch(1, 1, {"val/score": 1.0}, bottleneck)
-    assert capsys.readouterr().out.endswith(f"waiting for data {note}\n")
-
-
 def test_log_bar_ends_at_the_planned_rows(board, monkeypatch):
     terminal = io.StringIO()
     terminal.isatty = lambda: True

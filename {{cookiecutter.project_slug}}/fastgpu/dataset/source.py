@@ -27,6 +27,7 @@ from fastgpu.dataset.draws import read_items, seeded
 from fastgpu.dataset.items import NO_ARRAY, Columns, describe_value, field_of, to_array, to_column
 from fastgpu.dataset.workers import SLOW_S, Workers, describe_error
 from fastgpu.process.launch import UserError, read_launch
+from fastgpu.process.project import project_folder
 from fastgpu.process.seeds import make_seed
 from fastgpu.rows.classes import read_classes
 from fastgpu.rows.contract import Dataset
@@ -262,8 +263,8 @@ def open_dataset(
 
 
 def _is_of_project(module: str) -> bool:
-    """Whether a module, or the package that it is in, is in the folder of train.py or the current one."""
+    """Whether a module or its package is of the engine, in the folder of the project or in the current one."""
     top = module.partition(".")[0]
     spec = None if top == "__main__" else find_spec(top)  # which does not import it
     places = (spec.submodule_search_locations or [str(spec.origin)]) if spec else []
-    return any(Path(place).parent in (Path(__file__).parents[2], Path.cwd()) for place in places)
+    return top == "fastgpu" or any(Path(place).parent in (project_folder(), Path.cwd()) for place in places)

@@ -4,6 +4,8 @@ launch.py         what torchrun set; errors and warnings for a person; the exit 
 config.py         the settings: one class for each section of config.yaml
 config_loader.py  config.yaml and the command line become one checked Config
 seeds.py          seeds of random numbers, each a function of the run's seed and of what is drawn
+project.py        the folder of the project
+commands.py       command lines as dataclasses
 machine.py        the CPUs and the memory that this process may use
 world.py          the process group: device, rank, collectives, an error of one rank on all ranks
 signals.py        signals that ask for a stop, which all ranks obey after the same step

@@ -17,10 +17,10 @@ from pydantic.fields import FieldInfo
 
 from fastgpu.process.config import Config, Section, expand_home
 from fastgpu.process.launch import SharedError, check_alone, read_launch, say
+from fastgpu.process.project import project_folder
 
 SectionT = TypeVar("SectionT", bound=Section)
 COMMAND_LINE = "command line"
-PROJECT = Path(__file__).parents[2]
 MAX_TEXT = 1 << 20
 """Letters of a file. To read so many takes seconds; of more files than fit, a pattern names all."""
 MAX_NODES = 100_000
@@ -69,7 +69,7 @@ def load_config(argv: list[str]) -> Config:
             with Path(expand_home(str(path))).open(encoding="utf-8") as file:
                 text = file.read(MAX_TEXT + 1)
         except (OSError, ValueError) as error:  # ValueError: it is no text, or its name has a zero byte
-            cure = "" if args.config else f"; start it in {PROJECT}, or name a file (--config)"
+            cure = "" if args.config else f"; start it in {project_folder()}, or name a file (--config)"
             parser.error(f"{path} cannot be read ({error}){cure}")
         layer = _parse(text, path, origins) or {}
         if not isinstance(layer, dict):

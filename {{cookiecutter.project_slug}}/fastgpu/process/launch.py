@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from pathlib import Path
 from typing import NamedTuple, ParamSpec, TextIO, TypeVar
 
 P = ParamSpec("P")
@@ -129,12 +128,6 @@ def without_secrets(text: str) -> str:
     return QUERY.sub(rf"\1{LEFT_OUT}", USER.sub("", text)) if "://" in text else text
 
 
-def name_missing(text: str) -> str:
-    """A message that says where convert.py comes from if it names it and this project has none."""
-    is_missing = "convert.py" in text and not (Path(__file__).parents[2] / "convert.py").is_file()
-    return f"{text} (convert.py is not here: projects made with tools=all have it)" if is_missing else text
-
-
 def warn(text: str, *, own: bool = False) -> None:
     """Print a warning, once for the whole job. Every warning of the project goes through here.
 
@@ -143,7 +136,7 @@ def warn(text: str, *, own: bool = False) -> None:
     launch = read_launch()
     if own or launch.rank == 0:
         rank = f"[rank {launch.rank}] " if own and launch.world_size > 1 else ""
-        say(f"warning: {rank}{name_missing(text)}")
+        say(f"warning: {rank}{text}")
 
 
 def attempt(function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> Callable[[], T]:
@@ -199,7 +192,7 @@ def exit_with_message(*others: type[Exception]) -> Iterator[None]:
             rank = "" if is_shared or launch.world_size == 1 else f"[rank {launch.rank}] "
             is_output = isinstance(error, OSError) and not error.filename
             text = f"the output cannot be written ({error})" if is_output else str(error)
-            say(f"error: {rank}{name_missing(text)}", sys.stderr)
+            say(f"error: {rank}{text}", sys.stderr)
         elif launch.is_launched:
             time.sleep(EXIT_DELAY_S)
         if isinstance(error, HangError):

@@ -23,8 +23,6 @@ from fastgpu.process.launch import UserError, say, warn
 from fastgpu.process.world import World
 from fastgpu.telemetry.clock import Throughput
 
-DIAGNOSE = Path(__file__).parents[2] / "diagnose.py"
-"""A project without tools does not have it."""
 LINE_EVERY_S = 5.0
 """Seconds between two lines of progress, which stand for the bar if the output is no terminal."""
 
@@ -124,9 +122,8 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
             loss = sum(loss * interval.steps for loss, interval in self._epoch) / total.steps
             text = f"train/loss {loss:.4g}, {text}, {total}"
             if total.wait_s > 0.1 * total.seconds:
-                tool = "run `python diagnose.py` with the same arguments" if DIAGNOSE.is_file() else ""
-                cures = ", or ".join(filter(None, (bottleneck, tool)))
-                text += f" (input-bound: {cures})" if cures else " (input-bound)"
+                cures = (bottleneck, "run `python diagnose.py` with the same arguments")
+                text += f" (input-bound: {', or '.join(filter(None, cures))})"
         self._bar.clear()
         say(f"epoch {epoch}/{self._n_epochs} {text}")
         self._epoch.clear()

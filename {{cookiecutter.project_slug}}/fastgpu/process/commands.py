@@ -1,0 +1,119 @@
+"""Command lines: a dataclass for each command, whose fields are its arguments.
+
+    @dataclass(frozen=True, kw_only=True)
+    class Report:
+        \"\"\"What a run did.\"\"\"
+
+        runs: tuple[Path, ...] = argument("folder of a run")
+        csv: bool = flag("print CSV", default=False)
+
+`parse(Report, argv)` is a Report. It does not import torch, so --help and mistakes come at once.
+"""
+
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, field, fields
+from inspect import getdoc
+from types import NoneType
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+
+from fastgpu.process.launch import SharedError
+
+T = TypeVar("T")
+
+
+class Parser(ArgumentParser):
+    """A command line whose mistakes are one line each: they raise SharedError. Descriptions keep their lines."""
+
+    def __init__(self, **options: Any):
+        super().__init__(formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise SharedError with the message, and where the help is."""
+        raise SharedError(f"{message.removeprefix('argument ')}; python {self.prog} --help lists what it takes")
+
+
+def argument(text: str, *, default: Any = MISSING, **options: Any) -> Any:
+    """A field that is given by its place. A tuple takes the words that are left, and needs one if it has no default.
+
+    text: its help, in which a `%` is doubled. options: of `ArgumentParser.add_argument`, such as metavar, or type:
+    makes the value of a word, or raises ArgumentTypeError.
+    """
+    return field(default=default, metadata={"names": None, "help": text, **options})
+
+
+def flag(text: str, *names: str, default: Any = None, **options: Any) -> Any:
+    """A field that is given as `--name VALUE`; a boolean one, whose default is False, as `--name`. See `argument`.
+
+    names: instead of the name of the field, such as -o and --output.
+    """
+    return field(default=default, metadata={"names": names, "help": text, **options})
+
+
+def parse(kind: type[T], argv: Sequence[str], *, program: str, text: str = "") -> T:
+    """The command line as an instance of a dataclass. Raises SharedError for a mistake.
+
+    program: its name in messages. text: shown by --help; the docstring of the dataclass is, if it is empty.
+    """
+    return _make(kind, _parser_of(kind, program, text).parse_intermixed_args(argv))
+
+
+def parse_known(kind: type[T], argv: Sequence[str], *, program: str, text: str = "") -> tuple[T, list[str]]:
+    """The same, and the words that are no arguments of the dataclass."""
+    given, others = _parser_of(kind, program, text).parse_known_intermixed_args(argv)
+    return _make(kind, given), others
+
+
+def parse_command(kinds: Mapping[str, type[T]], argv: Sequence[str], *, program: str, text: str) -> T:
+    """The same of a program with several commands. kinds: {name of the command: its dataclass}."""
+    parser = Parser(prog=program, description=text)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, kind in kinds.items():
+        whole = getdoc(kind) or ""
+        _add_fields(commands.add_parser(name, help=whole.partition("\n")[0], description=whole), kind)
+    given, others = parser.parse_known_args(argv)
+    if others:
+        commands.choices[given.command].error(f"unrecognized arguments: {' '.join(others)}")
+    return _make(kinds[given.command], given)
+
+
+def _parser_of(kind: type, program: str, text: str) -> Parser:
+    parser = Parser(prog=program, description=text or getdoc(kind))
+    _add_fields(parser, kind)
+    return parser
+
+
+def _make(kind: type[T], given: Namespace) -> T:
+    values = {each.name: getattr(given, each.name) for each in fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+
+def _add_fields(parser: Parser, kind: type) -> None:
+    """Add an argument for each field of a dataclass, as its type asks for."""
+    types = get_type_hints(kind)
+    for each in fields(kind):
+        options = dict(each.metadata)
+        names = options.pop("names")
+        is_required = each.default is MISSING
+        if not is_required:
+            options["default"] = each.default
+        if "type" not in options:
+            options = _options_of(types[each.name], is_required=is_required) | options
+        if names is None:
+            parser.add_argument(each.name, **options)
+        else:
+            names = names or (f"--{each.name.replace('_', '-')}",)
+            parser.add_argument(*names, dest=each.name, required=is_required, **options)
+
+
+def _options_of(kind: Any, *, is_required: bool) -> dict[str, Any]:
+    """What argparse has to know of a type: bool, str, int, float, Path, Literal, a tuple of one of these, or None."""
+    if NoneType in get_args(kind):
+        (kind,) = [each for each in get_args(kind) if each is not NoneType]
+    if kind is bool:
+        return {"action": "store_true"}
+    if get_origin(kind) is Literal:
+        return {"choices": get_args(kind)}
+    if get_origin(kind) is tuple:
+        return {"type": get_args(kind)[0], "nargs": "+" if is_required else "*"}
+    return {"type": kind}

@@ -1,0 +1,16 @@
+"""The folder of the project that this process runs."""
+
+import sys
+from pathlib import Path
+
+
+def project_folder() -> Path:
+    """The folder of the script that was started, such as train.py. Without a script of a project, the current folder.
+
+    A notebook, pytest and `python -c` have no such script. The engine does not look for a project where it lies itself:
+    it may be installed.
+    """
+    script = getattr(sys.modules["__main__"], "__file__", None)
+    folder = Path(script).resolve().parent if script else Path.cwd()
+    is_project = (folder / "workloads").is_dir() or (folder / "config.yaml").is_file()
+    return folder if is_project else Path.cwd()
