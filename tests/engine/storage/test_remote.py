@@ -183,7 +183,6 @@ FAULTS = {
     "503 for a while": {"refused": 2},
     "a body that is cut": {"cut": 1},
     "a server that hangs": {"hanging": 1},
-    "no If-Match": {"ignores_tags": True},
     "a page of a proxy": {"replaced": 1},
     "wrong bytes at both ends": {"flipped_ends": 1},
 }
@@ -264,7 +263,6 @@ LINES = {
     "a token that expires": ({"refused": 99, "status": 403, "message": EXPIRED}, "cannot be read: .*token has expired"),
     "an object that is removed": ({"refused": 99, "status": 404}, "does not exist"),
     "another object": ({"tag": '"2"'}, "was changed while in use; restore the file"),
-    "another object, no If-Match": ({"tag": '"2"', "ignores_tags": True}, "was changed while in use"),
     "ranges that are ignored": ({"ignores_ranges": True}, "cannot be read: .*[Rr]ange.*; its server sends whole files"),
     "a flipped bit": ({"flipped": 99}, "images: block 0 is damaged: its SHA-256 is another one; restore"),
 }
@@ -309,10 +307,10 @@ def test_remote_file_that_cannot_be_opened(bucket, dense_file, monkeypatch):
     assert "cannot be read as HDF5: " in damaged
     assert re.search(r"; if the file is whole there, its copy is damaged: rm data/cache/[0-9a-f-]+\.h5\*$", damaged)
     bucket.objects["/b/rows.h5"] = Path("rows.h5").read_bytes()
-    vars(bucket).update(head_status=405, refused=99, status=405)
+    vars(bucket).update(refused=99, status=405)
     refused = message(f"{os.environ['AWS_ENDPOINT_URL']}/b/rows.h5")
     assert "405 Method Not Allowed" in refused
-    vars(bucket).update(head_status=200, refused=0)
+    bucket.refused = 0
     monkeypatch.setitem(remote.TIMES, "read_timeout", timedelta(seconds=0.2))
     bucket.hanging = 99
     assert "(TimedOut); check the host, the network, and the certificate" in message(url)
@@ -357,11 +355,9 @@ def test_remote_rows_are_right_without_a_copy(bucket, dense_file, monkeypatch, c
     assert capfd.readouterr().out.count("data.cache") == 1
 
 
-@pytest.mark.parametrize("status", [403, 405, 501])
-def test_remote_file_by_a_signed_and_encoded_url(bucket, dense_file, capfd, status):
+def test_remote_file_by_a_signed_and_encoded_url(bucket, dense_file, capfd):
     """A URL that is signed for GET refuses HEAD."""
     bucket.objects["/a folder/r%s 1.h5"] = Path(path := dense_file(500, (3, 16, 16))).read_bytes()
-    bucket.head_status = status
     bucket.query = "X-Amz-Signature=top%2Fsecret&b=2"
     url = f"{os.environ['AWS_ENDPOINT_URL']}/a%20folder/r%25s%201.h5"
     rows = open_store("data.train", f"{url}?{bucket.query}::/", DENSE_FIELDS)

@@ -66,8 +66,9 @@ class BlockSampler(DistributedSampler):
         if isinstance(source, Dataset):
             source = source.block_rows if source.selection is None else source.selection
         self.selection = Subset(source) if isinstance(source, np.ndarray) else source
+        self.n_rows = n_rows = self.selection.rows_per_epoch
         super().__init__(
-            range(self.n_rows),  # type: ignore[arg-type]
+            range(n_rows),  # type: ignore[arg-type]
             num_replicas=shard.world_size,
             rank=shard.rank,
             shuffle=seed is not None,
@@ -77,30 +78,16 @@ class BlockSampler(DistributedSampler):
         self.shard = shard
         self.batch_size = batch_size
         self.pool_batches = pool_batches
+        self.global_batch_size = batch_size * shard.world_size
         self.canonical_ranks, self._rows_each = shard.divide(batch_size)
-        self._canonical_rows = -(-self.n_rows // self.canonical_ranks)
+        self._canonical_rows = -(-n_rows // self.canonical_ranks)
         if self.drop_last:
-            self._canonical_rows = self.n_rows // self.canonical_ranks // self._rows_each * self._rows_each
+            self._canonical_rows = n_rows // self.canonical_ranks // self._rows_each * self._rows_each
         # These two have the names that torch gives them.
         self.num_samples = self._canonical_rows * (self.canonical_ranks // shard.world_size)
         self.total_size = self._canonical_rows * self.canonical_ranks
-
-    @property
-    def n_rows(self) -> int:
-        """Rows of an epoch, before those that do not fill a batch are left out."""
-        return self.selection.rows_per_epoch
-
-    @property
-    def global_batch_size(self) -> int:
-        return self.batch_size * self.shard.world_size
-
-    @property
-    def pools_per_epoch(self) -> int:
-        return -(-self._canonical_rows // (self.pool_batches * self._rows_each))
-
-    @property
-    def max_pool_rows(self) -> int:
-        return min(self.pool_batches * self.batch_size, self.num_samples)
+        self.pools_per_epoch = -(-self._canonical_rows // (pool_batches * self._rows_each))
+        self.max_pool_rows = min(pool_batches * batch_size, self.num_samples)
 
     @property
     def fingerprint(self) -> dict[str, int]:

@@ -60,8 +60,7 @@ def open_part(
         attributes = attributes_of(root)
         opened = {field: _open_column(root, dataset, where, opened_file) for field, dataset in fields.items()}
         if is_first:
-            _warn_of_packed_numbers(root, fields.values(), where)
-            _warn_of_values_not_read(root, fields.values(), where)
+            _warn_of_numbers_not_meant(root, fields.values(), where)
     lengths = {field: len(column) for field, column in opened.items()}
     n_rows = min(lengths.values())
     if n_rows < max(1, *lengths.values()):
@@ -87,7 +86,8 @@ def _in_memory(column: Any) -> Any:
     return InMemory(column.read_all())
 
 
-def _warn_of_packed_numbers(root: h5py.Group, names: Collection[str], where: str) -> None:
+def _warn_of_numbers_not_meant(root: h5py.Group, names: Collection[str], where: str) -> None:
+    """Say where numbers stand for others, and where a matrix has numbers of which the first ones are not all 1."""
     for name in names:
         known = attributes_of(look_up(root, name, where))
         packed = [key for key, same in PACKING.items() if str(known.get(key, same)).strip("[]") not in same]
@@ -97,16 +97,11 @@ def _warn_of_packed_numbers(root: h5py.Group, names: Collection[str], where: str
                 "stored, missing ones too. To convert it once, save xarray.open_dataset(FILE)[NAME].values by "
                 "numpy.save, then python convert.py arrays"
             )
-
-
-def _warn_of_values_not_read(root: h5py.Group, names: Collection[str], where: str) -> None:
-    """A CSR matrix of counts or ratings is read as one of items: its first values tell."""
-    for matrix in names:
-        data = look_up(root, f"{matrix}/data", where)
-        is_read = not isinstance(data, h5py.Dataset) or f"{matrix}/data" in names
-        if not is_read and data.ndim == 1 and dtype_of(data).kind in "buif" and (data[: 1 << 16] != 1).any():
+        data = look_up(root, f"{name}/data", where)
+        is_left_out = isinstance(data, h5py.Dataset) and data.ndim == 1 and f"{name}/data" not in names
+        if is_left_out and dtype_of(data).kind in "buif" and (data[: 1 << 16] != 1).any():
             warn(
-                f"{where}: {matrix}/data has values other than 1, which are not read: each stored item counts as one, "
+                f"{where}: {name}/data has values other than 1, which are not read: each stored item counts as one, "
                 "a 0, too; store only the items that count"
             )
 
