@@ -19,7 +19,7 @@ KEEP = [
         {"tools": ["all"]},
         "docs/data.md docs/python.md docs/measuring.md docs/troubleshooting.md docs/why-is-my-gpu-idle.md",
     ),
-    ({"tools": ["all"]}, "docs/pictures/tensorboard.png docs/pictures/report.png"),
+    ({"tools": ["all"]}, "docs/pictures/tensorboard.png"),
     ({"tools": ["all"]}, "docs/tutorial.md docs/ko"),
     ({"launch": ["slurm", "kubernetes", "both"]}, "launch docs/clusters.md"),
     ({"launch": ["slurm", "both"]}, "launch/slurm.sh"),
