@@ -60,15 +60,20 @@ def plan_pools(cfg: Config, block_rows: np.ndarray, epoch: int) -> Iterator[np.n
 
 
 def plan_steps(cfg: Config, pools: list[np.ndarray], epoch: int, rank: int, n_ranks: int) -> Iterator[np.ndarray]:
-    """The row numbers of each step of a rank: of each pool, and of its echoes, which are shuffled again."""
+    """The row numbers of each step of a rank: of each pool, and of its echoes, in which each canonical rank
+    shuffles its own rows again."""
     for number, pool in enumerate(pools):
-        rows = np.split(pool, n_ranks, axis=1)[rank]
-        yield from rows
-        rng = torch.Generator().manual_seed(torch_seed(epoch, number, rank, 1, seed=cfg.run.seed))
+        yield from np.split(pool, n_ranks, axis=1)[rank]
+        shares = np.split(pool, CANONICAL_RANKS, axis=1)
+        rngs = [torch.Generator() for _ in shares]
+        for canonical_rank, rng in enumerate(rngs):
+            rng.manual_seed(torch_seed(epoch, number, canonical_rank, 1, seed=cfg.run.seed))
         n_before = epoch * len(pools) + number
         n_passes = int((n_before + 1) * cfg.data.echo) - int(n_before * cfg.data.echo)
         for _ in range(n_passes - 1):
-            yield from rows.ravel()[torch.randperm(rows.size, generator=rng)].reshape(rows.shape)
+            orders = [torch.randperm(share.size, generator=rng) for share, rng in zip(shares, rngs, strict=True)]
+            echoed = [share.ravel()[order].reshape(share.shape) for share, order in zip(shares, orders, strict=True)]
+            yield from np.split(np.concatenate(echoed, axis=1), n_ranks, axis=1)[rank]
 
 
 def read_all(path: str, fields: dict[str, str]) -> dict[str, np.ndarray | RaggedArray]:

@@ -56,6 +56,25 @@ def test_loader_echo_passes_have_all_rows_reordered(ragged_file):
     assert set(first[:8]) != set(second[:8])  # other rows stand together
 
 
+@pytest.mark.parametrize("pool_batches", [1, 5])
+def test_loader_echo_has_the_same_global_batches_on_all_ranks(dense, pool_batches):
+    def global_batches(n_ranks: int) -> list[list[int]]:
+        parts = []
+        for rank in range(n_ranks):
+            order = BlockSampler(dense, 16 // n_ranks, Shard(rank, n_ranks, 8), pool_batches, seed=5)
+            with closing(open_feed(dense, order, passes=Passes(2.5))) as loader:
+                parts.append([numbers_of(batch["images"]) for batch in chain(loader.batches(0), loader.batches(1))])
+        return [list(chain(*batch)) for batch in zip(*parts, strict=True)]
+
+    assert global_batches(1) == global_batches(2) == global_batches(4) == global_batches(8)
+
+
+def test_loader_echo_needs_full_batches(dense):
+    order = BlockSampler(dense, 8, pool_batches=2, seed=5, drop_last=False)
+    with pytest.raises(ValueError, match="drop_last=True"):
+        open_feed(dense, order, passes=Passes(2))
+
+
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
 @pytest.mark.parametrize("dtype", [bool, *"bBhHiIlLefd"])
 def test_loader_reads_every_type_on_every_tier(tmp_path, tier, dtype):

@@ -15,9 +15,10 @@ from itertools import chain, islice
 from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from fastgpu.process.seeds import make_seed
-from fastgpu.rows.contract import Dataset, Pool
+from fastgpu.rows.contract import Dataset, Pool, PoolPlan
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Ragged, Rows
 
@@ -68,12 +69,17 @@ class PoolLoader(Loader):
     """
 
     def __init__(self, order: BlockSampler, passes: Passes, rows: Dataset):
-        """order: plans the pools. rows: the source of the rows, for `fingerprint`."""
+        """order: plans the pools. rows: the source of the rows, for `fingerprint`.
+
+        Raises ValueError if batches that are not all full should be echoed.
+        """
         self.order = order
         self.rows = rows
         self.prepare: Callable[[], None] = lambda: None
         """Reads the rows that stay in memory, if there are any and it has not done so. `pools` calls it."""
         self._milli_echo = round(1000 * passes.echo)
+        if self._milli_echo > 1000 and not order.drop_last:
+            raise ValueError("batches are echoed of a sampler with drop_last=True only: all of them are full")
 
     @property
     def fingerprint(self) -> Mapping[str, object]:
@@ -112,12 +118,30 @@ class PoolLoader(Loader):
         # The sizes of ragged batches depend on the order, and the host has to know them.
         has_ragged = any(isinstance(column, Ragged) for column in pool.rows.columns.values())
         device = torch.device("cpu") if has_ragged else pool.rows.device
-        # The 1 keeps this seed apart from that of the step with the same number.
-        seed = make_seed(self.order.seed, pool.plan.epoch, pool.plan.number, self.order.rank, 1)
-        rng = torch.Generator(device).manual_seed(seed)
+        rngs = [torch.Generator(device).manual_seed(seed) for seed in self._echo_seeds(pool.plan)]
         for _ in range(self._passes(pool.plan.epoch, pool.plan.number) - 1):
-            order = torch.randperm(n_rows, generator=rng, device=device)
-            yield from map(pool.rows.take, order.split(size))
+            yield from map(pool.rows.take, self._shuffle_again(n_rows, rngs, device).split(size))
+
+    def _echo_seeds(self, plan: PoolPlan) -> list[int]:
+        """A seed for each canonical rank that this rank stands for. The 1 keeps them apart from those of steps."""
+        n_ranks = self.order.canonical_ranks // self.order.num_replicas
+        ranks = range(self.order.rank * n_ranks, (self.order.rank + 1) * n_ranks)
+        return [make_seed(self.order.seed, plan.epoch, plan.number, rank, 1) for rank in ranks]
+
+    def _shuffle_again(self, n_rows: int, rngs: list[torch.Generator], device: torch.device) -> Tensor:
+        """(n_rows,) places of a pool in a new order, in which each canonical rank has shuffled its own places.
+
+        So the global batches are the same for every number of ranks, as in the first pass: every batch has as many rows
+        of each canonical rank as before.
+        """
+        n_ranks = len(rngs)
+        by_rank = (
+            torch.arange(n_rows, device=device).view(-1, n_ranks, self.order.batch_size // n_ranks).transpose(0, 1)
+        )
+        places = by_rank.reshape(n_ranks, -1)
+        orders = [torch.randperm(places.shape[1], generator=rng, device=device) for rng in rngs]
+        shuffled = places.gather(1, torch.stack(orders))
+        return shuffled.view_as(by_rank).transpose(0, 1).flatten()
 
     def _passes(self, epoch: int, number: int, n_pools: int = 1) -> int:
         """Passes over pools, beginning with that one. They follow from its number in the run, so no state is saved."""

@@ -34,10 +34,10 @@ class Parser(ArgumentParser):
 
 
 def argument(text: str, *, default: Any = MISSING, **options: Any) -> Any:
-    """A field that is given by its place. A tuple takes the words that are left, at least one without a default.
+    """A field that is given by its place. A tuple takes the words that are left, and needs one if it has no default.
 
-    text: its help, in which a `%` is doubled. options: of `ArgumentParser.add_argument`, such as metavar, or type: makes
-    the value of a word, or raises ArgumentTypeError.
+    text: its help, in which a `%` is doubled. options: of `ArgumentParser.add_argument`, such as metavar, or type:
+    makes the value of a word, or raises ArgumentTypeError.
     """
     return field(default=default, metadata={"names": None, "help": text, **options})
 
