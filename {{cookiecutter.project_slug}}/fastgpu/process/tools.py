@@ -1,12 +1,14 @@
-"""What the tools beside train.py share: their start, and the cells of the CSV files that they write."""
+"""What the tools beside train.py share: their start, paths that are read, and the cells of CSV files."""
 
+import glob
 import io
 import re
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
-from fastgpu.process.launch import ESCAPES, end_on_interrupt, without_secrets
+from fastgpu.process.launch import ESCAPES, UserError, end_on_interrupt, without_secrets
 
 FORMULA = re.compile(r"[=@\t\r]|[+-](?!([\d.]+(e[+-]?\d+)?)?$)")
 """Beginning of a formula: a sign, unless only a number follows."""
@@ -31,6 +33,13 @@ def start_tool() -> None:
         if stream := getattr(sys, name):  # None: it was closed
             how = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
             setattr(sys, name, _Terminal(stream.buffer, stream.encoding, "backslashreplace", **how))
+
+
+def check_exists(path: str, cure: str) -> None:
+    """Raise UserError unless a path, or a pattern of paths, names something. URLs are not looked up."""
+    if "://" not in path and not Path(path).exists() and not glob.glob(path):  # noqa: PTH207 (of absolute patterns, too)
+        place = "" if Path(path).is_absolute() else f" (looked in {Path.cwd()})"
+        raise UserError(f"{path} does not exist{place}; {cure}")
 
 
 def csv_cell(value: Any) -> Any:

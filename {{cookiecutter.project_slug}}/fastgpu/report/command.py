@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fastgpu.process.commands import argument, flag, parse
 from fastgpu.process.launch import UserError, exit_with_message, say
-from fastgpu.process.tools import csv_cell, start_tool
+from fastgpu.process.tools import check_exists, csv_cell, start_tool
 from fastgpu.report import ledger, results
 
 
@@ -41,8 +41,8 @@ def report(asked: Report) -> None:
     """Print what is asked for. Raises UserError, or OSError if the output cannot be written."""
     if asked.sort and not (asked.compare or asked.csv):
         raise UserError("--sort is for --compare and --csv")
-    if missing := [str(run) for run in asked.runs if not run.is_dir()]:
-        raise UserError(f"{missing[0]} is no folder (looked in {Path.cwd()}); name the folder of a run")
+    for folder in asked.runs:
+        check_exists(str(folder), "name the folder of a run, such as runs/mine")
     read = [results.read_run(run) for run in asked.runs]
     runs = [run for run in read if run.points]
     empty = [str(run.folder) for run in read if not run.points]
