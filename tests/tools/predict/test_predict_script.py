@@ -209,8 +209,8 @@ def test_predict_mistakes_need_no_torch(tmp_path):
         "--id: expected one argument; python predict.py --help lists what it takes",
         "--batch-size and --top should be at least 1",
         f"none does not exist (looked in {tmp_path}); name the folder of a run, such as runs/mine, or of a checkpoint",
-        f"none.png does not exist (looked in {tmp_path}); name image files, folders of them, HDF5 or NumPy files",
-        f"x-*.h5 does not exist (looked in {tmp_path}); name image files, folders of them, HDF5 or NumPy files",
+        f"none.png does not exist (looked in {tmp_path})",
+        f"x-*.h5 does not exist (looked in {tmp_path})",
         "none/x.csv cannot be written: there is no folder none",
         "old.csv exists; --force replaces a file",
     ]

@@ -208,7 +208,7 @@ def test_report_on_a_full_disk_is_one_line(tmp_path):
 def test_report_mistakes_are_named(tmp_path):
     write_run(tmp_path / "a")
     for words, message in (
-        (["nowhere"], "nowhere is no folder (looked in "),
+        (["nowhere"], "nowhere does not exist (looked in "),
         ([tmp_path], f"{tmp_path}: no points in metrics.jsonl; it is no run, or has just begun"),
         ([tmp_path / "a", "--sort", "steps"], "--sort is for --compare and --csv"),
         ([tmp_path / "a", "--csv", "--sort", "lr"], "--sort is lr, which no run has; name a scalar such as "),

@@ -15,6 +15,7 @@ from fastgpu.process.launch import UserError, exit_with_message
 from fastgpu.process.tools import check_exists, start_tool
 
 TABLES = (".csv", ".jsonl")
+NO_CHECKPOINT = "name the folder of a run, such as runs/mine, or of a checkpoint"
 PROGRAMS = (".pt2", ".onnx")
 
 
@@ -67,9 +68,9 @@ def check(asked: Predict) -> None:
     for name, (target, suffixes) in targets.items():
         if not target.endswith(suffixes):
             raise UserError(f"{name} is {target}; it should end in {' or '.join(suffixes)}")
-    check_exists(asked.checkpoint, "name the folder of a run, such as runs/mine, or of a checkpoint")
+    check_exists(asked.checkpoint, NO_CHECKPOINT)
     for path in asked.inputs:
-        check_exists(path.partition("::")[0], "name image files, folders of them, HDF5 or NumPy files")
+        check_exists(path)
     for target, _ in targets.values():
         check_target(Path(target), replace=asked.force)
 

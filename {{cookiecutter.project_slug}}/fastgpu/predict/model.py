@@ -20,10 +20,12 @@ from torch import Tensor, nn
 
 from fastgpu.feed import Passes, PrefetchLoader
 from fastgpu.feed.sources import image_codecs
+from fastgpu.predict.command import NO_CHECKPOINT
 from fastgpu.process.files import new_file
 from fastgpu.process.launch import UserError, without_secrets
 from fastgpu.process.machine import available_cpus
 from fastgpu.process.project import project_folder
+from fastgpu.process.tools import check_exists
 from fastgpu.rows import BlockSampler
 from fastgpu.rows.contract import Dataset, Out, PoolPlan, Reads
 from fastgpu.rows.rows import Field, Ragged, Rows
@@ -95,8 +97,7 @@ def load_model(path: str | Path, *, project: str | Path | None = None) -> Traine
     current one. Raises UserError if there is no checkpoint or no such code, if one is damaged, or if they do not fit.
     """
     run = Path(path)
-    if not run.exists():
-        raise UserError(f"{run} does not exist; name the folder of a run, such as runs/mine, or of a checkpoint")
+    check_exists(run, NO_CHECKPOINT)
     saved = [*newest_first(run, "best"), *newest_first(run, "last")]
     folder = run if not saved or (run / DESCRIPTION).exists() else saved[0]
     workloads = import_workloads(Path(project) if project else None)

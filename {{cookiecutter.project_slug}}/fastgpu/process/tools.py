@@ -1,13 +1,15 @@
-"""What the tools beside train.py share: their start, paths that are read, and the cells of CSV files."""
+"""What the tools beside train.py share: their start, paths that they read, and cells of CSV files."""
 
 import glob
 import io
+import os
 import re
 import signal
 import sys
 from pathlib import Path
 from typing import Any
 
+from fastgpu.process.files import not_found
 from fastgpu.process.launch import ESCAPES, UserError, end_on_interrupt, without_secrets
 
 FORMULA = re.compile(r"[=@\t\r]|[+-](?!([\d.]+(e[+-]?\d+)?)?$)")
@@ -35,11 +37,11 @@ def start_tool() -> None:
             setattr(sys, name, _Terminal(stream.buffer, stream.encoding, "backslashreplace", **how))
 
 
-def check_exists(path: str, cure: str) -> None:
-    """Raise UserError unless a path, or a pattern of paths, names something. URLs are not looked up."""
-    if "://" not in path and not Path(path).exists() and not glob.glob(path):  # noqa: PTH207 (of absolute patterns, too)
-        place = "" if Path(path).is_absolute() else f" (looked in {Path.cwd()})"
-        raise UserError(f"{path} does not exist{place}; {cure}")
+def check_exists(path: str | Path, cure: str = "") -> None:
+    """Raise UserError unless a path, `file.h5::/group` or a glob leads to something. URLs are not looked up."""
+    file = str(path).partition("::")[0]
+    if "://" not in file and not os.path.lexists(file) and not glob.glob(file):  # noqa: PTH207 (of absolute globs, too)
+        raise UserError(f"{not_found(file)}; {cure}") if cure else not_found(file)
 
 
 def csv_cell(value: Any) -> Any:

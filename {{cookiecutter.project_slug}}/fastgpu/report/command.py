@@ -42,7 +42,7 @@ def report(asked: Report) -> None:
     if asked.sort and not (asked.compare or asked.csv):
         raise UserError("--sort is for --compare and --csv")
     for folder in asked.runs:
-        check_exists(str(folder), "name the folder of a run, such as runs/mine")
+        check_exists(folder, "name the folder of a run, such as runs/mine")
     read = [results.read_run(run) for run in asked.runs]
     runs = [run for run in read if run.points]
     empty = [str(run.folder) for run in read if not run.points]
