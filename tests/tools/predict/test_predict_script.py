@@ -23,11 +23,12 @@ from torch import nn
 
 from fastgpu.predict import program
 from fastgpu.predict.answers import Answers, to_columns, write_rows
+from fastgpu.predict.command import Predict
 from fastgpu.predict.model import load_model, open_inputs
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import Rows
 from support import PROJECT
-from support.ranks import printed_by, run_to_end
+from support.ranks import CPU, printed_by, run_to_end
 from support.runs import metrics_of, train, val_points
 from workloads import minimal
 
@@ -145,6 +146,17 @@ def test_predict_evaluates_one_number_of_classes(run, minimal_run, rows, monkeyp
     monkeypatch.setattr(program, "ask", ask)
     with pytest.raises(UserError, match="gives another number of classes for other rows"):
         run(minimal_run, rows, "--evaluate", "--batch-size", 16)
+
+
+def test_predict_of_broken_images_writes_nothing(tmp_path, model_of):
+    (tmp_path / "a.png").write_text("no image")
+    trained = model_of({"images": {"shape": [3, 6, 6]}}, predict=lambda _, batch: {"x": batch["images"][:, 0, 0, 0]})
+    trained.card.update(precision="fp32", batch_size=4)
+    asked = Predict(checkpoint="", inputs=(f"{tmp_path}/a.png",))
+    file = io.StringIO()
+    with pytest.raises(UserError, match="1 of 1 images are left out"):
+        program.write_predictions(trained, open_inputs(asked.inputs, trained), asked, file, device=CPU)
+    assert file.getvalue() == ""
 
 
 class TwiceTheSum(nn.Module):

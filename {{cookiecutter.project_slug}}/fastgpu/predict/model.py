@@ -138,11 +138,10 @@ def import_workloads(project: Path | None = None) -> Any:
             if str(folder) not in sys.path:
                 sys.path.insert(0, str(folder))  # a workload may import other modules of its project
             module = import_module("workloads")
-        found = Path(str(module.__file__)).resolve().parents[1]
-        if found != folder:
-            raise UserError(
-                f"this process has imported the workloads of {found}; use another process for those of {folder}"
-            )
+        found = Path(str(module.__file__))
+        if not found.samefile(folder / "workloads/__init__.py"):
+            other = f"this process has imported the workloads of {found.parents[1]}"
+            raise UserError(f"{other}; use another process for those of {folder}")
     elif project or not module:
         raise UserError(f"{folder} has no workloads/__init__.py; load_model(..., project=FOLDER) names a project")
     return module

@@ -78,7 +78,8 @@ def write_predictions(trained: Trained, rows: Dataset, asked: Predict, file: IO[
             columns |= {name: batch[name].tolist() for name in asked.id}
             columns |= to_columns(values, trained.card["attributes"], asked.top, every=asked.all)
             is_read = [row not in failed for row in places]
-            titles = write_rows(file, columns, is_read, is_csv=not asked.output.endswith(".jsonl"), titles=titles)
+            if any(is_read):
+                titles = write_rows(file, columns, is_read, is_csv=not asked.output.endswith(".jsonl"), titles=titles)
         print(f"{len(rows) - len(failed):,} rows")
         reasons = "\n  ".join(failed[row] for row in sorted(failed))
         left_out = f"{len(failed):,} of {len(rows):,} images are left out"
