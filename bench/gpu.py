@@ -161,10 +161,10 @@ class Bench:
         n_ahead = (self.parts.config.loader.prefetch_pools + 1) * self.parts.data.sizes.pool_batches
         self._step(name, n_ahead, min(LEAD_S, seconds))
         self.clock.restart()
-        self.monitor.take()
+        self.monitor.means()
         self._step(name, 1, seconds)
-        interval = self.clock.take()
-        read = self.monitor.take()
+        interval = self.clock.interval()
+        read = self.monitor.means()
         n_rows = interval.steps * self.parts.data.sizes.batch_size
         numbers = {"rows": n_rows, "seconds": interval.seconds, "wait_pct": 100 * interval.wait_s / interval.seconds}
         return numbers | {tag: read[tag] for tag in COUNTERS if tag in read}

@@ -51,7 +51,8 @@ class Training(NamedTuple):
 
 # -------------------------------------------------------------------------- data, model, optimizer
 def build(cfg: Config, splits: feed.Splits, world: World) -> Training:
-    # If a rank raises a UserError in this block, such as a missing file, all ranks end with it.
+    # If a rank raises a UserError in this block, such as a missing file, all ranks raise it. So no
+    # collective may be in it, and no DDP, which has one: the other ranks would wait for it.
     with world.raise_on_all_ranks():
         train_rows, val_rows = splits()
         sizes = feed.choose_sizes(cfg, train_rows, val_rows, world)
@@ -64,7 +65,7 @@ def build(cfg: Config, splits: feed.Splits, world: World) -> Training:
         model = workload.model()
         model.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         optimizer = make_optimizer(model, cfg.optim)
-        training.note_groups(model, optimizer)
+        training.prepare_optimizer(model, optimizer)  # notes the rates that the schedule scales
         precision = training.mixed_precision(cfg.train.precision, world.device, optimizer)
 
     # From here on, the config has the value that was chosen in place of each `auto`.
@@ -165,20 +166,20 @@ def train(t: Training, world: World) -> int:
     state["scaler"] = t.precision.scaler
     if cfg.train.ema:
         state["ema"] = t.ema
-    model_card = describe_model(cfg.flat(), t.data, workload.card(), loader.fingerprint)
+    splits = t.data.train, t.data.val
+    model_card = describe_model(cfg.flat(), splits, workload.card(), loader.fingerprint)
 
     run = Run(cfg.run, world, state, model_card, values=t.asked.model_dump(), best=workload.best)
     at = run.progress  # epoch, epoch_step, step: zeros, or of the checkpoint that Run has loaded
     n_epochs, save_every, lr = cfg.train.epochs, cfg.run.checkpoint_every_steps, cfg.optim.lr
-    n_left = sum(map(loader.steps_per_epoch, range(at.epoch, n_epochs))) - at.epoch_step
     clock = Clock(world, cfg.data.batch_size, cfg.data.echo)
     metrics: list[dict[str, Tensor]] = []  # of the steps since the last point of the log
     with (
         closing(loader),
         closing(val_loader),
         run,
-        TensorBoard(run.folder, cfg.flat(), world, step=at.step, n_left=n_left) as board,
-        Monitor(world) as monitor,
+        TensorBoard(run.folder, cfg.flat(), world, step=at.step) as board,
+        Monitor(world, {"use of buckets": feed.counters}) as monitor,
     ):
         # What is built by now lives to the end: the garbage collector need not visit it again.
         gc.collect(1)  # young garbage only: a whole pass takes 0.15 s
@@ -198,21 +199,29 @@ def train(t: Training, world: World) -> int:
                 metrics.append(train_step(t, workload.transform(batch, rng), factor))
                 at.step += 1
                 at.epoch_step += 1
-                board.count()
-                stop = run.should_stop()  # whether a signal came to any rank
+                board.count(at.step, done)
 
-                # The host runs ahead of the device, and waits for it only here, for the metrics.
-                if len(metrics) == cfg.log.every_steps or at.epoch_step == n_steps or stop:
+                # All ranks get the same answer after the same step: whether a signal came to any of
+                # them. So all do what follows, or none: saving, for instance, needs all of them.
+                stop = run.should_stop()
+                saves = save_every > 0 and at.step % save_every == 0
+
+                # The host runs ahead of the device, and waits for it only here, for the metrics. A
+                # save is no step, so it comes after a point of the log: no interval counts it.
+                is_break = at.epoch_step == n_steps or stop or saves
+                if is_break or len(metrics) == cfg.log.every_steps:
                     means = training.mean_over_ranks(metrics, world)
                     metrics.clear()
                     if not isfinite(loss := means["train/loss"]):
                         raise SharedError(f"loss is {loss} at step {at.step}; lower optim.lr={lr}")
-                    means |= {"train/lr": lr * factor} | monitor.take() | run.take()
-                    board.write(at.step, means, clock.take())
+                    means |= {"train/lr": lr * factor} | monitor.means()
+                    board.write(at.step, means, clock.interval())
                 if stop:
-                    return run.finish()  # saves this step
-                if save_every and at.step % save_every == 0:
                     run.save()
+                    return run.end()
+                if saves:
+                    board.write(at.step, run.save())
+                    clock.restart()
 
             # Validate the average of the weights. This changes nothing of the model, so all ranks
             # together may also do it every so many steps. None: a signal came; a resume redoes it.
@@ -221,12 +230,13 @@ def train(t: Training, world: World) -> int:
                 model, workload, batches, world, precision=t.precision, should_stop=run.should_stop
             )
             if val_metrics is None:
-                return run.finish()
+                run.save()
+                return run.end()
             at.epoch += 1
             at.epoch_step = 0
-            run.save(val_metrics)  # the last checkpoint; the best one, too, if it is better
-            board.end_epoch(at.epoch, at.step, val_metrics | run.take(), feed.bottleneck(loader))
-        return run.finish()
+            val_metrics |= run.save(val_metrics)  # as the last one, and if it is the best one as that
+            board.end_epoch(at.epoch, at.step, val_metrics, feed.bottleneck(loader))
+        return run.end()
 
 
 # -------------------------------------------------------------------------------------------- main

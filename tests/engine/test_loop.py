@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 from functools import partial
+from itertools import count, islice
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -22,6 +24,7 @@ from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
 from fastgpu.run import checkpoint
 from fastgpu.storage.store import HDF5Dataset
+from fastgpu.telemetry import clock
 from support import PROJECT
 from support.ranks import ALONE, in_world, printed_by, run_train, train_command
 from support.runs import (
@@ -138,6 +141,21 @@ def test_loop_feed_that_fails_costs_no_step(folder, monkeypatch, capsys, n_reads
     assert f"the loader failed; step {step} is saved" in capsys.readouterr().out
     train("run.resume=auto", *words)
     assert same_weights(folder / "runs/whole", folder / "runs/a")
+
+
+def test_loop_save_is_in_no_interval(folder, monkeypatch):
+    """A clock that ticks at each look at it, and 1,000 times in each save."""
+    ticks = count()
+    save = checkpoint.save
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    monkeypatch.setattr(checkpoint, "save", lambda *words, **more: (list(islice(ticks, 1000)), save(*words, **more))[1])
+    train("train.epochs=1", "log.every_steps=5", "run.checkpoint_every_steps=7")
+    points = metrics_of(folder / "runs/a")
+    intervals = [point for point in points if "seconds" in point]
+    assert [point["step"] for point in intervals] == [5, 7, 12, 14, 19, 21]
+    assert [point["step"] for point in points if "run/save_s" in point] == [7, 14, 21, 21]
+    assert sum(point["steps"] for point in intervals) == STEPS_PER_EPOCH
+    assert all(point["seconds"] < 1000 and "run/save_s" not in point for point in intervals)
 
 
 def test_loop_average_is_validated_and_may_end(folder):

@@ -1,14 +1,16 @@
 """Ranks that were started with other settings or rows: each node has a copy of its own."""
 
+import re
 import shutil
+import signal
 
 import h5py
 import pytest
 
 from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
-from support.ranks import in_world, run_ranks
-from support.runs import build
+from support.ranks import TIMEOUT_S, in_world, run_ranks, started_ranks
+from support.runs import build, wait_for_step
 
 OTHER = "data.train=other.h5::/train"
 COPY = ("data.train=copy.h5::/train", "data.tier=host", "loader.num_readers=3")
@@ -65,3 +67,15 @@ def test_ranks_end_with_the_same_exit_code(folder, word, of_last, message):
     (line,) = [line for process in done for line in process.stderr.splitlines() if not line.startswith("[W")]
     assert line.startswith(message)
     assert (folder / "runs").exists() == (word == "optim.lr=1e30")
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_for_a_stopped_one_say_so(folder):
+    """One line, after dist.timeout_s: that of gloo, which ends with an error that Python sees."""
+    with started_ranks("dist.timeout_s=3", "train.epochs=10000", "run.checkpoint_every_steps=5", cwd=folder) as ranks:
+        wait_for_step(folder / "runs/a", 5, ranks[0])
+        ranks[1].send_signal(signal.SIGSTOP)
+        _, errors = ranks[0].communicate(timeout=TIMEOUT_S)
+    (line,) = [line for line in errors.splitlines() if not line.startswith("[W")]
+    assert re.fullmatch("error: .rank 0. the other ranks are gone or hang; .*, or raise dist.timeout_s", line)
+    assert ranks[0].returncode == 2

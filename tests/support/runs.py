@@ -18,7 +18,7 @@ import train as script
 from torch import nn
 from train import Training, make_optimizer
 
-from fastgpu.feed import Sizes, open_splits
+from fastgpu.feed import open_splits
 from fastgpu.process.config import Config, Optim, Precision
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.launch import UserError, attempt
@@ -26,7 +26,7 @@ from fastgpu.process.world import World
 from fastgpu.rows.order import BlockSampler
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.training.average import AveragedModel
-from fastgpu.training.step import mixed_precision, note_groups
+from fastgpu.training.step import mixed_precision, prepare_optimizer
 from support.ranks import ALONE, kill_tree, printed_by, train_command, wait_until
 
 MINIMAL = """
@@ -166,7 +166,6 @@ SHORT_CONFIG = Config.model_validate(
     }
 )
 SHORT_SOURCE = ArrayDataset("made up", {"x": np.zeros((SHORT_BATCH, 100), np.uint8)})
-SHORT_SIZES = Sizes(SHORT_BATCH, 1, 1, "disk", 1)
 SHORT_ORDER = BlockSampler(np.full(SHORT_STEPS, SHORT_BATCH, np.int32), SHORT_BATCH, seed=0)
 
 
@@ -176,7 +175,7 @@ def parts_of_step(
     """The parts that `train_step` needs. workload: its `loss` is used."""
     unused = dict.fromkeys(("asked", "data", "loader", "val_loader"))
     optimizer = make_optimizer(model, settings)
-    note_groups(model, optimizer)
+    prepare_optimizer(model, optimizer)
     return Training(
         **unused,
         config=SHORT_CONFIG.model_copy(update={"optim": settings}),

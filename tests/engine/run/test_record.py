@@ -13,7 +13,7 @@ from fastgpu.rows.selection import Groups, Mixture
 from fastgpu.run import checkpoint
 from fastgpu.run.record import describe_model, identify_job
 from fastgpu.storage.arrays import ArrayDataset
-from support.runs import SHORT_CONFIG, SHORT_SIZES, SHORT_SOURCE
+from support.runs import SHORT_CONFIG, SHORT_SOURCE
 
 
 class Tied(nn.Module):
@@ -30,10 +30,12 @@ class Tied(nn.Module):
 def test_record_model_comes_back_with_its_description(tmp_path):
     attributes = {"mean": np.array([1.5], np.float32), "class_names": ["a", "b"], "count": np.int64(3)}
     source = ArrayDataset("made up", {"x": np.zeros((3, 4), np.uint8), "y": np.zeros(3, np.int64)}, attributes)
-    card = describe_model(SHORT_CONFIG.flat(), Data(source, source, SHORT_SIZES), {"classes": ["a", "b"]}, {})
+    card = describe_model(SHORT_CONFIG.flat(), (source, source), {"classes": ["a", "b"]}, {})
     model = Tied()
     (tmp_path / "checkpoints").mkdir()
-    checkpoint.save(tmp_path, "last", checkpoint.Progress(step=7), {"model": model}, card=card)
+    checkpoint.save(
+        tmp_path, "last", checkpoint.Progress(step=7), checkpoint.take_snapshot({"model": model}), card=card
+    )
     path = tmp_path / "checkpoints/last-000001"
     description = json.loads((path / "model.json").read_text())
     assert description["attributes"] == {"mean": [1.5], "class_names": ["a", "b"], "count": 3, "classes": ["a", "b"]}

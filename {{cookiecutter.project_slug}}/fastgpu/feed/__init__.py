@@ -12,3 +12,4 @@ from fastgpu.feed.prefetch import PrefetchLoader, bottleneck
 from fastgpu.feed.sizes import Data, Sizes, choose_sizes
 from fastgpu.feed.sources import Splits, open_splits
 from fastgpu.feed.tiers import open_loaders
+from fastgpu.storage.remote import counters

@@ -182,8 +182,9 @@ class Dist(Section):
     """Processes and devices."""
 
     strategy: Literal["ddp", "apex", "dp"] = "ddp"
-    """ddp: DistributedDataParallel, one process for each GPU. apex: the same by an NVIDIA Apex that still has it. dp:
-    nn.DataParallel in one process (slower)."""
+    """ddp: DistributedDataParallel, one process for each GPU. apex: the same by an NVIDIA Apex that still has it; each
+    rank keeps its own running statistics, and resumes with those of rank 0. dp: nn.DataParallel in one process
+    (slower)."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """cuda: stop with an error if there is no GPU. auto: a GPU if there is one."""
     find_unused_parameters: bool = False
@@ -196,7 +197,8 @@ class Log(Section):
     """Logging."""
 
     every_steps: Count = 50
-    """Steps between two points in metrics.jsonl and TensorBoard."""
+    """Steps between two points in metrics.jsonl and TensorBoard; fewer before a checkpoint, and at the end of an
+    epoch."""
     wandb: str = ""
     """A project of Weights & Biases that gets the scalars, too (pip install -c constraints.txt wandb), as a run
     of the name of its folder; a resumed run goes on there."""

@@ -14,7 +14,6 @@ from typing import Any
 import yaml
 
 from fastgpu import TEMPLATE_VERSION
-from fastgpu.feed.sizes import Data
 from fastgpu.process.files import new_file
 from fastgpu.process.launch import STARTED_S, UserError, warn, without_secrets
 from fastgpu.rows.contract import Dataset
@@ -64,13 +63,14 @@ def write_or_warn(path: Path, text: str | None) -> None:
 
 
 def describe_model(
-    config: Mapping[str, Any], data: Data, card: Mapping[str, Any], fingerprint: Mapping[str, object]
+    config: Mapping[str, Any], splits: Sequence[Dataset], card: Mapping[str, Any], fingerprint: Mapping[str, object]
 ) -> dict[str, Any]:
     """The part of model.json that is known when a run starts.
 
-    config: {dotted key: value}, without `auto`. card: of the workload. fingerprint: of the loader.
+    config: {dotted key: value}, without `auto`. splits: to train on, and to validate. card: of the workload.
+    fingerprint: of the loader, which a resume inside an epoch compares.
     """
-    train, val = data.train, data.val
+    train, val = splits
     fields = val.fields | train.fields
     described = dict(train.attributes)
     if val.decoding:  # what is predicted will be decoded like this, perhaps to another size than in training

@@ -3,4 +3,11 @@
 from fastgpu.training.average import AveragedModel
 from fastgpu.training.evaluate import evaluate
 from fastgpu.training.parallel import compile_module, freeze, mean_over_ranks, wrap_in_ddp
-from fastgpu.training.step import MixedPrecision, apex_optimizer, check_groups, cut_batch, mixed_precision, note_groups
+from fastgpu.training.step import (
+    MixedPrecision,
+    apex_optimizer,
+    check_groups,
+    cut_batch,
+    mixed_precision,
+    prepare_optimizer,
+)
