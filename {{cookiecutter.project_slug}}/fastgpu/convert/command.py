@@ -67,7 +67,7 @@ class Command:
 class WriteCommand(Command):
     """What the commands that write files have in common."""
 
-    target: Path = argument("file to write; it has a temporary name until it is complete")
+    target: Path = argument("file to write; it has a temporary name until it is complete", metavar="TARGET")
     seed: int = flag("seed of order and split", type=natural, default=0, metavar="N")
     keep_order: bool = flag("write the rows in the order of the source", default=False)
     compression: Literal["none", "gzip"] = flag("default: none", default="none")
@@ -76,7 +76,7 @@ class WriteCommand(Command):
 
     def __post_init__(self) -> None:
         if self.target.suffix not in SUFFIXES:
-            raise SharedError(f"target is {self.target}; it should end in {' or '.join(SUFFIXES)}")
+            raise SharedError(f"TARGET is {self.target}; it should end in {' or '.join(SUFFIXES)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ class Arrays(SplitCommand):
     """
 
     sources: tuple[str, ...] = argument(
-        "name=x.npy, y.npz, name=z.npz::x, name=m.npz of scipy.sparse, or name=x.h5::/x", metavar="source"
+        "name=x.npy, y.npz, name=z.npz::x, name=m.npz of scipy.sparse, or name=x.h5::/x", metavar="SOURCE"
     )
     layout: Literal["nhwc"] | None = flag("of fields with four axes: write them as (N, C, H, W)")
 
@@ -118,8 +118,8 @@ class Dataset(WriteCommand):
     python convert.py dataset mine:Photos photos/ data/photos.h5
     """
 
-    source: str = argument("package.module:Class, or a function that makes the Dataset")
-    path: str = argument("what it is called with, such as a folder")
+    source: str = argument("package.module:Class, or a function that makes the Dataset", metavar="SOURCE")
+    path: str = argument("what it is called with, such as a folder", metavar="PATH")
     fields: tuple[str, ...] = flag(
         "names of what an item has; default: images labels", default=(), nargs="+", metavar="NAME[=KEY]"
     )
@@ -140,7 +140,7 @@ class Repack(WriteCommand):
     python convert.py repack old.h5 data/x.h5
     """
 
-    sources: tuple[str, ...] = argument("file.h5, file.h5::/group or quoted patterns", metavar="source")
+    sources: tuple[str, ...] = argument("file.h5, file.h5::/group or quoted patterns", metavar="SOURCE")
     fields: tuple[str, ...] = flag("datasets to write; default: all", default=(), nargs="+", metavar="NAME[=KEY]")
 
     def __post_init__(self) -> None:
@@ -158,7 +158,7 @@ class Repack(WriteCommand):
 class LookCommand(Command):
     """What the commands that only look at files have in common."""
 
-    sources: tuple[str, ...] = argument("file.h5, or file.h5::/group", metavar="source")
+    sources: tuple[str, ...] = argument("file.h5, or file.h5::/group", metavar="SOURCE")
 
     def __post_init__(self) -> None:
         for source in self.sources:

@@ -52,7 +52,9 @@ class Images(ImageCommand):
     python convert.py images photos/ data/photos.h5 --size 128 --split 0.9
     """
 
-    source: Path = argument("folder with a sub-folder for each class, CSV file, or folder of the images of --masks")
+    source: Path = argument(
+        "folder with a sub-folder for each class, CSV file, or folder of the images of --masks", metavar="SOURCE"
+    )
     columns: str | None = flag("of the CSV: the path and its labels; default: path,label", metavar="NAMES")
     size: tuple[int, int] | None = flag(
         "height and width of the rows; default: those of the images", type=size, metavar="HxW"
@@ -97,7 +99,9 @@ class Pixels(ImageCommand):
     python convert.py pixels fer2013.csv data/fer.h5 --split-by Usage
     """
 
-    source: Path = argument("CSV file whose rows are images: many columns of pixels, or one called pixels")
+    source: Path = argument(
+        "CSV file whose rows are images: many columns of pixels, or one called pixels", metavar="SOURCE"
+    )
     label: str = flag("its column; default: the only one, or label", type=str.strip, default="", metavar="COLUMN")
 
     def __post_init__(self) -> None:

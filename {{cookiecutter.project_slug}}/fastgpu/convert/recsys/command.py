@@ -16,7 +16,7 @@ class Events(WriteCommand):
     python convert.py events ml-20m.zip data/ml-20m.h5
     """
 
-    source: str = argument("MovieLens as published, a CSV file, or a sparse matrix of ones (.npz)")
+    source: str = argument("MovieLens as published, a CSV file, or a sparse matrix of ones (.npz)", metavar="SOURCE")
     seed: int = flag("seed of the order; the split has that of the paper", type=natural, default=0, metavar="N")
     no_header: bool = flag("the first line is a row; columns are called 1, 2, ...", default=False)
     above: float | None = flag("count ratings above this; default: 3.5", metavar="RATING")
