@@ -13,6 +13,7 @@
 # make screenshots  take those of TensorBoard and of report.html again (tools/screenshots.py); it needs chromium, two idle
 #               CPUs and four minutes
 # make compat   a project on Python 3.12 and 3.13, with the lowest and with the newest packages; downloads gigabytes
+# make wheel    the engine as a package: build/fastgpu_engine-*.whl
 # make goldens  the same rows and bytes as before (tests/goldens), in seconds
 # make lines    the lines of each room beside the size that it should have; nothing fails
 # make gpu      the tests that need a CUDA device, and with two of them those of NCCL between ranks
@@ -38,7 +39,7 @@ export MYPY_CACHE_DIR := $(CURDIR)/.cache/mypy
 WORKLOAD ?= images
 IN_PLACE := cd "$(PROJECT)" && "$(BIN)/python" -m
 
-.PHONY: help demo test slow single nightly check fix messages docs pictures screenshots goldens compat lines gpu hollow slurm soak fuzz images bench bench-peers clean
+.PHONY: help demo test slow single nightly check fix messages docs pictures screenshots goldens wheel compat lines gpu hollow slurm soak fuzz images bench bench-peers clean
 .DELETE_ON_ERROR:
 
 .venv/installed: requirements.txt $(PROJECT)/constraints.txt
@@ -108,6 +109,10 @@ screenshots: .venv/installed
 goldens: .venv/installed
 	"$(BIN)/python" tests/goldens/goldens.py
 
+wheel:
+	rm -f build/fastgpu_engine-*.whl
+	$(PYTHON) -m pip wheel -q --disable-pip-version-check --no-deps -w build .
+
 compat: .venv/installed
 	"$(BIN)/python" tools/compat.py
 
@@ -117,7 +122,7 @@ docs: .cache/docs/installed
 	mkdir -p build/pages
 	{ git ls-files -z --cached --others --exclude-standard ':!tests' ':(exclude,literal)$(PROJECT)'; \
 		git ls-files -z 'tests/*.md'; } | xargs -0 cp --parents -t build/pages
-	.cache/docs/bin/cookiecutter --no-input -o build/pages . project_slug=my_training_project workload=both tools=all launch=both \
+	.cache/docs/bin/cookiecutter --no-input -o build/pages . project_slug=my_training_project workload=both engine=copy launch=both \
 		> /dev/null
 	grep -rlF --include='*.md' '$(PROJECT)' build/pages | xargs sed -i 's/$(PROJECT)/my_training_project/g'
 	cat docs/site/contents.md >> build/pages/README.md

@@ -46,6 +46,7 @@ import workloads
 from fastgpu.convert import command as convert
 from fastgpu.convert import writer
 from fastgpu.convert.summary import damaged
+from fastgpu.feed import Splits
 from fastgpu.images.column import ImageCodec
 from fastgpu.predict.model import load_model, make_rows, open_batches
 from fastgpu.process.config_loader import load_config, read_options
@@ -135,7 +136,8 @@ def make_checkpoint() -> None:
     state["model"](torch.ones(1, 6)).sum().backward()
     state["optimizer"].step()
     source = ArrayDataset("made up", {"x": np.zeros((2, 6), np.float32), "y": np.zeros(2, np.float32)})
-    card = describe_model(SHORT_CONFIG.flat(), (source, source), {}, {}) | {"epoch": 2, "metrics": {"val/mse": 0.5}}
+    data = Splits(source, source)
+    card = describe_model(SHORT_CONFIG.flat(), data, {}, {}) | {"epoch": 2, "metrics": {"val/mse": 0.5}}
     progress = checkpoint.Progress(epoch=2, epoch_step=64, step=7, best=98.5, metric="val/mse")
     SAVED.parent.mkdir(parents=True, exist_ok=True)
     snapshot = checkpoint.take_snapshot(state)

@@ -51,7 +51,9 @@ def test_style_rooms_import_lower_rooms():
 # ---------------------------------------------------------------------------------------------- what a module may do
 
 SEE_CONFIG = ",".join(name for name in SOURCES if "/" not in name)
-SEE_CONFIG += ",workloads/__init__.py,fastgpu/feed/sizes.py,fastgpu/process/config*,fastgpu/diagnose/*"
+SEE_CONFIG += (
+    ",workloads/__init__.py,fastgpu/feed/s*.py,fastgpu/feed/tiers.py,fastgpu/process/config*,fastgpu/diagnose/*"
+)
 """Modules that see the whole config: the scripts, those that define it or build a part by it, and the diagnosis."""
 
 

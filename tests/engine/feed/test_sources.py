@@ -160,7 +160,8 @@ def test_sources_dataset_is_opened_with_its_workers(val, n_workers):
     [
         ("p-*.h5", "p-val.h5", "p-val.h5", {}),
         ({"p-train.h5": 2, "p-val.h5": 1}, "p-val.h5", "p-val.h5", {}),
-        (["groups.h5::train", "./groups.h5::/train"], "10%", "groups.h5/train", {}),  # the rest of a copy is trained on
+        # the rest of a copy is trained on
+        (["groups.h5::train", "./groups.h5::/train"], "10%", "groups.h5::train", {}),
         ("a", "a", "a", {"dataset": "test_sources:Ten"}),
         ("groups.h5::/train", "groups.h5::/val", "", {}),
         ("p-*.h5", "10%", "", {}),

@@ -22,7 +22,8 @@ import pytest
 import torch
 
 from fastgpu.convert.command import parse, run
-from fastgpu.feed import sizes
+from fastgpu.feed import readers
+from fastgpu.process import machine
 from fastgpu.process.launch import UserError
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import RaggedArray
@@ -144,7 +145,8 @@ def test_remote_batches_equal_local_ones(bucket, dense_file):
 
 
 def test_remote_readers_that_waited_for_the_network_end(bucket, dense_file, monkeypatch):
-    monkeypatch.setattr(sizes, "available_cpus", lambda: 2)
+    monkeypatch.setattr(machine, "available_cpus", lambda: 2)
+    monkeypatch.setattr(readers, "NETWORK_READERS", 24)
     rows = open_store("data.train", put(bucket, dense_file(4000, (3, 32, 32), 50)), DENSE_FIELDS)
     for start in range(0, 1600, 50):  # pools at the beginning are local, as after a kill
         rows[start : start + 1]
@@ -153,7 +155,7 @@ def test_remote_readers_that_waited_for_the_network_end(bucket, dense_file, monk
     def n_readers() -> int:
         return sum(thread.name.startswith("reader_") for thread in threading.enumerate())
 
-    feed = open_feed(rows, order, "disk", n_readers=24)
+    feed = open_feed(rows, order, "disk", "auto")
     batches = feed.batches(0)
     deque(islice(batches, 30), maxlen=0)
     assert n_readers() == 24
@@ -162,9 +164,9 @@ def test_remote_readers_that_waited_for_the_network_end(bucket, dense_file, monk
     feed.close()
     forget()
     rows = open_store("data.train", "s3://b/rows.h5", DENSE_FIELDS)
-    feed = open_feed(rows, order, "disk", n_readers=24, num_readers=24)
+    feed = open_feed(rows, order, "disk", n_readers=20)
     deque(feed.batches(0), maxlen=0)
-    assert n_readers() == 24  # somebody has asked for them
+    assert n_readers() == 20  # somebody has asked for them
     feed.close()
 
 

@@ -14,6 +14,7 @@ import pytest
 from scipy import sparse
 
 from fastgpu.convert.summary import fields_of, inspect
+from fastgpu.feed import sizes
 from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage import arrays
 from fastgpu.storage.hdf5 import attributes_of
@@ -151,6 +152,24 @@ def test_check_compares_with_hdf5(dense_file, monkeypatch, convert):
     assert convert("check", path).out.startswith(f"{path}: readable\n")
     monkeypatch.setattr(Layout, "read_chunk", lambda layout, chunk: np.full(layout.field.shape, 1000))
     assert "/images: block 128 has other values than h5py reads" in convert("check", path, code=1).out
+
+
+@pytest.mark.parametrize(
+    ("labels", "pool_bytes", "is_told"),
+    [
+        (np.arange(1000) // 100, 1000, True),
+        (np.arange(1000) // 100, 1 << 20, False),  # one pool mixes all rows
+        (np.random.default_rng(0).permutation(1000) // 100, 1000, False),
+        (np.zeros(1000, int), 1000, False),  # there is only one class
+    ],
+    ids=["sorted", "one pool", "mixed", "one class"],
+)
+def test_check_tells_of_a_file_in_class_order(tmp_path, convert, monkeypatch, labels, pool_bytes, is_told):
+    monkeypatch.setattr(sizes, "POOL_BYTES", pool_bytes)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["train/images"], file["train/labels"] = numbered(1000), labels
+    told = "/train is sorted by class: 99% of neighbouring rows share a label"
+    assert (told in convert("check a.h5").out) == is_told
 
 
 LEFT_OUT = {

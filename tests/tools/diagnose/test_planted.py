@@ -14,13 +14,12 @@ import pytest
 from fastgpu.diagnose.ceilings import Loop, Meter, measure, read_pool, repeat
 from fastgpu.diagnose.result import ceilings
 from fastgpu.diagnose.verdict import Cause, Measured, judge
-from fastgpu.process.config import Loader
 from fastgpu.rows.contract import Dataset, PoolPlan, Reads
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.store import open_store
 from support.ranks import ALONE, CPU
-from support.rows import DENSE_FIELDS, sizes_of
+from support.rows import DENSE_FIELDS, config_of
 
 BATCH_SIZE = 16
 POOL_BATCHES = 4
@@ -110,9 +109,9 @@ def measure_simulated(path: str, times: Times) -> Measured:
         if times.reads_value:
             device.item("mine.py:12")
 
-    batch = read_pool(source, order, 1).slice(0, times.batch_size)
-    sizes, loader = sizes_of("disk", times.n_readers), Loader(prefetch_pools=2)
-    loop = Loop(lambda rows: rows, step, step, batch, source, sizes, CPU, loader, times.echo)
+    config = config_of(n_readers=times.n_readers, echo=times.echo)
+    batch = read_pool(source, order, config.loader).slice(0, times.batch_size)
+    loop = Loop(lambda rows: rows, step, step, batch, source, config, CPU)
     copy = partial(repeat, lambda: time.sleep(times.copy_s)) if times.copy_s else None
     return measure(device, loop, order, copy, stop=lambda m: len(m.loop) == 3)
 

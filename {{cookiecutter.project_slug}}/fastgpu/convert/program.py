@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 from fastgpu.convert import command
 from fastgpu.convert.arrays import open_arrays
 from fastgpu.convert.reader import list_first, split_rows
-from fastgpu.convert.summary import damaged, describe_rows, fields_of, inspect
+from fastgpu.convert.summary import damaged, describe_rows, fields_of, in_class_order, inspect
 from fastgpu.convert.writing import write_files
 from fastgpu.dataset.source import open_dataset
 from fastgpu.process.config import Loader
@@ -132,4 +132,6 @@ def check(asked: command.Check) -> int:
         for each in unchecked:
             checksums = f"{each.path} was read, but has no checksums; `python convert.py repack` writes them"
             print(f"  {each.text if each.is_left_out else checksums}")
+        for line in in_class_order(path):
+            print(f"  {line}")
     return exit_code

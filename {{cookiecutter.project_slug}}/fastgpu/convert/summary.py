@@ -13,6 +13,8 @@ import numpy as np
 from tqdm import tqdm
 
 from fastgpu.convert.reader import list_first
+from fastgpu.feed import sizes
+from fastgpu.feed.sources import class_labels
 from fastgpu.process.launch import UserError
 from fastgpu.process.machine import MIB, available_cpus, format_bytes
 from fastgpu.rows.contract import Dataset
@@ -20,6 +22,7 @@ from fastgpu.storage.file import OpenFile, split_group
 from fastgpu.storage.filters import filters_of
 from fastgpu.storage.hdf5 import SOURCES, dtype_of, find, look_up, open_file
 from fastgpu.storage.layout import DIGESTS, Layout, open_layout
+from fastgpu.storage.store import open_store
 
 
 class Stored(NamedTuple):
@@ -159,6 +162,29 @@ def damaged(path: str) -> list[str]:
         blocks = [(each, number) for each in layouts for number in range(-(-len(each) // each.chunk_rows))]
         lines = tqdm(pool.map(lambda block: check(*block), blocks), total=len(blocks), unit="blocks", disable=None)
         return damages + [line for line in lines if line]
+
+
+def in_class_order(path: str) -> Iterator[str]:
+    """A line for each group of a file whose neighbouring rows share their label far more often than by chance.
+
+    Files that a single pool holds, which mixes all of their rows, are left out.
+    """
+    for group, fields in sorted(fields_of(inspect(path)).items()):
+        try:
+            rows = open_store("FILE", f"{path.partition('::')[0]}::{group}", fields)
+            labels = class_labels(rows) if len(rows) * rows.row_bytes > sizes.POOL_BYTES else None
+        except UserError:  # they are damaged, or cannot be trained on
+            continue
+        if labels is None:
+            continue
+        sample = np.random.default_rng(0).integers(0, len(labels) - 1, 100_000)
+        shared = float((labels[sample] == labels[sample + 1]).mean())
+        by_chance = float((labels[sample] == np.roll(labels[sample], 1)).mean())
+        if shared > (1 + by_chance) / 2:
+            yield (
+                f"{group} is sorted by class: {shared:.0%} of neighbouring rows share a label. Pools cannot mix that: "
+                "`python convert.py repack` writes the rows in random order"
+            )
 
 
 def describe_rows(parts: Mapping[str, Dataset], layouts: Mapping[str, str] | None = None) -> Iterator[str]:

@@ -18,8 +18,9 @@ from safetensors.torch import load_model as fill
 from torch import Tensor, nn
 
 import workloads
-from fastgpu.feed import Passes, PrefetchLoader
+from fastgpu.feed import PrefetchLoader
 from fastgpu.feed.sources import image_codecs
+from fastgpu.process.config import Loader
 from fastgpu.process.files import new_file
 from fastgpu.process.launch import UserError, without_secrets
 from fastgpu.process.machine import available_cpus
@@ -226,7 +227,8 @@ def open_batches(source: Dataset, batch_size: int, device: torch.device) -> Iter
     """All rows once, in their order, read ahead by threads, as batches on the device."""
     pool_batches = max(1, (64 << 20) // (source.row_bytes * batch_size))  # 64 MiB; three pools are in memory
     order = BlockSampler(source, batch_size, pool_batches=pool_batches, seed=None)
-    with closing(PrefetchLoader(source, order, device, available_cpus(), passes=Passes(n_epochs=1))) as feed:
+    loader = Loader(num_readers=available_cpus())
+    with closing(PrefetchLoader(source, order, device, loader, n_epochs=1)) as feed:
         yield feed.batches(0)
 
 

@@ -95,6 +95,14 @@ class HDF5Dataset(Dataset):
             return None
         return np.concatenate([each.rows if isinstance(each, InMemory) else each.read_all() for each in columns])
 
+    @property
+    def is_local(self) -> bool:
+        return all(column.is_local for part in self.parts for column in part.values())
+
+    @property
+    def n_requests(self) -> int:
+        return remote.n_requests()
+
     def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Out]) -> None:
         ranges: dict[int, list[Range]] = {}
         for start, places in reads.ranges():
@@ -186,11 +194,6 @@ def expand(key: str, path: str) -> list[tuple[str, str]]:
     if not files:
         raise UserError(f"{key}: no file matches {pattern} (looked in {Path.cwd()})")
     return [(file, group) for file in files]
-
-
-def is_local(source: Dataset) -> bool:
-    """Whether all rows are on this machine, so that their readers wait for no network."""
-    return not isinstance(source, HDF5Dataset) or all(col.is_local for part in source.parts for col in part.values())
 
 
 def _pool_statistics(files: Sequence[HDF5Dataset]) -> dict[str, Any]:
