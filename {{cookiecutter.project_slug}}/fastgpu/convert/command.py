@@ -16,7 +16,7 @@ from typing import Literal
 
 from fastgpu import convert
 from fastgpu.process.commands import argument, flag, parse_command
-from fastgpu.process.launch import SharedError, UserError, exit_with_message
+from fastgpu.process.launch import UserError, exit_with_message
 from fastgpu.process.project import install_command
 from fastgpu.process.tools import check_exists, start_tool
 
@@ -26,7 +26,7 @@ Write your data to HDF5 files that are read fastest, and look at files.
 The files have blocks of 2 MiB, rows in random order and a checksum for each
 block. They are complete, or absent."""
 SUFFIXES = (".h5", ".hdf5")
-"""Ends of the names of files with rows, which .gitignore has."""
+"""Of the files that are written, which .gitignore covers."""
 
 
 def natural(text: str, lowest: int = 0) -> int:
@@ -67,7 +67,7 @@ class Command:
 class WriteCommand(Command):
     """What the commands that write files have in common."""
 
-    target: Path = argument("file to write; it has a temporary name until it is complete", metavar="TARGET")
+    target: Path = argument("file to write; it has a temporary name until it is complete")
     seed: int = flag("seed of order and split", type=natural, default=0, metavar="N")
     keep_order: bool = flag("write the rows in the order of the source", default=False)
     compression: Literal["none", "gzip"] = flag("default: none", default="none")
@@ -76,7 +76,7 @@ class WriteCommand(Command):
 
     def __post_init__(self) -> None:
         if self.target.suffix not in SUFFIXES:
-            raise SharedError(f"TARGET is {self.target}; it should end in {' or '.join(SUFFIXES)}")
+            raise UserError(f"TARGET is {self.target}; it should end in {' or '.join(SUFFIXES)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,8 +118,8 @@ class Dataset(WriteCommand):
     python convert.py dataset mine:Photos photos/ data/photos.h5
     """
 
-    source: str = argument("package.module:Class, or a function that makes the Dataset", metavar="SOURCE")
-    path: str = argument("what it is called with, such as a folder", metavar="PATH")
+    source: str = argument("package.module:Class, or a function that makes the Dataset")
+    path: str = argument("what it is called with, such as a folder")
     fields: tuple[str, ...] = flag(
         "names of what an item has; default: images labels", default=(), nargs="+", metavar="NAME[=KEY]"
     )
