@@ -25,7 +25,7 @@ KEEP = [
     ({"workload": ["images", "recsys", "both"]}, "configs"),
     ({"workload": ["images", "both"]}, "configs/celeba.yaml configs/cifar10.yaml"),
     ({"workload": ["images", "both"]}, "configs/photos.yaml configs/imagenet.yaml"),
-    ({"workload": ["images", "both"]}, "workloads/images.py fastgpu/images"),
+    ({"workload": ["images", "both"]}, "workloads/attributes.py workloads/images.py fastgpu/images"),
     ({"workload": ["images", "both"]}, "fastgpu/imagefiles fastgpu/convert/images"),
     ({"workload": ["recsys", "both"]}, "configs/recsys.yaml data/interactions-train.h5 data/interactions-val.h5"),
     ({"workload": ["recsys", "both"]}, "workloads/recsys.py fastgpu/convert/recsys"),

@@ -168,7 +168,7 @@ def test_check_tells_of_a_file_in_class_order(tmp_path, convert, monkeypatch, la
     monkeypatch.setattr(sizes, "POOL_BYTES", pool_bytes)
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["train/images"], file["train/labels"] = numbered(1000), labels
-    told = "/train is sorted by class: 99% of neighbouring rows share a label"
+    told = "/train/labels: sorted by class: 99% of neighbouring rows share a label"
     assert (told in convert("check a.h5").out) == is_told
 
 
@@ -213,6 +213,30 @@ def test_check_goes_on_after_a_dataset_that_cannot_be_read(dense_file, tmp_path,
     assert "a.h5: /begun: 4 of 4 chunks were never written" in printed
     assert "a.h5: /labels: its checksums are int64 () instead of uint8 (1, 32)" in printed
     assert "rows 3 to 3: " in printed
+
+
+FAULTS_OF_LABELS = (
+    (np.arange(6) % 3 - 1, {}, "2 rows have other values than 0 to 1, for classes; the first is row 0"),
+    (np.arange(6) % 3, {"n_classes": 2}, "2 rows have other values than 0 to 1, for classes; the first is row 2"),
+    (np.arange(12).reshape(6, 2) // 3, {}, "3 rows have other values than 0 and 1, for attributes; the first is row 3"),
+    (np.array([0, np.nan, 1, np.inf, 0, 0]), {}, "2 rows have other values than finite numbers; the first is row 1"),
+    (20240101 + np.arange(6) // 3, {}, "numbers up to 20,240,102, of which 2 occur; if they are ids, number them"),
+    (np.arange(6) % 3, {"class_names": "cat"}, "says of its classes"),
+    (np.arange(6) % 3 + 5, {"n_classes": 2000}, ""),
+    (np.arange(24).reshape(6, 2, 2), {}, ""),
+)
+"""(labels, attributes, what `check` says)"""
+
+
+@pytest.mark.parametrize(("labels", "described", "fault"), FAULTS_OF_LABELS)
+def test_check_finds_labels_that_training_would_refuse(tmp_path, convert, labels, described, fault):
+    with h5py.File("x.h5", "w") as file:
+        file["a/images"], file["a/labels"] = numbered(6), labels
+        file["a"].attrs.update(described)
+    shown = [line for line in convert("check x.h5").out.splitlines() if "checksums" not in line]
+    assert shown[0] == "x.h5: readable"
+    assert len(shown) == 1 + bool(fault)
+    assert fault in shown[-1]
 
 
 def test_check_reads_where_rows_came_from(dense_file, tmp_path, convert):

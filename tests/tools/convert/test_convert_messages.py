@@ -84,6 +84,7 @@ def of_tables() -> Mistakes:
         "a label over two lines": 'path,label\na,1\nb,"2\nc,3\nd,4"\ne,5\n',
         "no label": "path,label\na,1\n\nb, \n",
         "empty": "",
+        "no rows": "path,label\n",
         "another column": "path,kind\na,1\n",
         "a column twice": "path,label,label\na,1,2\n",
         "no header": "a/1.png,cat\na/2.png,dog\n",

@@ -7,14 +7,15 @@ from pathlib import Path, PurePosixPath
 from fastgpu.convert import command
 from fastgpu.convert.arrays import open_arrays
 from fastgpu.convert.reader import list_first, split_rows
-from fastgpu.convert.summary import damaged, describe_rows, fields_of, in_class_order, inspect
+from fastgpu.convert.summary import check_rows, damaged, describe_rows, fields_of, inspect
 from fastgpu.convert.writing import write_files
 from fastgpu.dataset.source import open_dataset
 from fastgpu.process.config import Loader
 from fastgpu.process.launch import UserError, warn
 from fastgpu.process.machine import available_cpus
 from fastgpu.rows.contract import Dataset
-from fastgpu.storage.store import expand, open_store
+from fastgpu.storage.hdf5 import expand
+from fastgpu.storage.store import open_store
 
 
 def write(
@@ -94,7 +95,7 @@ def repack(asked: command.Repack) -> None:
     for text in () if named else dict.fromkeys(left_out):
         warn(f"{asked.sources[0]}: {text}")
     for path, datasets in stored.items():
-        if any(each.has_digests for each in datasets) and (damages := damaged(path)):
+        if any(each.has_checksums for each in datasets) and (damages := damaged(path)):
             raise UserError(f"{damages[0]}; `python convert.py check` lists all damaged blocks")
     write(open_store("SOURCE", asked.sources, fields), asked)
 
@@ -115,7 +116,7 @@ def show(asked: command.Info) -> None:
                 print(f"  {group} cannot be trained on: {error}")
                 for name, each in values.items():
                     print(f"  {name:<8} {each.kind}, {each.text}")
-        if not all(each.has_digests or each.is_left_out for each in stored):
+        if not all(each.has_checksums or each.is_left_out for each in stored):
             print("  no checksums: `python convert.py repack` writes them")
 
 
@@ -126,12 +127,12 @@ def check(asked: command.Check) -> int:
         if damages := damaged(path):
             exit_code = 1
             print(list_first(damages, "\n"))
-        unchecked = [each for each in inspect(path) if not each.has_digests]
+        unchecked = [each for each in inspect(path) if not each.has_checksums]
         state = f"{len(damages):,} blocks are damaged" if damages else "readable" if unchecked else "whole"
         print(f"{path}: {state}")
         for each in unchecked:
             checksums = f"{each.path} was read, but has no checksums; `python convert.py repack` writes them"
             print(f"  {each.text if each.is_left_out else checksums}")
-        for line in in_class_order(path):
-            print(f"  {line}")
+        for fault in check_rows(path):
+            print(f"  {fault}")
     return exit_code
