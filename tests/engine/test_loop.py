@@ -18,7 +18,7 @@ import train as script
 import yaml
 from torch import nn
 
-from fastgpu.feed import sizes
+from fastgpu.process import machine
 from fastgpu.process.config import Optim
 from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
@@ -214,7 +214,7 @@ def test_loop_resumed_with_its_own_settings(folder, capsys):
 def test_loop_resumed_chooses_for_its_machine(folder, monkeypatch, resume):
     """Whichever way it is resumed, and only what was `auto`."""
     train("train.epochs=1", "data.tier=disk")
-    monkeypatch.setattr(sizes, "available_cpus", lambda: 5)
+    monkeypatch.setattr(machine, "available_cpus", lambda: 5)
     parts = build(f"run.resume={resume}", "data.tier=disk")
     assert (parts.config.loader.num_readers, parts.config.data.tier) == (5, "disk")
     parts.loader.close()

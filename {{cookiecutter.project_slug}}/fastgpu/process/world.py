@@ -45,6 +45,9 @@ class HangWarning:
         )
 
 
+__all__ = ["World", "init_distributed"]
+
+
 @dataclass(frozen=True)
 class World:
     """The rank of this process, the number of ranks, and the device. With one rank, collectives are no-ops."""

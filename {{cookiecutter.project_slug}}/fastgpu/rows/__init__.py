@@ -10,6 +10,6 @@ runs.py       Runs: neighbouring rows as first row and number of rows
 
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler, Shard
-from fastgpu.rows.rows import Rows
+from fastgpu.rows.rows import Ragged, Rows
 
-__all__ = ["BlockSampler", "Dataset", "Rows", "Shard"]
+__all__ = ["BlockSampler", "Dataset", "Ragged", "Rows", "Shard"]

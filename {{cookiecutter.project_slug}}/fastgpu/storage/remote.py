@@ -26,6 +26,7 @@ import numpy as np
 
 from fastgpu.process.launch import LEFT_OUT, USER, UserError, warn, without_secrets
 from fastgpu.process.machine import MIB
+from fastgpu.process.project import install_command
 from fastgpu.storage.file import PAGE_BYTES, RESTORE, OpenFile, side_by_side
 from fastgpu.storage.local_copy import LocalCopy
 
@@ -339,7 +340,7 @@ def _open_copy(folder: str, where: str, url: str, version: tuple[Any, ...]) -> L
 def _request(where: str, request: Callable[[Any], Any], then: str = "") -> Any:
     """What a request gives, called with obstore. then: follows the cure. Raises UserError for what it raises."""
     if not find_spec("obstore"):
-        raise UserError(f"{where} is read by obstore: pip install -c constraints.txt obstore")
+        raise UserError(f"{where} is read by obstore: {install_command('cloud')}")
     if _process() != os.getpid():  # the threads of obstore are not in a fork
         cure = "use loader.num_workers=0, or copy the file to a disk"
         raise UserError(f"{where} cannot be fetched by a fork of a process that has read URLs; {cure}")

@@ -27,6 +27,8 @@ from fastgpu.storage.hdf5 import SOURCES, attributes_of, check_path, dtype_of, f
 from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, MIN_BLOCKS, Layout, PlainRows, Range, open_layout
 from fastgpu.storage.meaning import check_meaning
 
+__all__ = ["open_store"]
+
 AROUND_PAGE_CACHE = 1.5
 """Files of more than this times the free memory are read around the page cache, which could keep a few blocks at most
 until the next epoch asks for them: under a third of them, if the blocks come in random order."""
@@ -94,6 +96,14 @@ class HDF5Dataset(Dataset):
         if n_bytes > COLUMN_BYTES or not all(isinstance(each, InMemory | Layout) for each in columns):
             return None
         return np.concatenate([each.rows if isinstance(each, InMemory) else each.read_all() for each in columns])
+
+    @property
+    def is_local(self) -> bool:
+        return all(column.is_local for part in self.parts for column in part.values())
+
+    @property
+    def n_requests(self) -> int:
+        return remote.n_requests()
 
     def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Out]) -> None:
         ranges: dict[int, list[Range]] = {}
@@ -186,11 +196,6 @@ def expand(key: str, path: str) -> list[tuple[str, str]]:
     if not files:
         raise UserError(f"{key}: no file matches {pattern} (looked in {Path.cwd()})")
     return [(file, group) for file in files]
-
-
-def is_local(source: Dataset) -> bool:
-    """Whether all rows are on this machine, so that their readers wait for no network."""
-    return not isinstance(source, HDF5Dataset) or all(col.is_local for part in source.parts for col in part.values())
 
 
 def _pool_statistics(files: Sequence[HDF5Dataset]) -> dict[str, Any]:
