@@ -106,7 +106,7 @@ def _add_fields(parser: Parser, kind: type) -> None:
         names = options.pop("names")
         is_required = each.default is MISSING
         if not is_required:
-            options["default"] = each.default
+            options["default"] = list(each.default) if isinstance(each.default, tuple) else each.default
         if "type" not in options:
             options = _options_of(types[each.name], is_required=is_required) | options
         if names is None:
