@@ -11,5 +11,5 @@ world.py          the process group: device, rank, collectives, an error of one 
 signals.py        signals that ask for a stop, which all ranks obey after the same step
 files.py          atomic writes, and one writer for each folder
 content.py        what a file is, by its first bytes
-tools.py          what the tools beside train.py share, if there are any
+tools.py          what the tools beside train.py share
 """
