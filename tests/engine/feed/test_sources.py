@@ -13,7 +13,7 @@ from fastgpu.feed.sources import open_rows, open_splits
 from fastgpu.process.config import Config, Data, Loader
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Dataset
-from fastgpu.rows.selection import Share
+from fastgpu.rows.selection import Subset
 from support.rows import DENSE_FIELDS, numbered, ragged
 
 
@@ -49,7 +49,7 @@ def test_sources_weights_make_groups(dense_file):
     train, val = open_both({"p-*.h5": 1, "q.h5": 2.5}, "50%")  # both sources give rows for validation
     groups = train.selection.groups.groups
     assert np.bincount(groups[groups >= 0]).tolist() == pytest.approx([25, 5], abs=8)
-    assert (len(train), len(groups), isinstance(val.selection, Share)) == (30, 60, True)
+    assert (len(train), len(groups), isinstance(val.selection, Subset)) == (30, 60, True)
     assert set(groups[val.selection.rows()]) == {-1}
 
 

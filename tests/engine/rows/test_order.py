@@ -90,7 +90,7 @@ def test_sampler_pools_are_filled_once_and_agree_on_ranks(case, seed, drop_last,
         assert sum(plan.n_rows for plan in plans) == len(sampler)
         assert len(plans) == sampler.pools_per_epoch
         assert max([plan.n_rows for plan in plans], default=0) == sampler.max_pool_rows
-        plans_of_ranks.append([(plan.n_rows, plan.number, plan.is_last) for plan in plans])
+        plans_of_ranks.append([(plan.n_rows, plan.number) for plan in plans])
     assert all(plans == plans_of_ranks[0] for plans in plans_of_ranks)
 
 
@@ -273,4 +273,4 @@ def test_selection_checksum_depends_on_rows_and_weights():
     cases = [((1, 1), groups), ((1, 2), groups), ((1, 1), 1 - groups)]
     selections = [Mixture(Groups(("a", "b"), *case), np.full(8, 8), 8, 0) for case in cases]
     selections += [*hold_out(np.full(8, 8), 5), *hold_out(np.full(8, 8), 6)]
-    assert len({selection.checksum for selection in selections}) == 3 + 4
+    assert len({selection.fingerprint for selection in selections}) == 3 + 4

@@ -14,7 +14,8 @@ from fastgpu.process.config import Loader
 from fastgpu.process.launch import UserError, warn
 from fastgpu.process.machine import available_cpus
 from fastgpu.rows.contract import Dataset
-from fastgpu.storage.store import expand, open_store
+from fastgpu.storage.hdf5 import expand
+from fastgpu.storage.store import open_store
 
 
 def write(
@@ -92,7 +93,7 @@ def repack(asked: command.Repack) -> None:
     for text in () if named else dict.fromkeys(left_out):
         warn(f"{asked.sources[0]}: {text}")
     for path, datasets in stored.items():
-        if any(each.has_digests for each in datasets) and (damages := damaged(path)):
+        if any(each.has_checksums for each in datasets) and (damages := damaged(path)):
             raise UserError(f"{damages[0]}; `python convert.py check` lists all damaged blocks")
     write(open_store("SOURCE", asked.sources, fields), asked)
 
@@ -113,7 +114,7 @@ def show(asked: command.Info) -> None:
                 print(f"  {group} cannot be trained on: {error}")
                 for name, each in values.items():
                     print(f"  {name:<8} {each.kind}, {each.text}")
-        if not all(each.has_digests or each.is_left_out for each in stored):
+        if not all(each.has_checksums or each.is_left_out for each in stored):
             print("  no checksums: `python convert.py repack` writes them")
 
 
@@ -124,7 +125,7 @@ def check(asked: command.Check) -> int:
         if damages := damaged(path):
             exit_code = 1
             print(list_first(damages, "\n"))
-        unchecked = [each for each in inspect(path) if not each.has_digests]
+        unchecked = [each for each in inspect(path) if not each.has_checksums]
         state = f"{len(damages):,} blocks are damaged" if damages else "readable" if unchecked else "whole"
         print(f"{path}: {state}")
         for each in unchecked:

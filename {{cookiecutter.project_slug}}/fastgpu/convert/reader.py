@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import copy
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from fastgpu.process.files import not_found
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Field, RaggedArray
-from fastgpu.rows.selection import Share
+from fastgpu.rows.selection import Subset
 
 SPLITS = ("train", "val", "test")
 WORDS = ("train training", "val valid validation dev publictest", "test testing privatetest")
@@ -113,7 +112,7 @@ class Reader(ItemSource):
 
 def rows_of(source: Dataset) -> np.ndarray:
     """(n,) the numbers of the rows of a source, ascending."""
-    return source.selection.rows() if isinstance(source.selection, Share) else np.arange(len(source))
+    return source.selection.rows() if isinstance(source.selection, Subset) else np.arange(len(source))
 
 
 def split_rows(source: Dataset, shares: Sequence[float] | None, seed: int) -> dict[str, Dataset]:
@@ -129,11 +128,13 @@ def split_rows(source: Dataset, shares: Sequence[float] | None, seed: int) -> di
         splits = draw_splits(np.zeros(len(source)) if labels is None else labels, shares, seed)
     if splits is None:
         return {"": source}
-    parts = {name: copy(source) for number, name in enumerate(SPLITS) if number in splits}
+    parts = {
+        name: source.select(Subset(source.block_rows, splits == number))
+        for number, name in enumerate(SPLITS)
+        if number in splits
+    }
     if shares and len(parts) < len(shares):
         raise UserError(f"--split leaves rows for {', '.join(parts)} alone: there are {len(source):,} rows")
-    for name, part in parts.items():
-        part.selection = Share(source.block_rows, splits == SPLITS.index(name))
     return parts
 
 

@@ -18,10 +18,11 @@ from fastgpu.process.launch import UserError
 from fastgpu.process.machine import MIB, available_cpus, format_bytes
 from fastgpu.rows.classes import MAX_UNUSED_CLASSES, classes_of
 from fastgpu.rows.contract import Dataset
+from fastgpu.storage.chunks import CHECKSUMS
 from fastgpu.storage.file import OpenFile, split_group
 from fastgpu.storage.filters import filters_of
 from fastgpu.storage.hdf5 import SOURCES, dtype_of, find, look_up, open_file
-from fastgpu.storage.layout import DIGESTS, Layout, open_layout
+from fastgpu.storage.layout import Layout, open_layout
 from fastgpu.storage.store import open_store
 
 
@@ -31,7 +32,7 @@ class Stored(NamedTuple):
     path: PurePosixPath
     text: str
     """Its layout, or why it is left out."""
-    has_digests: bool = False
+    has_checksums: bool = False
     """Whether its blocks have checksums."""
     is_left_out: bool = False
     kind: str = ""
@@ -69,7 +70,7 @@ def _open(path: str) -> Iterator[Contents]:
                 except UserError as error:
                     found.left_out[place] = str(error).partition(": ")[2]
                     continue
-                if isinstance(item, h5py.Group) and name != DIGESTS and item not in seen:
+                if isinstance(item, h5py.Group) and name != CHECKSUMS and item not in seen:
                     seen.add(item)
                     groups.append(item)
                 elif isinstance(item, h5py.Dataset) and name == SOURCES:
@@ -97,15 +98,15 @@ def inspect(path: str) -> list[Stored]:
             for place, why in found.left_out.items()
         ]
         for place, data in found.datasets.items():
-            has_digests = look_up(data.parent, f"{DIGESTS}/{data.name.rpartition('/')[2]}", place) is not None
+            has_checksums = look_up(data.parent, f"{CHECKSUMS}/{data.name.rpartition('/')[2]}", place) is not None
             chunk = data.chunks or data.shape
             filters = " + ".join(name for _, _, name in filters_of(data)) or "plain"
             n_bytes = prod(chunk) * data.dtype.itemsize
             size = format_bytes(n_bytes) if n_bytes >= MIB else f"{n_bytes / 1024:.1f} KiB"
-            checksums = "SHA-256" if has_digests else "no checksums"
+            checksums = "SHA-256" if has_checksums else "no checksums"
             text = f"blocks {chunk} of {size}, {filters}, {checksums}"
             kind = f"{data.dtype} {data.shape}"
-            stored.append(Stored(PurePosixPath(place), text, has_digests, kind=kind))
+            stored.append(Stored(PurePosixPath(place), text, has_checksums, kind=kind))
     return sorted(stored)
 
 
@@ -137,7 +138,7 @@ def damaged(path: str) -> list[str]:
         out = np.empty((n_rows, *layout.field.shape), layout.field.dtype)
         try:
             layout.read([(start, range(n_rows))], out)
-            if layout.digests is not None and sha256(out.data).digest() != layout.digests[block].tobytes():
+            if layout.checksums is not None and sha256(out.data).digest() != layout.checksums[block].tobytes():
                 raise UserError(f"{layout.name}: block {block} is damaged: checksum mismatch")
             if block % 64 == 0 and Layout.read_chunk(layout, block).astype(out.dtype).tobytes() != out.tobytes():
                 raise UserError(f"{layout.name}: block {block} has other values than h5py reads")

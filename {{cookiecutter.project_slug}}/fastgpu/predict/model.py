@@ -30,8 +30,10 @@ from fastgpu.rows.contract import Dataset, Out, PoolPlan, Reads
 from fastgpu.rows.rows import Field, Ragged, Rows
 from fastgpu.run.checkpoint import DESCRIPTION, WEIGHTS, newest_first, sha256_of
 from fastgpu.storage.arrays import ArrayDataset
+from fastgpu.storage.hdf5 import expand
 from fastgpu.storage.meaning import check_meaning
-from fastgpu.storage.store import HDF5Dataset, expand, open_store
+from fastgpu.storage.sources import sources_of
+from fastgpu.storage.store import HDF5Dataset, open_store
 
 __all__ = ["Trained", "load_model"]
 
@@ -191,7 +193,7 @@ def places_of(rows: Dataset) -> dict[str, np.ndarray]:
         names = np.array(list(map(without_secrets, files)), object)
         if len(names) > 1:
             places = {"file": names.repeat(rows.part_rows), "row": np.concatenate([*map(np.arange, rows.part_rows)])}
-        if any(sources := rows.sources(slice(None))):
+        if any(sources := sources_of(rows)):
             places["source"] = np.array(sources, object)
     return places
 

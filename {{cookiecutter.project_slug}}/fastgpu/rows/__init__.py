@@ -5,7 +5,6 @@ order.py      BlockSampler: which row is trained on when
 selection.py  which rows an epoch has: a share of them, sources at weights, equal classes
 rows.py       Rows: a batch or a pool in memory, and Field, the type of one of its columns
 classes.py    the names and the number of classes, in whatever form a source has them
-runs.py       Runs: neighbouring rows as first row and number of rows
 """
 
 from fastgpu.rows.contract import Dataset
