@@ -35,7 +35,6 @@ ROOT = Path(__file__).parents[2]
 PROJECT = ROOT / "{{cookiecutter.project_slug}}"
 sys.path[:0] = [str(path) for path in (PROJECT, ROOT / "tests")]
 
-import convert
 import h5py
 import numpy as np
 import torch
@@ -44,8 +43,10 @@ from PIL import Image
 from torch import nn
 
 import workloads
+from fastgpu.convert import command as convert
 from fastgpu.convert import writer
 from fastgpu.convert.summary import damaged
+from fastgpu.feed import Splits
 from fastgpu.images.column import ImageCodec
 from fastgpu.predict.model import load_model, make_rows, open_batches
 from fastgpu.process.config_loader import load_config, read_options
@@ -135,7 +136,8 @@ def make_checkpoint() -> None:
     state["model"](torch.ones(1, 6)).sum().backward()
     state["optimizer"].step()
     source = ArrayDataset("made up", {"x": np.zeros((2, 6), np.float32), "y": np.zeros(2, np.float32)})
-    card = describe_model(SHORT_CONFIG.flat(), (source, source), {}, {}) | {"epoch": 2, "metrics": {"val/mse": 0.5}}
+    data = Splits(source, source)
+    card = describe_model(SHORT_CONFIG.flat(), data, {}, {}) | {"epoch": 2, "metrics": {"val/mse": 0.5}}
     progress = checkpoint.Progress(epoch=2, epoch_step=64, step=7, best=98.5, metric="val/mse")
     SAVED.parent.mkdir(parents=True, exist_ok=True)
     snapshot = checkpoint.take_snapshot(state)
@@ -195,7 +197,7 @@ def read_model() -> str:
 
 def command(words: str) -> Callable[[], object]:
     """A command of convert.py."""
-    return partial(convert.main, convert.parse(words.split()))
+    return lambda: convert.run(convert.parse(words.split()))
 
 
 read_images = partial(read_hdf5, "images", "labels")

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import nn
 
+from fastgpu.feed import Splits
 from fastgpu.process import config, files
 from fastgpu.process.files import FolderLock
 from fastgpu.process.launch import UserError
@@ -44,7 +45,7 @@ def started_run(
 ) -> Run:
     """A run of this process. settings: of section `run`. state: more than the model."""
     cfg = SHORT_CONFIG.resolved(run={"folder": str(folder), "name": "a", **settings})
-    card = describe_model(cfg.flat(), splits, {"classes": ["a", "b"]}, SHORT_ORDER.fingerprint)
+    card = describe_model(cfg.flat(), Splits(*splits), {"classes": ["a", "b"]}, SHORT_ORDER.fingerprint)
     state = {"model": model or nn.Linear(2, 2), **(state or {})}
     return Run(cfg.run, world, state, card, values=cfg.model_dump(), best=best)
 

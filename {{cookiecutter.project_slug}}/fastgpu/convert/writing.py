@@ -15,7 +15,7 @@ from fastgpu.convert.reader import SPLITS, Reader, list_first, rows_of
 from fastgpu.convert.writer import Compression, write_attributes, write_rows, write_sources
 from fastgpu.dataset.items import Columns
 from fastgpu.dataset.source import ItemDataset
-from fastgpu.feed import Passes, PrefetchLoader
+from fastgpu.feed import PrefetchLoader
 from fastgpu.process.config import Loader
 from fastgpu.process.files import flush, new_file
 from fastgpu.process.launch import ESCAPES, UserError, warn
@@ -24,6 +24,7 @@ from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage.layout import BLOCK_BYTES
+from fastgpu.storage.sources import sources_of
 from fastgpu.storage.store import HDF5Dataset
 
 POOL_BYTES, POOL_BLOCKS = 1 << 30, 512
@@ -84,8 +85,9 @@ def write_files(
         for name, part in parts.items():
             with h5py.File(partial[name], "r+", locking=False) as file:
                 write_attributes(file, facts)
+                ids = np.concatenate(row_ids[name])
                 if isinstance(part, Reader | HDF5Dataset):
-                    write_sources(file, part.sources(np.concatenate(row_ids[name])))
+                    write_sources(file, part.sources(ids) if isinstance(part, Reader) else sources_of(part, ids))
             flush(partial[name])  # now, since the disk may refuse: all files get their names, or none
     broken_list.unlink(missing_ok=True)  # of an earlier try
     for name, part in parts.items():
@@ -113,10 +115,9 @@ def _read(
     batch_size = max(1, BLOCK_BYTES // source.row_bytes)
     pool_batches = -(-pool_rows // batch_size)
     order = BlockSampler(source, batch_size, pool_batches=pool_batches, seed=seed, drop_last=False)
-    n_readers = source.n_workers if isinstance(source, ItemDataset) else available_cpus()
-    feed = PrefetchLoader(
-        source, order, torch.device("cpu"), n_readers, passes=Passes(n_epochs=1), loader=Loader(prefetch_pools=1)
-    )
+    n_workers = source.n_workers if isinstance(source, ItemDataset) else 0
+    loader = Loader(num_readers=available_cpus(), num_workers=n_workers, prefetch_pools=1)
+    feed = PrefetchLoader(source, order, torch.device("cpu"), loader, n_epochs=1)
     with closing(feed), tqdm(total=len(source), unit="rows", unit_scale=True, desc=name, disable=None) as bar:
         for pool in feed.pools(0):
             columns = pool.rows.numpy()

@@ -18,22 +18,27 @@ from safetensors import SafetensorError
 from safetensors.torch import load_model as fill
 from torch import Tensor, nn
 
-from fastgpu.feed import Passes, PrefetchLoader
+from fastgpu.feed import PrefetchLoader
 from fastgpu.feed.sources import image_codecs
 from fastgpu.predict.command import NO_CHECKPOINT
+from fastgpu.process.config import Loader
 from fastgpu.process.files import new_file
 from fastgpu.process.launch import UserError, without_secrets
 from fastgpu.process.machine import available_cpus
-from fastgpu.process.project import project_folder
+from fastgpu.process.project import install_command, project_folder
 from fastgpu.process.tools import check_exists
 from fastgpu.rows import BlockSampler
 from fastgpu.rows.contract import Dataset, Out, PoolPlan, Reads
 from fastgpu.rows.rows import Field, Ragged, Rows
 from fastgpu.run.checkpoint import DESCRIPTION, WEIGHTS, newest_first, sha256_of
 from fastgpu.storage.arrays import ArrayDataset
+from fastgpu.storage.hdf5 import expand
 from fastgpu.storage.meaning import check_meaning
-from fastgpu.storage.store import HDF5Dataset, expand, open_store
+from fastgpu.storage.sources import sources_of
+from fastgpu.storage.store import HDF5Dataset, open_store
 from fastgpu.training.evaluate import Scorer
+
+__all__ = ["Trained", "load_model"]
 
 
 class _Card(BaseModel, extra="allow"):
@@ -232,7 +237,7 @@ def places_of(rows: Dataset) -> dict[str, np.ndarray]:
         names = np.array(list(map(without_secrets, files)), object)
         if len(names) > 1:
             places = {"file": names.repeat(rows.part_rows), "row": np.concatenate([*map(np.arange, rows.part_rows)])}
-        if any(sources := rows.sources(slice(None))):
+        if any(sources := sources_of(rows)):
             places["source"] = np.array(sources, object)
     return places
 
@@ -270,7 +275,8 @@ def open_batches(source: Dataset, batch_size: int, device: torch.device) -> Iter
     """All rows once, in their order, read ahead by threads, as batches on the device."""
     pool_batches = max(1, (64 << 20) // (source.row_bytes * batch_size))  # 64 MiB; three pools are in memory
     order = BlockSampler(source, batch_size, pool_batches=pool_batches, seed=None)
-    with closing(PrefetchLoader(source, order, device, available_cpus(), passes=Passes(n_epochs=1))) as feed:
+    loader = Loader(num_readers=available_cpus())
+    with closing(PrefetchLoader(source, order, device, loader, n_epochs=1)) as feed:
         yield feed.batches(0)
 
 
@@ -304,7 +310,7 @@ def export(trained: Trained, path: Path, *, replace: bool = False) -> None:
         except Exception as error:  # the exporters raise errors of many kinds
             cause = error.__cause__ or error
             reason = " ".join(str(cause).split())[:300] or type(error).__name__
-            cure = "; pip install -c constraints.txt -e '.[export]'" if isinstance(cause, ImportError) else ""
+            cure = f"; {install_command('export')}" if isinstance(cause, ImportError) else ""
             raise UserError(f"{path} was not written: {reason}{cure}") from error
 
 

@@ -1,4 +1,4 @@
-"""Atomic writes, so that what a killed process leaves is complete or absent; a lock file; paths that do not exist."""
+"""Atomic writes: a killed process leaves a complete file or none. Locks of folders; paths that do not exist."""
 
 import fcntl
 import os
@@ -43,10 +43,10 @@ def check_target(target: Path, *, replace: bool) -> None:
 
 @contextmanager
 def new_file(target: Path, *, replace: bool = False) -> Iterator[Path]:
-    """An empty file beside `target`, under a name that nothing else has, to be written.
+    """Write a file atomically: the block writes to the empty temporary file that it is given, beside `target`.
 
-    At the end it takes the place of `target`; after an exception it is removed, and `target` is unchanged. Raises
-    UserError like `check_target`, or if `target` cannot be created; OSError if the disk refuses later.
+    At its end that file takes the place of `target`; after an exception it is removed, and `target` is unchanged.
+    Raises UserError like `check_target`, or if `target` cannot be created; OSError if the disk refuses later.
     """
     check_target(target, replace=replace)
     partial = target.with_name(f".{target.stem[:200]}.{uuid4().hex}{target.suffix}")
@@ -64,7 +64,7 @@ def new_file(target: Path, *, replace: bool = False) -> Iterator[Path]:
 
 
 def open_to_append(path: Path) -> TextIO:
-    """Open a file of text. Raises OSError if something else is there, such as a link to a file of the user's."""
+    """Open a text file. Raises OSError if the path is something else, such as a link to a file of the user's."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     descriptor = os.open(path, flags, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
