@@ -64,10 +64,7 @@ def mistakes_in(name: str, source: str, order: list[str]) -> set[str]:
 
 LEFT: dict[str, set[str]] = {
     "fastgpu/dataset/source.py": {"sys.path"},  # data.dataset may name a module of the current folder
-    "fastgpu/predict/model.py": {
-        "workloads",
-        "sys.path",
-    },  # `load_model` finds them beside the script, or is told where
+    "fastgpu/predict/model.py": {"workloads", "sys.path"},  # `load_model` takes them from the project
 }
 
 

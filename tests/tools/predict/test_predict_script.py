@@ -24,7 +24,8 @@ from fastgpu.convert import command as convert
 from fastgpu.predict import program
 from fastgpu.predict.answers import Answers, to_columns, write_rows
 from fastgpu.predict.command import Predict
-from fastgpu.predict.model import load_model, open_inputs
+from fastgpu.predict.inputs import open_inputs
+from fastgpu.predict.model import load_model
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import Rows
 from support import PROJECT

@@ -14,6 +14,8 @@ from fastgpu.process.files import check_target
 from fastgpu.process.launch import UserError, exit_with_message
 from fastgpu.process.tools import check_exists, start_tool
 
+__all__ = ["main"]
+
 TABLES = (".csv", ".jsonl")
 NO_CHECKPOINT = "name the folder of a run, such as runs/mine, or of a checkpoint"
 PROGRAMS = (".pt2", ".onnx")
