@@ -34,7 +34,7 @@ class Predict:
     or HDF5 files (`file.h5::/group`, `part-*.h5`), or one .npy or .npz file.
     """
 
-    checkpoint: str = argument("folder of a run or a checkpoint", metavar="CHECKPOINT")
+    checkpoint: str = argument("folder of a run or a checkpoint")
     inputs: tuple[str, ...] = argument("rows; labelled ones for --evaluate", metavar="INPUT", default=())
     output: str = flag(
         "FILE.csv, with ' before formulas, or FILE.jsonl; default: CSV to stdout",

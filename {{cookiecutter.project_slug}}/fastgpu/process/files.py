@@ -45,8 +45,8 @@ def check_target(target: Path, *, replace: bool) -> None:
 def new_file(target: Path, *, replace: bool = False) -> Iterator[Path]:
     """Write a file atomically: the block writes to the empty temporary file that it is given, beside `target`.
 
-    At its end that file takes the place of `target`; after an exception it is removed, and `target` is unchanged.
-    Raises UserError like `check_target`, or if `target` cannot be created; OSError if the disk refuses later.
+    At the end it takes the place of `target`; after an exception it is removed, and `target` is unchanged. Raises
+    UserError like `check_target`, or if `target` cannot be created; OSError if the disk refuses later.
     """
     check_target(target, replace=replace)
     partial = target.with_name(f".{target.stem[:200]}.{uuid4().hex}{target.suffix}")
