@@ -191,8 +191,8 @@ def train(t: Training, world: World) -> int:
             # If the loader fails, `guard` saves the last step.
             for batch in clock.timed(run.guard(loader.batches(at.epoch, start=at.epoch_step))):
                 # The part of the run that is done in mid-step, as if all epochs were like this one.
-                done = at.epoch * n_steps + at.epoch_step + 0.5
-                factor = schedule(done / (n_epochs * n_steps), cfg.optim)
+                done = (at.epoch * n_steps + at.epoch_step + 0.5) / (n_epochs * n_steps)
+                factor = schedule(done, cfg.optim)
 
                 # Each step has its own seed: a resumed run draws the same augmentation and dropout.
                 rng = reseed(world.device, cfg.run.seed, at.epoch, at.epoch_step, world.rank)

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from fastgpu.images.checks import check_images
 from fastgpu.process.launch import UserError, warn
-from fastgpu.rows.contract import Dataset
-from fastgpu.rows.rows import Rows
+from fastgpu.rows import Dataset, Rows
 from workloads import images
 
 FAR = 10.0

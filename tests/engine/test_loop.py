@@ -24,7 +24,7 @@ from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
 from fastgpu.run import checkpoint
 from fastgpu.storage.store import HDF5Dataset
-from fastgpu.telemetry import clock
+from fastgpu.telemetry import clock, tensorboard
 from support import PROJECT
 from support.ranks import ALONE, in_world, printed_by, run_train, train_command
 from support.runs import (
@@ -47,10 +47,15 @@ TRAIN_TAGS = {f"train/{name}" for name in ("loss", "grad_norm", "lr", "trained_r
 TAGS = TRAIN_TAGS | {"data/fresh_rows_per_s", "data/wait_pct", "data/echo", "val/mse", "run/save_s"}
 
 
-def test_loop_record_repeats_the_run(folder, capsys):
+def test_loop_record_repeats_the_run(folder, monkeypatch, capsys):
+    monkeypatch.setattr(tensorboard, "LINE_EVERY_S", 0)
     train("optim.name=sgd", "optim.lr=0.05", "optim.accumulation_steps=4")
     printed = capsys.readouterr().out
     assert all(text in printed for text in ("1 x CPU", "kept on the device", "tensorboard --logdir runs"))
+    shares = [int(share) for share in re.findall(r" (\d+) % done", printed)]
+    assert shares[0] == 7  # of 63 steps, at the fifth
+    assert shares == sorted(shares)
+    assert shares[-1] == 99
     run = folder / "runs/a"
     points = metrics_of(run)
     assert points[-1]["step"] == 3 * STEPS_PER_EPOCH

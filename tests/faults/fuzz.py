@@ -35,7 +35,6 @@ ROOT = Path(__file__).parents[2]
 PROJECT = ROOT / "{{cookiecutter.project_slug}}"
 sys.path[:0] = [str(path) for path in (PROJECT, ROOT / "tests")]
 
-import convert
 import h5py
 import numpy as np
 import torch
@@ -44,6 +43,7 @@ from PIL import Image
 from torch import nn
 
 import workloads
+from fastgpu.convert import command as convert
 from fastgpu.convert import writer
 from fastgpu.convert.summary import damaged
 from fastgpu.feed import Splits
@@ -197,7 +197,7 @@ def read_model() -> str:
 
 def command(words: str) -> Callable[[], object]:
     """A command of convert.py."""
-    return partial(convert.main, convert.parse(words.split()))
+    return lambda: convert.run(convert.parse(words.split()))
 
 
 read_images = partial(read_hdf5, "images", "labels")

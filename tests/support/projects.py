@@ -102,7 +102,7 @@ def run_in(project: Path, *command: str, python: str | Path = sys.executable) ->
 def convert_commands(project: Path, python: str | Path = sys.executable) -> set[str]:
     """The sub-commands of convert.py."""
     shown = printed_by([python, "convert.py", "--help"], project)
-    return set(re.findall(r"(?m)^    (\w+)(?: |$)", shown.split("COMMAND\n")[-1]))
+    return set(re.findall(r"(?m)^  (\w+) ", shown.split("\ncommands:\n")[1].split("\n\n")[0]))
 
 
 # ---------------------------------------------------------------------------------------------- pages and examples

@@ -15,7 +15,7 @@ from fastgpu.process.config import Auto, Config, Tier
 from fastgpu.rows.contract import Dataset, Reads
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Ragged, RaggedArray
-from fastgpu.rows.runs import Runs
+from fastgpu.rows.selection import Runs
 from fastgpu.storage.store import HDF5Dataset
 from support.ranks import CPU
 
@@ -164,7 +164,7 @@ def read_by_jobs(source: HDF5Dataset, row_ids: np.ndarray, n_rows: int = 13) -> 
     """The rows `row_ids` of dense fields, read by jobs of `n_rows` rows each, as the feed makes them."""
     reads = reads_of(*[(row, np.array([place])) for place, row in enumerate(row_ids.tolist())])
     out = {name: np.zeros((len(row_ids), *field.shape), field.dtype) for name, field in source.fields.items()}
-    plan = PLAN._replace(n_rows=len(row_ids), reads=reads)
+    plan = PLAN._replace(reads=reads)
     jobs = source.gathers(plan, out, n_rows)
     for job in jobs or [partial(source.read, plan, part, out) for part in reads.split(n_rows)]:
         job()

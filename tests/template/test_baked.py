@@ -30,8 +30,8 @@ WORDS_OF_THE_OTHER = {
     "images": r"recsys|recommender|movielens|mult-?(vae|dae)|autoencoder|\bndcg|interactions",
 }
 """{workload: what only the files of the other one speak of}"""
-SPEAK_OF_BOTH = {"constraints.txt", "convert.py", "tests/conftest.py"}
-"""convert.py is one command line, of which it shows the commands whose rooms are there. The tests make rows up."""
+SPEAK_OF_BOTH = {"constraints.txt", "tests/conftest.py"}
+"""The tests make rows up."""
 
 
 def run_pytest(project: Path, *arguments: str, python: str | Path = sys.executable) -> None:

@@ -20,8 +20,7 @@ from fastgpu.images import augment
 from fastgpu.images.checks import check_images, check_labels, count_classes
 from fastgpu.process.config import CountOrZero, Section
 from fastgpu.process.launch import UserError
-from fastgpu.rows.contract import Dataset
-from fastgpu.rows.rows import Rows
+from fastgpu.rows import Dataset, Rows
 
 
 class Workload(workloads.Workload):

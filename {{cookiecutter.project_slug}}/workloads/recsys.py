@@ -22,8 +22,7 @@ from torch import Tensor, nn
 import workloads
 from fastgpu.process.config import Count, CountOrZero, Section
 from fastgpu.process.launch import UserError, warn
-from fastgpu.rows.contract import Dataset
-from fastgpu.rows.rows import Ragged, Rows
+from fastgpu.rows import Dataset, Ragged, Rows
 
 NDCG_AT = 100
 RECALL_AT = (20, 50)

@@ -15,9 +15,9 @@ from fastgpu.feed.sources import image_codecs
 from fastgpu.images.column import ImageCodec
 from fastgpu.rows.contract import Dataset as Source
 from fastgpu.rows.order import BlockSampler
-from fastgpu.storage import layout, remote
+from fastgpu.storage import layout
 from fastgpu.storage.file import OpenFile
-from fastgpu.storage.store import open_store
+from fastgpu.storage.store import HDF5Dataset, open_store
 from support.images import write_photos
 from support.ranks import CPU
 from support.rows import DENSE_FIELDS, open_feed
@@ -58,7 +58,8 @@ def test_bottleneck_slow_disk(dense_file, monkeypatch):
     source = open_store("data.train", dense_file(80, chunk=4), DENSE_FIELDS)
     monkeypatch.setattr(OpenFile, "check_unchanged", slow(OpenFile.check_unchanged))
     assert bottleneck_of(source).startswith("reading; try loader.num_readers=4")
-    monkeypatch.setattr(remote, "n_requests", count().__next__)  # as if blocks came from a bucket
+    counts = count()
+    monkeypatch.setattr(HDF5Dataset, "n_requests", property(lambda _: next(counts)))  # as if blocks came from a bucket
     assert bottleneck_of(source).startswith("the network, from which each block comes once, to data.cache; try loader.")
 
 

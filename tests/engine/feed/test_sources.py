@@ -9,11 +9,11 @@ import pytest
 from torch.utils.data import Dataset as TorchDataset
 
 from fastgpu.dataset.source import ItemDataset
-from fastgpu.feed.sources import open_splits
-from fastgpu.process.config import Data, Loader
+from fastgpu.feed.sources import open_rows, open_splits
+from fastgpu.process.config import Config, Data, Loader
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Dataset
-from fastgpu.rows.selection import Share
+from fastgpu.rows.selection import Subset
 from support.rows import DENSE_FIELDS, numbered, ragged
 
 
@@ -49,7 +49,7 @@ def test_sources_weights_make_groups(dense_file):
     train, val = open_both({"p-*.h5": 1, "q.h5": 2.5}, "50%")  # both sources give rows for validation
     groups = train.selection.groups.groups
     assert np.bincount(groups[groups >= 0]).tolist() == pytest.approx([25, 5], abs=8)
-    assert (len(train), len(groups), isinstance(val.selection, Share)) == (30, 60, True)
+    assert (len(train), len(groups), isinstance(val.selection, Subset)) == (30, 60, True)
     assert set(groups[val.selection.rows()]) == {-1}
 
 
@@ -99,6 +99,13 @@ def test_sources_items_of_a_dataset_by_index():
 def test_sources_column_that_is_not_in_memory():
     with pytest.raises(UserError, match="x is not in memory.*a torch Dataset has to have .* `x` or `targets`"):
         ItemDataset("mine", range(10), {"x": "x"}).column("x")
+
+
+def test_sources_error_is_a_value(dense_file):
+    dense_file(9, name="a.h5")
+    for train, message in (("a.h5", "None"), ("b.h5", "data.train: b.h5 does not exist")):
+        splits = open_rows(Config(workload="minimal", data=Data(train=train, val="a.h5", fields=DENSE_FIELDS)))
+        assert str(splits.error).startswith(message)
 
 
 def test_messages_of_sources(compare_messages, dense_file):
@@ -162,6 +169,7 @@ def test_sources_dataset_is_opened_with_its_workers(val, n_workers):
         ({"p-train.h5": 2, "p-val.h5": 1}, "p-val.h5", "p-val.h5", {}),
         # the rest of a copy is trained on
         (["groups.h5::train", "./groups.h5::/train"], "10%", "groups.h5::train", {}),
+        ("link.h5", "q.h5", "link.h5", {}),
         ("a", "a", "a", {"dataset": "test_sources:Ten"}),
         ("groups.h5::/train", "groups.h5::/val", "", {}),
         ("p-*.h5", "10%", "", {}),
@@ -172,6 +180,7 @@ def test_sources_dataset_is_opened_with_its_workers(val, n_workers):
 def test_sources_warn_of_shared_validation_rows(dense_file, capsys, train, val, shared, options):
     for name in ("p-train.h5", "p-val.h5", "q.h5"):
         dense_file(20, name=name)
+    Path("link.h5").symlink_to("q.h5")
     with h5py.File("groups.h5", "w") as file:
         file["train/images"] = file["val/images"] = np.arange(20)
     open_both(train, val, {"images": "images"}, **options)

@@ -37,7 +37,7 @@ ONLY_H5PY = {
 
 def by_h5py(store: HDF5Dataset) -> bool:
     """Whether only the HDF5 library can read the rows, one thread at a time."""
-    largest = max(store.parts[0].values(), key=lambda column: column.field.row_bytes)
+    largest = max(store.parts[0].columns.values(), key=lambda column: column.field.row_bytes)
     return type(largest) is Layout
 
 
@@ -232,7 +232,7 @@ def test_layout_damage_names_the_block(open_x, chunks, message):
 
 def test_layout_of_a_local_file_is_read_at_once(open_x, monkeypatch):
     """No thread and no system call for each of its chunks, of which labels may have many."""
-    (column,) = open_x(rows := numbered(1000, (4,)), 1).parts[0].values()
+    (column,) = open_x(rows := numbered(1000, (4,)), 1).parts[0].columns.values()
     check, n_calls = OpenFile.check_unchanged, []
     monkeypatch.setattr(OpenFile, "check_unchanged", lambda file: (n_calls.append(1), check(file)))
     assert np.array_equal(column.read_all(), rows)

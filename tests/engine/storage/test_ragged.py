@@ -4,7 +4,7 @@ import pytest
 
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import Field
-from fastgpu.storage import store as store_module
+from fastgpu.storage import part
 from fastgpu.storage.store import open_store
 from support.rows import ITEMS, RAGGED_FIELDS, is_ragged, read_rows
 
@@ -21,7 +21,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("min_blocks", [1, 30])
 def test_ragged_rows_of_any_layout(ragged_file, monkeypatch, layout, min_blocks):
-    monkeypatch.setattr(store_module, "MIN_BLOCKS", min_blocks)
+    monkeypatch.setattr(part, "MIN_BLOCKS", min_blocks)
     store = open_store("data.train", ragged_file(101, **LAYOUTS[layout]), RAGGED_FIELDS)
     mean_values = sum(n * 7 % 5 for n in range(101)) / 101
     assert store.fields["items"] == Field(np.dtype("i4"), (), mean_values, ITEMS)
@@ -34,7 +34,7 @@ def test_ragged_rows_of_any_layout(ragged_file, monkeypatch, layout, min_blocks)
 @pytest.mark.parametrize("long_row_bytes", [0, 1 << 20], ids=["row by row", "by indices"])
 def test_ragged_values_of_other_types_and_shapes(ragged_file, monkeypatch, long_row_bytes):
     monkeypatch.setattr("fastgpu.storage.columns.LONG_ROW_BYTES", long_row_bytes)
-    monkeypatch.setattr(store_module, "MIN_BLOCKS", 1)  # several rows in a block
+    monkeypatch.setattr(part, "MIN_BLOCKS", 1)  # several rows in a block
     path = ragged_file(30)
     with h5py.File(path, "a") as file:
         items = file["items/indices"][:]

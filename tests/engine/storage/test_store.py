@@ -7,10 +7,11 @@ import pytest
 from h5py import h5a, h5s, h5t
 
 from fastgpu.process.launch import UserError
+from fastgpu.storage import part
 from fastgpu.storage import store as module
 from fastgpu.storage.arrays import ArrayDataset
+from fastgpu.storage.chunks import CHECKSUMS
 from fastgpu.storage.columns import InMemory
-from fastgpu.storage.layout import DIGESTS
 from fastgpu.storage.store import open_store
 from support.rows import DENSE_FIELDS, numbered, numbers_of, read_by_jobs, read_rows
 
@@ -21,21 +22,21 @@ def test_store_of_arrays_has_blocks_of_two_mib():
     assert ArrayDataset("x", {"a": np.zeros((100, 1 << 16))}).block_rows.tolist() == [4] * 25
 
 
-def test_store_digest_tells_rows_apart(dense_file):
-    def digest(field: str = "", row: int = 0, *, has_checksums: bool = False) -> str:
+def test_store_fingerprint_tells_rows_apart(dense_file):
+    def fingerprint(field: str = "", row: int = 0, *, has_checksums: bool = False) -> str:
         """Of a file with another value in this row of a field."""
         path = dense_file(40)
         with h5py.File(path, "r+") as file:
             if has_checksums:  # these tell rows apart that are not read
-                file[f"{DIGESTS}/images"] = np.zeros((5, 32), np.uint8)
+                file[f"{CHECKSUMS}/images"] = np.zeros((5, 32), np.uint8)
             if field:
                 file[field][row] += 1
-        return open_store("data.train", path, DENSE_FIELDS).digest
+        return open_store("data.train", path, DENSE_FIELDS).stored_fingerprint
 
-    digests = [digest(), digest("labels", 3), digest("images", 0), digest("images", 13), digest("images", 39)]
-    digests += [digest(has_checksums=True), digest(f"{DIGESTS}/images", 4, has_checksums=True)]
-    assert len({*digests}) == len(digests)
-    assert digest() == digests[0]
+    found = [fingerprint(), fingerprint("labels", 3), *(fingerprint("images", row) for row in (0, 13, 39))]
+    found += [fingerprint(has_checksums=True), fingerprint(f"{CHECKSUMS}/images", 4, has_checksums=True)]
+    assert len({*found}) == len(found)
+    assert fingerprint() == found[0]
 
 
 def test_store_attributes_of_a_group_are_plain_values(tmp_path):
@@ -70,10 +71,10 @@ def test_store_keeps_small_columns_in_memory(tmp_path, monkeypatch):
         file.create_dataset("pixels", data=numbered(50, BIG), chunks=(8, *BIG))
         file.create_dataset("labels", data=np.arange(50), chunks=(3,))
     for is_small in (True, False):
-        monkeypatch.setattr(module, "COLUMN_BYTES", 400 * is_small)
+        monkeypatch.setattr(part, "COLUMN_BYTES", 400 * is_small)
         store = open_store("data.train", str(tmp_path / "x.h5"), {"images": "/pixels", "labels": "labels"})
-        assert isinstance(store.parts[0]["labels"], InMemory) == is_small
-        assert not isinstance(store.parts[0]["images"], InMemory)
+        assert isinstance(store.parts[0].columns["labels"], InMemory) == is_small
+        assert not isinstance(store.parts[0].columns["images"], InMemory)
         rows = read_rows(store)
         assert numbers_of(rows["images"]) == rows["labels"].tolist() == list(range(50))
 
@@ -81,10 +82,10 @@ def test_store_keeps_small_columns_in_memory(tmp_path, monkeypatch):
 def test_store_reads_any_small_column_when_asked(dense_file, monkeypatch):
     paths = [dense_file(40, name="a.h5"), dense_file(30, name="b.h5", start=40)]
     store = open_store("data.train", paths, DENSE_FIELDS)  # both of them are as long, so one is the largest
-    before = store.digest
+    before = store.stored_fingerprint
     assert numbers_of(store.column("images")) == list(range(70))
     np.testing.assert_array_equal(store.column("labels"), np.arange(70) % 4)
-    assert store.digest == before
+    assert store.stored_fingerprint == before
     monkeypatch.setattr(module, "COLUMN_BYTES", 8 * 70 - 1)
     assert store.stored_column("images") is None
     with pytest.raises(UserError, match="images is not in memory: of HDF5 files, those of one shape up to 1 GiB"):

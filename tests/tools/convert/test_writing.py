@@ -13,7 +13,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastgpu.convert import writer as writer_module
@@ -24,8 +24,8 @@ from fastgpu.convert.writing import write_files
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import Field, RaggedArray
 from fastgpu.storage.arrays import ArrayDataset
+from fastgpu.storage.chunks import CHECKSUMS
 from fastgpu.storage.hdf5 import attributes_of
-from fastgpu.storage.layout import DIGESTS
 from fastgpu.storage.store import open_store
 from support import PROJECT
 from support.ranks import run_to_end, wait_until
@@ -189,7 +189,6 @@ def parts_of(rows: int, part_rows: int) -> Iterator[dict[str, Any]]:
         images[:], labels[:], items.values[:], items.offsets[:], words.values[:] = 0, -1, -1, -1, 0
 
 
-@settings(max_examples=20, deadline=None)
 @given(
     came=st.integers(1, 300),
     more=st.integers(0, 40),
@@ -215,7 +214,7 @@ def test_writer_rows_come_back_in_order(tmp_path_factory, came, more, part_rows,
     assert is_ragged(found["items"], range(came))
     assert is_ragged(found["words"], range(came))
     with h5py.File(path) as file:
-        assert len(file[f"{DIGESTS}/images"]) == -(-came // file["images"].chunks[0])
+        assert len(file[f"{CHECKSUMS}/images"]) == -(-came // file["images"].chunks[0])
 
 
 @pytest.mark.parametrize("compression", ["none", "gzip"])
@@ -232,9 +231,9 @@ def test_writer_files_are_read_by_any_tool(tmp_path, compression):
         for name in IMAGES:
             np.testing.assert_array_equal(file[name][:], rows[name])
             size = file[name].chunks[0]
-            for block, digest in enumerate(file[f"{DIGESTS}/{name}"][:]):
+            for block, checksum in enumerate(file[f"{CHECKSUMS}/{name}"][:]):
                 block_rows = rows[name][block * size : (block + 1) * size]
-                assert hashlib.sha256(block_rows.tobytes()).digest() == digest.tobytes()
+                assert hashlib.sha256(block_rows.tobytes()).digest() == checksum.tobytes()
         assert file["clips/values"].shape == (600, 3, 4, 4)
         assert len(file.attrs["mean"]) == 1
         matrix = file["items"]

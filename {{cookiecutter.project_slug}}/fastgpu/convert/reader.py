@@ -2,18 +2,19 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import copy
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fastgpu.dataset.items import Columns
 from fastgpu.dataset.source import ItemSource
+from fastgpu.process.files import not_found
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Field, RaggedArray
-from fastgpu.rows.selection import Share
+from fastgpu.rows.selection import Subset
 
 SPLITS = ("train", "val", "test")
 WORDS = ("train training", "val valid validation dev publictest", "test testing privatetest")
@@ -111,7 +112,7 @@ class Reader(ItemSource):
 
 def rows_of(source: Dataset) -> np.ndarray:
     """(n,) the numbers of the rows of a source, ascending."""
-    return source.selection.rows() if isinstance(source.selection, Share) else np.arange(len(source))
+    return source.selection.rows() if isinstance(source.selection, Subset) else np.arange(len(source))
 
 
 def split_rows(source: Dataset, shares: Sequence[float] | None, seed: int) -> dict[str, Dataset]:
@@ -127,11 +128,13 @@ def split_rows(source: Dataset, shares: Sequence[float] | None, seed: int) -> di
         splits = draw_splits(np.zeros(len(source)) if labels is None else labels, shares, seed)
     if splits is None:
         return {"": source}
-    parts = {name: copy(source) for number, name in enumerate(SPLITS) if number in splits}
+    parts = {
+        name: source.select(Subset(source.block_rows, splits == number))
+        for number, name in enumerate(SPLITS)
+        if number in splits
+    }
     if shares and len(parts) < len(shares):
         raise UserError(f"--split leaves rows for {', '.join(parts)} alone: there are {len(source):,} rows")
-    for name, part in parts.items():
-        part.selection = Share(source.block_rows, splits == SPLITS.index(name))
     return parts
 
 
@@ -162,13 +165,13 @@ def list_first(items: Sequence[str], separator: str = ", ") -> str:
 
 
 @contextmanager
-def explain_errors(path: object, expected: str) -> Iterator[None]:
+def explain_errors(path: str | Path, expected: str) -> Iterator[None]:
     """Turn the errors of a file that is missing or damaged into a UserError. expected: what the file should be."""
     try:
         yield
     except (UserError, ModuleNotFoundError):
         raise
     except FileNotFoundError:
-        raise UserError(f"{path} does not exist; check its name") from None
+        raise not_found(path) from None
     except Exception as error:  # parsers raise anything for damaged bytes
         raise UserError(f"{path} cannot be read as {expected}: {' '.join(str(error).split())[:200]}") from None

@@ -15,24 +15,32 @@ from tqdm import tqdm
 from fastgpu.convert.reader import list_first
 from fastgpu.feed import sizes
 from fastgpu.process.launch import UserError
-from fastgpu.process.machine import available_cpus
+from fastgpu.process.machine import MIB, available_cpus, format_bytes
 from fastgpu.rows.classes import MAX_UNUSED_CLASSES, classes_of
 from fastgpu.rows.contract import Dataset
+from fastgpu.storage.chunks import CHECKSUMS
 from fastgpu.storage.file import OpenFile, split_group
 from fastgpu.storage.filters import filters_of
 from fastgpu.storage.hdf5 import SOURCES, dtype_of, find, look_up, open_file
-from fastgpu.storage.layout import DIGESTS, Layout, open_layout
+from fastgpu.storage.layout import Layout, open_layout
 from fastgpu.storage.store import open_store
 
 
 class Stored(NamedTuple):
-    """A dataset of a file: its path, how its rows lie, or why it is left out, in words, and whether its blocks have
-    checksums."""
+    """A dataset of a file."""
 
     path: PurePosixPath
     text: str
-    has_digests: bool = False
+    """Its layout, or why it is left out."""
+    has_checksums: bool = False
+    """Whether its blocks have checksums."""
     is_left_out: bool = False
+    kind: str = ""
+    """Its type and shape."""
+
+    def holds(self, place: PurePosixPath) -> bool:
+        """Whether it has the values of a field, which is at this place in its file."""
+        return self.path == place or (self.path.parent == place and self.path.name in ("indices", "values"))
 
 
 class Contents(NamedTuple):
@@ -62,7 +70,7 @@ def _open(path: str) -> Iterator[Contents]:
                 except UserError as error:
                     found.left_out[place] = str(error).partition(": ")[2]
                     continue
-                if isinstance(item, h5py.Group) and name != DIGESTS and item not in seen:
+                if isinstance(item, h5py.Group) and name != CHECKSUMS and item not in seen:
                     seen.add(item)
                     groups.append(item)
                 elif isinstance(item, h5py.Dataset) and name == SOURCES:
@@ -90,13 +98,15 @@ def inspect(path: str) -> list[Stored]:
             for place, why in found.left_out.items()
         ]
         for place, data in found.datasets.items():
-            has_digests = look_up(data.parent, f"{DIGESTS}/{data.name.rpartition('/')[2]}", place) is not None
+            has_checksums = look_up(data.parent, f"{CHECKSUMS}/{data.name.rpartition('/')[2]}", place) is not None
             chunk = data.chunks or data.shape
             filters = " + ".join(name for _, _, name in filters_of(data)) or "plain"
-            blocks = f"blocks {chunk} of {prod(chunk) * data.dtype.itemsize / 2**20:.2f} MiB, {filters}"
-            checksums = "SHA-256" if has_digests else "no checksums (`python convert.py repack` writes them)"
-            text = f"{place}  {data.dtype} {data.shape}  {blocks}, {checksums}"
-            stored.append(Stored(PurePosixPath(place), text, has_digests))
+            n_bytes = prod(chunk) * data.dtype.itemsize
+            size = format_bytes(n_bytes) if n_bytes >= MIB else f"{n_bytes / 1024:.1f} KiB"
+            checksums = "SHA-256" if has_checksums else "no checksums"
+            text = f"blocks {chunk} of {size}, {filters}, {checksums}"
+            kind = f"{data.dtype} {data.shape}"
+            stored.append(Stored(PurePosixPath(place), text, has_checksums, kind=kind))
     return sorted(stored)
 
 
@@ -128,8 +138,8 @@ def damaged(path: str) -> list[str]:
         out = np.empty((n_rows, *layout.field.shape), layout.field.dtype)
         try:
             layout.read([(start, range(n_rows))], out)
-            if layout.digests is not None and sha256(out.data).digest() != layout.digests[block].tobytes():
-                raise UserError(f"{layout.name}: block {block} is damaged: its SHA-256 is another one")
+            if layout.checksums is not None and sha256(out.data).digest() != layout.checksums[block].tobytes():
+                raise UserError(f"{layout.name}: block {block} is damaged: checksum mismatch")
             if block % 64 == 0 and Layout.read_chunk(layout, block).astype(out.dtype).tobytes() != out.tobytes():
                 raise UserError(f"{layout.name}: block {block} has other values than h5py reads")
         except (UserError, OSError) as error:
@@ -204,17 +214,20 @@ def _class_order(labels: np.ndarray) -> Iterator[str]:
         )
 
 
-def describe_rows(parts: Mapping[str, Dataset]) -> Iterator[str]:
-    """Lines of text about the rows of each split, {name: rows}. The name is empty if there is one split."""
+def describe_rows(parts: Mapping[str, Dataset], layouts: Mapping[str, str] | None = None) -> Iterator[str]:
+    """Lines of text about the rows of each split, {name: rows}. The name is empty if there is one split.
+
+    layouts: {field: how it is stored}.
+    """
     source = next(iter(parts.values()))
     yield "  rows     " + ", ".join(f"{len(part):,} {name}".strip() for name, part in parts.items())
     for name, field in source.fields.items():
-        yield f"  {name:<8} {field}"
+        yield f"  {name:<8} {', '.join(filter(None, (str(field), (layouts or {}).get(name))))}"
     labels = source.stored_column("labels")
     if labels is not None and labels.ndim <= 2:
         names = list(map(str, source.attributes.get("class_names", ())))
         for name, part in parts.items():
-            yield f"  {name or 'labels':<8} {_describe_labels(part.column('labels'), names)}"
+            yield f"  {name:<8} {_describe_labels(part.column('labels'), names)}"
     for name, value in source.attributes.items():
         yield f"  {name}: {' '.join(str(value).split())[:100]}"
 

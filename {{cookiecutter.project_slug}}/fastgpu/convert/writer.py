@@ -21,10 +21,13 @@ import h5py
 import numpy as np
 
 from fastgpu.process.launch import ESCAPES
-from fastgpu.rows.rows import CODECS, Field, RaggedArray
+from fastgpu.rows.rows import Field, RaggedArray
+from fastgpu.storage.chunks import CHECKSUMS
 from fastgpu.storage.hdf5 import SOURCES
-from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, DIGESTS, MIN_BLOCKS
+from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, MIN_BLOCKS
 
+CODECS = {0xFF: "jpeg", 0x89: "png", 0x52: "webp"}
+"""First byte of an encoded image -> its format."""
 Compression = Literal["none", "gzip"]
 RAGGED_BLOCK_BYTES = BLOCK_BYTES // 8
 """Blocks of ragged values are smaller: rows begin and end inside of them, and a block is decoded as a whole."""
@@ -135,7 +138,7 @@ class Column:
         )
         self._block = np.empty(self._data.chunks, field.dtype)
         self._n_waiting = 0  # rows of `_block` that are still to be written
-        self._digests: list[bytes] = []
+        self._checksums: list[bytes] = []
 
     def append(self, rows: np.ndarray) -> None:
         """The next rows, (n, *shape). Their memory may be used again afterwards."""
@@ -149,22 +152,22 @@ class Column:
 
     def _write_block(self) -> None:
         rows = self._block[: self._n_waiting]
-        start = len(self._digests) * len(self._block)
+        start = len(self._checksums) * len(self._block)
         if start + len(rows) > len(self._data):
             self._data.resize(start + len(rows), axis=0)
         self._data[start : start + len(rows)] = rows
-        self._digests.append(hashlib.sha256(rows.data).digest())
+        self._checksums.append(hashlib.sha256(rows.data).digest())
         self._n_waiting = 0
 
     def finish(self) -> None:
         """Write the last block, which may be short, and the checksums of all."""
-        n_rows = len(self._digests) * len(self._block) + self._n_waiting
+        n_rows = len(self._checksums) * len(self._block) + self._n_waiting
         if self._n_waiting:
             self._write_block()
         self._data.resize(n_rows, axis=0)
-        digests = np.frombuffer(b"".join(self._digests), np.uint8).reshape(-1, 32)
+        checksums = np.frombuffer(b"".join(self._checksums), np.uint8).reshape(-1, 32)
         name = self._data.name.rpartition("/")[2]
-        self._data.parent.create_dataset(f"{DIGESTS}/{name}", data=digests)
+        self._data.parent.create_dataset(f"{CHECKSUMS}/{name}", data=checksums)
 
 
 class RaggedColumn:

@@ -24,6 +24,7 @@ from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage.layout import BLOCK_BYTES
+from fastgpu.storage.sources import sources_of
 from fastgpu.storage.store import HDF5Dataset
 
 POOL_BYTES, POOL_BLOCKS = 1 << 30, 512
@@ -84,8 +85,9 @@ def write_files(
         for name, part in parts.items():
             with h5py.File(partial[name], "r+", locking=False) as file:
                 write_attributes(file, facts)
+                ids = np.concatenate(row_ids[name])
                 if isinstance(part, Reader | HDF5Dataset):
-                    write_sources(file, part.sources(np.concatenate(row_ids[name])))
+                    write_sources(file, part.sources(ids) if isinstance(part, Reader) else sources_of(part, ids))
             flush(partial[name])  # now, since the disk may refuse: all files get their names, or none
     broken_list.unlink(missing_ok=True)  # of an earlier try
     for name, part in parts.items():

@@ -14,3 +14,18 @@ from fastgpu.feed.sizes import canonical_ranks, describe, resolve_auto
 from fastgpu.feed.sources import Splits, open_rows, open_splits
 from fastgpu.feed.tiers import ResidentRows, open_loader
 from fastgpu.storage.remote import counters
+
+__all__ = [
+    "Loader",
+    "PrefetchLoader",
+    "ResidentRows",
+    "Splits",
+    "bottleneck",
+    "canonical_ranks",
+    "counters",
+    "describe",
+    "open_loader",
+    "open_rows",
+    "open_splits",
+    "resolve_auto",
+]

@@ -151,7 +151,7 @@ class PrefetchLoader(PoolLoader):
                 torch.cuda.current_stream(self._device).wait_event(slot.copied)
             yield Pool(plan, slot.device.slice(0, plan.n_rows))
             self._release(slot)
-            if plan.is_last:
+            if plan.number + 1 == self.order.pools_per_epoch:
                 if epoch + 1 < self._n_epochs:
                     self._next = (epoch + 1, 0)
                 return

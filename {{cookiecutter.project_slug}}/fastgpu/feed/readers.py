@@ -59,7 +59,8 @@ class Readers:
             # While one thread of a worker copies rows to their places, the worker reads for the other. Without workers,
             # the loop itself reads: a Dataset may belong to its thread, as a connection to SQLite does.
             self.n_threads = 2 * source.n_workers
-        # Threads that have waited for a network would wait for a CPU when all rows are on this machine.
+        # Threads that have waited for a network would wait for a CPU when all rows are on this machine. A number that
+        # `auto` does not choose is kept.
         is_chosen_for_network = n_readers == NETWORK_READERS and not source.is_local
         self._n_later = min(self.n_threads, cpus_of_rank(n_local)) if is_chosen_for_network else self.n_threads
         self._lock = threading.Lock()

@@ -1,7 +1,6 @@
 """The source that the config names: HDF5 files, or a Dataset of your own. To read another file format, add it here."""
 
 from collections.abc import Mapping
-from copy import copy
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,10 +13,11 @@ from fastgpu.process.config import Config, Data, Loader
 from fastgpu.process.launch import UserError, read_launch, warn
 from fastgpu.process.machine import cpus_of_rank
 from fastgpu.rows.contract import Dataset
-from fastgpu.rows.selection import Groups, Mixture, Share, hold_out
+from fastgpu.rows.selection import Groups, Mixture, Subset, hold_out
 from fastgpu.storage.columns import Codec
+from fastgpu.storage.hdf5 import expand
 from fastgpu.storage.meaning import check_meaning
-from fastgpu.storage.store import HDF5Dataset, expand, open_store
+from fastgpu.storage.store import HDF5Dataset, open_store
 
 
 class Splits(NamedTuple):
@@ -98,7 +98,7 @@ def _check_images(data: Data, source: Dataset) -> None:
             warn(f"data.image_size and data.min_crop_scale have no effect: {source.name} has no encoded images")
         return
     if not find_spec("simplejpeg"):
-        warn("without simplejpeg, JPEG files take longer to decode (pip install -c constraints.txt simplejpeg)")
+        warn("without simplejpeg, JPEG files take longer to decode; install it")
     masks = [f"{name}, {field}" for name, field in source.fields.items() if len(field.shape) == 2]
     if masks and data.min_crop_scale < 1:
         raise UserError(
@@ -141,17 +141,9 @@ def _hold_out(data: Data, rows: Dataset) -> tuple[Dataset, Dataset]:
         raise UserError(
             f"data.val is {data.val}, which is {n_val} of the {n_rows} rows of {rows.name}; use another share"
         )
-    train, val = (_select(rows, share) for share in hold_out(rows.block_rows, n_val))
-    for part in (train, val):
-        part.name += f" ({len(part):,} of its rows)"
+    shares = hold_out(rows.block_rows, n_val)
+    train, val = (rows.select(share, f"{rows.name} ({len(share):,} of its rows)") for share in shares)
     return train, val
-
-
-def _select(source: Dataset, selection: Share | Mixture) -> Dataset:
-    part = copy(source)
-    part.whole = source.whole or source
-    part.selection = selection
-    return part
 
 
 def _mixed(data: Data, source: Dataset, seed: int) -> Dataset:
@@ -164,7 +156,7 @@ def _mixed(data: Data, source: Dataset, seed: int) -> Dataset:
         groups = _group_by_class(source)
     else:
         return source
-    if isinstance(source.selection, Share):
+    if isinstance(source.selection, Subset):
         members = source.selection.rows()
         of_row = np.full_like(groups.groups, -1)  # rows that are held out are in no group
         of_row[members] = groups.groups[members]
@@ -172,7 +164,7 @@ def _mixed(data: Data, source: Dataset, seed: int) -> Dataset:
             name = groups.names[lost[0]]
             raise UserError(f"data.val is {data.val}, which leaves no row of {name} to train on; use a smaller share")
         groups = groups._replace(groups=of_row)
-    return _select(source, Mixture(groups, source.block_rows, data.batch_size, seed))
+    return source.select(Mixture(groups, source.block_rows, data.batch_size, seed))
 
 
 def _group_by_file(weights: Mapping[str, float], source: Dataset) -> Groups:

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+__all__ = ["cutout", "mixup", "random_crop", "random_flip", "random_resized_crop", "to_dtype"]
+
 
 def random_crop(x_BCHW: Tensor, padding: int, rng: torch.Generator) -> Tensor:
     """Pad each image with zeros on every side, then crop it to its old size at a random place."""

@@ -24,13 +24,18 @@ from fastgpu.process.config import Loader
 from fastgpu.process.files import new_file
 from fastgpu.process.launch import UserError, without_secrets
 from fastgpu.process.machine import available_cpus
+from fastgpu.process.project import install_command
 from fastgpu.rows import BlockSampler
 from fastgpu.rows.contract import Dataset, Out, PoolPlan, Reads
 from fastgpu.rows.rows import Field, Ragged, Rows
 from fastgpu.run.checkpoint import DESCRIPTION, WEIGHTS, newest_first, sha256_of
 from fastgpu.storage.arrays import ArrayDataset
+from fastgpu.storage.hdf5 import expand
 from fastgpu.storage.meaning import check_meaning
-from fastgpu.storage.store import HDF5Dataset, expand, open_store
+from fastgpu.storage.sources import sources_of
+from fastgpu.storage.store import HDF5Dataset, open_store
+
+__all__ = ["Trained", "load_model"]
 
 
 class _Card(BaseModel, extra="allow"):
@@ -188,7 +193,7 @@ def places_of(rows: Dataset) -> dict[str, np.ndarray]:
         names = np.array(list(map(without_secrets, files)), object)
         if len(names) > 1:
             places = {"file": names.repeat(rows.part_rows), "row": np.concatenate([*map(np.arange, rows.part_rows)])}
-        if any(sources := rows.sources(slice(None))):
+        if any(sources := sources_of(rows)):
             places["source"] = np.array(sources, object)
     return places
 
@@ -261,7 +266,7 @@ def export(trained: Trained, path: Path, *, replace: bool = False) -> None:
         except Exception as error:  # the exporters raise errors of many kinds
             cause = error.__cause__ or error
             reason = " ".join(str(cause).split())[:300] or type(error).__name__
-            cure = "; pip install -c constraints.txt -e '.[export]'" if isinstance(cause, ImportError) else ""
+            cure = f"; {install_command('export')}" if isinstance(cause, ImportError) else ""
             raise UserError(f"{path} was not written: {reason}{cure}") from error
 
 

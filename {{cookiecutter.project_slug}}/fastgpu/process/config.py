@@ -14,6 +14,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr
 
 from fastgpu.process.launch import without_secrets
 
+__all__ = ["Config", "Count", "CountOrZero", "Optim", "Section"]
+
 Auto = Literal["auto"]
 Tier = Literal["device", "host", "disk"]
 Precision = Literal["bf16", "fp16", "fp32"]
@@ -21,7 +23,9 @@ MAX_THREADS = 1000
 """Reader threads or worker processes of a rank."""
 # Numbers are limited where larger ones have no use and would overflow, fill the memory or start threads for minutes.
 Count = Annotated[int, Field(ge=1, le=10**9)]
+"""The type of a setting that is a whole number from 1 on."""
 CountOrZero = Annotated[int, Field(ge=0, le=10**9)]
+"""The type of a setting that is a whole number from 0 on, where 0 often means off."""
 Seconds = Annotated[int, Field(ge=1, le=10**6)]  # a million: libraries count milliseconds in 32 bits
 Threads = Annotated[int, Field(ge=1, le=MAX_THREADS)]
 Weight = Annotated[float, Field(ge=1e-6, le=1e6)]

@@ -22,6 +22,8 @@ from fastgpu.process.config import Config, Section, expand_home
 from fastgpu.process.launch import SharedError, check_alone, read_launch, say
 from fastgpu.process.project import project_folder
 
+__all__ = ["load_config", "read_options"]
+
 SectionT = TypeVar("SectionT", bound=Section)
 COMMAND_LINE = "command line"
 MAX_TEXT = 1 << 20

@@ -1,4 +1,4 @@
-"""Atomic writes: a killed process leaves a complete file or none. And the lock file of a folder."""
+"""Atomic writes: a killed process leaves a complete file or none. Locks of folders; paths that do not exist."""
 
 import fcntl
 import os
@@ -12,6 +12,12 @@ from typing import TextIO
 from uuid import uuid4
 
 from fastgpu.process.launch import UserError
+
+
+def not_found(path: str | Path, where: str = "") -> UserError:
+    """The error for a path at which there is nothing. where: what its message calls the path."""
+    place = "" if Path(path).is_absolute() else f" (looked in {Path.cwd()})"
+    return UserError(f"{where or path} does not exist{place}")
 
 
 def rename_folder(partial: Path, target: Path) -> None:

@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple, TextIO
 
+__all__ = ["Launch", "SharedError", "UserError", "exit_with_message", "warn"]
+
 CONTROL = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 13), *range(14, 32), *range(127, 160))}
 ESCAPES = CONTROL | {0xDC00 + byte: f"\\x{byte:02x}" for byte in range(128, 256)}
 """How text is shown: terminals obey control characters, and bytes of a file name that are no text are surrogates."""

@@ -45,6 +45,9 @@ class HangWarning:
         )
 
 
+__all__ = ["World", "init_distributed"]
+
+
 @dataclass(frozen=True)
 class World:
     """This process among all processes of the job. Collectives do nothing when it is alone."""

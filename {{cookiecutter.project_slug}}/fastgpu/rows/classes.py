@@ -9,6 +9,8 @@ from typing import Any
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Dataset
 
+__all__ = ["MAX_UNUSED_CLASSES", "read_classes"]
+
 MAX_CLASSES = 10_000_000
 MAX_UNUSED_CLASSES = 1000
 """Class numbers without a row. If there are more, labels are likely ids, such as dates."""

@@ -15,8 +15,7 @@ import numpy as np
 from torch.utils.data import DistributedSampler
 
 from fastgpu.rows.contract import Dataset, PoolPlan, Reads
-from fastgpu.rows.runs import Runs
-from fastgpu.rows.selection import EpochRows, Mixture, Share
+from fastgpu.rows.selection import EpochRows, Selection, Subset
 
 
 class Shard(NamedTuple):
@@ -27,30 +26,18 @@ class Shard(NamedTuple):
     canonical_ranks: int | None = None
     """A multiple of world_size that divides the global batch. None: world_size."""
 
+    def divide(self, batch_size: int) -> tuple[int, int]:
+        """The number of canonical ranks, and the rows of a batch from each. batch_size: rows of a batch on this rank.
 
-class EpochOrder(NamedTuple):
-    """The rows of an epoch, block after block, in the order in which the blocks were shuffled."""
-
-    rows: EpochRows
-    order: np.ndarray
-    """(runs,) the numbers of the runs of `rows`, in this order."""
-    ends: np.ndarray
-    """(runs,) where each of these runs ends: the number of rows up to there."""
-
-    def cut(self, starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, Runs]:
-        """Rows `starts[i]` to `stops[i]` - 1 of this order for each i: the numbers of their runs, and these runs."""
-        starts, stops = starts[starts < stops], stops[starts < stops]
-        first = np.searchsorted(self.ends, starts, "right")
-        n_runs = np.searchsorted(self.ends, stops - 1, "right") + 1 - first
-        places = Runs(first, n_runs).numbers()
-        numbers, ends = self.order[places], self.ends[places]
-        runs = self.rows.runs.take(numbers)
-
-        # Of the first and of the last run, only a part may be asked for.
-        begins = ends - runs.counts
-        cut_begins = np.maximum(begins, np.repeat(starts, n_runs))
-        cut_ends = np.minimum(ends, np.repeat(stops, n_runs))
-        return numbers, Runs(runs.starts + cut_begins - begins, cut_ends - cut_begins)
+        Raises ValueError if they are not equally many.
+        """
+        canonical_ranks, n_rows = self.canonical_ranks or self.world_size, batch_size * self.world_size
+        if canonical_ranks % self.world_size or n_rows % canonical_ranks:
+            raise ValueError(
+                f"a global batch should divide among canonical ranks, and these among ranks: {n_rows} rows, "
+                f"{canonical_ranks} canonical ranks, {self.world_size} ranks"
+            )
+        return canonical_ranks, n_rows // canonical_ranks
 
 
 class BlockSampler(DistributedSampler):
@@ -61,7 +48,7 @@ class BlockSampler(DistributedSampler):
 
     def __init__(
         self,
-        rows: Dataset | np.ndarray | Share | Mixture,
+        source: Dataset | np.ndarray | Selection,
         batch_size: int,
         shard: Shard = Shard(),  # noqa: B008 (an immutable tuple)
         pool_batches: int = 1,
@@ -69,42 +56,32 @@ class BlockSampler(DistributedSampler):
         seed: int | None = 0,
         drop_last: bool | None = None,
     ):
-        """rows: a Dataset; or (blocks,) rows of each block; or a selection of them. batch_size: rows of one batch on
+        """source: a Dataset; or (blocks,) rows of each block; or a selection of them. batch_size: rows of one batch on
         this rank. pool_batches: batches that are shuffled together. seed: None keeps the order of the file.
 
         drop_last: leave out the rows at the end of each canonical rank that do not fill a batch, other rows in each
         epoch. False: pad canonical ranks to equal length with copies of their last row. None: leave out if shuffled.
         Raises ValueError if the numbers do not fit together.
         """
-        if drop_last is None:
-            drop_last = seed is not None
-        if isinstance(rows, Dataset):
-            rows = rows.block_rows if rows.selection is None else rows.selection
-        self.selection = Share(rows) if isinstance(rows, np.ndarray) else rows
-        n_rows = self.selection.rows_per_epoch
+        if isinstance(source, Dataset):
+            source = source.block_rows if source.selection is None else source.selection
+        self.selection = Subset(source) if isinstance(source, np.ndarray) else source
+        self.n_rows = n_rows = self.selection.rows_per_epoch
         super().__init__(
             range(n_rows),  # type: ignore[arg-type]
             num_replicas=shard.world_size,
             rank=shard.rank,
             shuffle=seed is not None,
             seed=seed or 0,
-            drop_last=drop_last,
+            drop_last=seed is not None if drop_last is None else drop_last,
         )
         self.shard = shard
-        self.n_rows = n_rows
         self.batch_size = batch_size
         self.pool_batches = pool_batches
-        self.canonical_ranks = shard.canonical_ranks or shard.world_size
         self.global_batch_size = batch_size * shard.world_size
-        if self.canonical_ranks % shard.world_size or self.global_batch_size % self.canonical_ranks:
-            raise ValueError(
-                f"a global batch should divide among canonical ranks, and these among ranks: {self.global_batch_size} "
-                f"rows, {self.canonical_ranks} canonical ranks, {shard.world_size} ranks"
-            )
-        # Rows of a batch from each canonical rank.
-        self._rows_each = self.global_batch_size // self.canonical_ranks
+        self.canonical_ranks, self._rows_each = shard.divide(batch_size)
         self._canonical_rows = -(-n_rows // self.canonical_ranks)
-        if drop_last:
+        if self.drop_last:
             self._canonical_rows = n_rows // self.canonical_ranks // self._rows_each * self._rows_each
         # These two have the names that torch gives them.
         self.num_samples = self._canonical_rows * (self.canonical_ranks // shard.world_size)
@@ -114,10 +91,10 @@ class BlockSampler(DistributedSampler):
 
     @property
     def fingerprint(self) -> dict[str, int]:
-        """The numbers that decide which row comes when, under the names that checkpoints use."""
+        """Tells other orders apart: the numbers that decide which row comes when, named as in checkpoints."""
         return {
             "rows": self.n_rows,
-            "selection": self.selection.checksum,
+            "selection": self.selection.fingerprint,
             "global_rows": self.global_batch_size,
             "pool_batches": self.pool_batches,
             "canonical_ranks": self.canonical_ranks,
@@ -136,19 +113,15 @@ class BlockSampler(DistributedSampler):
 
     def pools(self, epoch: int, first_pool: int = 0) -> Iterator[PoolPlan]:
         """The pools of an epoch, beginning with pool `first_pool`."""
-        rows = self.selection.in_epoch(epoch)
-        order = rows.order(self._rng(epoch) if self.shuffle else None)
-        # Summed up in place: there may be ten million blocks.
-        ends = rows.runs.counts[order].astype(np.int64)
-        np.cumsum(ends, out=ends)
+        rows = self.selection.in_epoch(epoch, self._rng(epoch) if self.shuffle else None)
         for number in range(first_pool, self.pools_per_epoch):
-            yield self._plan(epoch, number, EpochOrder(rows, order, ends))
+            yield self._plan(epoch, number, rows)
 
-    def _plan(self, epoch: int, number: int, in_order: EpochOrder) -> PoolPlan:
+    def _plan(self, epoch: int, number: int, rows: EpochRows) -> PoolPlan:
         n_ranks = self.canonical_ranks // self.num_replicas
         ranks = self.rank * n_ranks + np.arange(n_ranks)
 
-        # Each canonical rank has the rows `starts` to `stops` - 1 of the order of the epoch.
+        # Each canonical rank has the rows `starts` to `stops` - 1 of the epoch.
         begin = number * self.pool_batches * self._rows_each
         n_padded = min(self.pool_batches * self._rows_each, self._canonical_rows - begin)
         starts = ranks * self.n_rows // self.canonical_ranks + begin
@@ -164,21 +137,19 @@ class BlockSampler(DistributedSampler):
         # Padding at the end of the pool: canonical ranks that are a row short repeat their last.
         last_rows = np.maximum(stops[stops - starts < n_padded] - 1, 0)
         places.append(np.arange(n_real_rows, n_rows))
-        numbers, runs = in_order.cut(np.append(starts, last_rows), np.append(stops, last_rows + 1))
+        numbers, runs = rows.cut(np.append(starts, last_rows), np.append(stops, last_rows + 1))
         reads = Reads(runs, np.concatenate(places))
 
         # Only mixtures have rows that come again. The zeros of others take no memory.
         repeats = np.broadcast_to(np.int64(0), n_rows)
-        if in_order.rows.repeats is not None:
+        if rows.repeats is not None:
             repeats = np.empty(n_rows, np.int64)
-            repeats[reads.places] = np.repeat(in_order.rows.repeats[numbers], runs.counts)
+            repeats[reads.places] = np.repeat(rows.repeats[numbers], runs.counts)
         return PoolPlan(
             seed=self.seed,
             epoch=epoch,
             number=number,
-            n_rows=n_rows,
             n_real_rows=n_real_rows,
-            is_last=number == self.pools_per_epoch - 1,
             is_shuffled=self.shuffle,
             reads=reads,
             repeats=repeats,

@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from fastgpu.process.launch import UserError
-from fastgpu.rows.runs import Runs
+from fastgpu.rows.selection import Runs
 
-CODECS = {0xFF: "jpeg", 0x89: "png", 0x52: "webp"}
-"""First byte of an encoded image -> its format."""
 LONG_ROW_BYTES = 4096
 """Ragged rows of this size in the mean are copied one by one, shorter ones by one indexed copy."""
 OFFSET_DTYPE = np.dtype(np.int32)

@@ -1,6 +1,6 @@
 """Which rows an epoch has, if not each row once: a part of them, or groups at given weights.
 
-A `Share` has each of some rows once: those that are held out for validation, or the others. A `Mixture` has sources at
+A `Subset` has each of some rows once: those that are held out for validation, or the others. A `Mixture` has sources at
 given weights, or classes in equal numbers. Both list the rows of an epoch in the order of the file, as runs of
 neighbouring rows, which order.py shuffles. Row numbers are those of the file, as if nothing were selected.
 
@@ -19,33 +19,56 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fastgpu.rows.runs import Runs
+
+class Runs(NamedTuple):
+    """Runs of consecutive numbers, one run after the other: rows, or values of ragged rows."""
+
+    starts: np.ndarray
+    """(runs,) the first number of each run."""
+    counts: np.ndarray
+    """(runs,) how many numbers each run has."""
+
+    def numbers(self) -> np.ndarray:
+        """(sum of counts,) int64: all the numbers, run after run."""
+        before = np.cumsum(self.counts, dtype=np.int64) - self.counts
+        numbers = np.repeat(self.starts - before, self.counts)
+        numbers += np.arange(len(numbers))
+        return numbers
+
+    def take(self, index: np.ndarray) -> "Runs":
+        """The runs at `index`."""
+        return Runs(self.starts[index], self.counts[index])
 
 
 class EpochRows(NamedTuple):
-    """The rows of an epoch in the order of the file, followed by those that come again."""
+    """The rows of an epoch, block after block."""
 
     runs: Runs
-    """Runs of neighbouring rows of one block."""
-    first_runs: np.ndarray | None = None
-    """(blocks,) the first run of each block: its runs stay together. None: a block is one run."""
-    repeats: np.ndarray | None = None
+    """Runs of neighbouring rows of one block, in the order of the file, followed by those that come again."""
+    repeats: np.ndarray | None
     """(runs,) how often the rows of each run have come before. None: every row comes once."""
+    order: np.ndarray
+    """(runs,) the numbers of the runs, in the order of the epoch."""
+    ends: np.ndarray
+    """(runs,) where each of these ends: the number of rows of the epoch up to there."""
 
-    def order(self, rng: np.random.Generator | None) -> np.ndarray:
-        """(runs,) the numbers of the runs, with the blocks shuffled by `rng`. None: 0, 1, 2, ..."""
-        n_runs = len(self.runs.starts)
-        n_blocks = n_runs if self.first_runs is None else len(self.first_runs)
-        blocks = np.arange(n_blocks, dtype=np.int32)
-        if rng:
-            rng.shuffle(blocks)
-        if self.first_runs is None:
-            return blocks
-        runs_of_blocks = Runs(self.first_runs, np.diff(self.first_runs, append=n_runs))
-        return runs_of_blocks.take(blocks).numbers()
+    def cut(self, starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, Runs]:
+        """Rows `starts[i]` to `stops[i]` - 1 of the epoch for each i: the numbers of their runs, and these runs."""
+        starts, stops = starts[starts < stops], stops[starts < stops]
+        first = np.searchsorted(self.ends, starts, "right")
+        n_runs = np.searchsorted(self.ends, stops - 1, "right") + 1 - first
+        places = Runs(first, n_runs).numbers()
+        numbers, ends = self.order[places], self.ends[places]
+        runs = self.runs.take(numbers)
+
+        # Of the first and of the last run, only a part may be asked for.
+        begins = ends - runs.counts
+        cut_begins = np.maximum(begins, np.repeat(starts, n_runs))
+        cut_ends = np.minimum(ends, np.repeat(stops, n_runs))
+        return numbers, Runs(runs.starts + cut_begins - begins, cut_ends - cut_begins)
 
 
-class Share:
+class Subset:
     """Each of some rows once: all of them, those held out for validation, or the others."""
 
     def __init__(self, block_rows: np.ndarray, is_member: np.ndarray | None = None):
@@ -53,23 +76,23 @@ class Share:
         block_rows = np.asarray(block_rows, np.int32)
         block_start = np.cumsum(block_rows, dtype=np.int64) - block_rows
         if is_member is None:
-            self._rows = EpochRows(Runs(block_start, block_rows))
-            self.checksum = zlib.crc32(block_rows.tobytes())
+            self._runs, self._first_runs = Runs(block_start, block_rows), None
+            self.fingerprint = zlib.crc32(block_rows.tobytes())
         else:
-            self._rows = _find_runs(np.flatnonzero(is_member), block_start)
-            self.checksum = zlib.crc32(np.packbits(is_member).tobytes())
-        self.rows_per_epoch = int(self._rows.runs.counts.sum(dtype=np.int64))
+            self._runs, self._first_runs, _ = _find_runs(np.flatnonzero(is_member), block_start)
+            self.fingerprint = zlib.crc32(np.packbits(is_member).tobytes())
+        self.rows_per_epoch = int(self._runs.counts.sum(dtype=np.int64))
 
     def __len__(self) -> int:
         return self.rows_per_epoch
 
     def rows(self) -> np.ndarray:
         """(n,) int64: these rows, in the order of the file."""
-        return self._rows.runs.numbers()
+        return self._runs.numbers()
 
-    def in_epoch(self, epoch: int) -> EpochRows:
-        """The rows of any epoch: all of them."""
-        return self._rows
+    def in_epoch(self, epoch: int, rng: np.random.Generator | None = None) -> EpochRows:
+        """All of these rows. rng: shuffles the blocks. None: the order of the file."""
+        return _order_blocks(self._runs, self._first_runs, None, rng)
 
 
 class Groups(NamedTuple):
@@ -101,7 +124,7 @@ class Mixture:
         """(groups,) rows of each group in an epoch, rounded up where the remainders are largest."""
         largest_first = np.argsort(self.quotas - exact, kind="stable")
         self.quotas[largest_first[: self.rows_per_epoch - self.quotas.sum()]] += 1
-        self.checksum = zlib.crc32(self.quotas.tobytes(), zlib.crc32(groups.groups.tobytes()))
+        self.fingerprint = zlib.crc32(self.quotas.tobytes(), zlib.crc32(groups.groups.tobytes()))
 
     def _order_rows(self, seed: int) -> list[np.ndarray]:
         """For each group, its rows in the order in which epochs take them."""
@@ -130,8 +153,8 @@ class Mixture:
         """(n,) int64: the rows of all groups, each once, in the order of the file."""
         return np.flatnonzero(self.groups.groups >= 0)
 
-    def in_epoch(self, epoch: int) -> EpochRows:
-        """The rows that come at least once, then those that come at least twice, and so on."""
+    def in_epoch(self, epoch: int, rng: np.random.Generator | None = None) -> EpochRows:
+        """The rows that come at least once, then those that come at least twice, and so on. rng: see `Subset`."""
         n_uses = np.zeros(len(self.groups.groups), np.int32)
         for rows, quota in zip(self._rows_of_groups, self.quotas.tolist(), strict=True):
             n_passes, n_more = divmod(quota, len(rows))
@@ -140,7 +163,7 @@ class Mixture:
             next_rows = np.arange(epoch * n_more, (epoch + 1) * n_more) % len(rows)
             n_uses[rows[next_rows]] += 1
         rows_of_passes = [np.flatnonzero(n_uses > number) for number in range(n_uses.max())]
-        return _find_runs(np.concatenate(rows_of_passes), self._block_start)
+        return _order_blocks(*_find_runs(np.concatenate(rows_of_passes), self._block_start), rng)
 
     def describe(self) -> str:
         """How many rows of each group an epoch has, or of the first ones, for people."""
@@ -149,7 +172,10 @@ class Mixture:
         return ", ".join(texts[:5] + ["..."] * (len(texts) > 5))
 
 
-def hold_out(block_rows: np.ndarray, n_val: int) -> tuple[Share, Share]:
+Selection = Subset | Mixture
+
+
+def hold_out(block_rows: np.ndarray, n_val: int) -> tuple[Subset, Subset]:
     """(rows to train on, `n_val` rows to validate on): each row is in one of them.
 
     Which rows they are depends on the arguments only: runs with other seeds are validated on the same rows, and none of
@@ -172,11 +198,14 @@ def hold_out(block_rows: np.ndarray, n_val: int) -> tuple[Share, Share]:
     is_val = np.zeros(n_rows, bool)
     in_section = runs.numbers() % np.repeat(section_rows, n_chosen)
     is_val[np.repeat(bounds[:-1], n_chosen) + in_section] = True
-    return Share(block_rows, ~is_val), Share(block_rows, is_val)
+    return Subset(block_rows, ~is_val), Subset(block_rows, is_val)
 
 
-def _find_runs(rows: np.ndarray, block_start: np.ndarray) -> EpochRows:
-    """rows: in the order of the file; those that come again in this order once more, and so on."""
+def _find_runs(rows: np.ndarray, block_start: np.ndarray) -> tuple[Runs, np.ndarray, np.ndarray | None]:
+    """The runs of an epoch, the first run of each block, (blocks,), and how often the rows of each have come before.
+
+    rows: in the order of the file; those that come again in this order once more, and so on.
+    """
     blocks = np.searchsorted(block_start, rows, "right")
     steps = np.diff(rows, prepend=-2)
     starts_again = steps <= 0
@@ -184,4 +213,20 @@ def _find_runs(rows: np.ndarray, block_start: np.ndarray) -> EpochRows:
     cuts = np.flatnonzero((steps != 1) | starts_block)
     runs = Runs(rows[cuts], np.diff(cuts, append=len(rows)))
     repeats = np.cumsum(starts_again[cuts]) if starts_again.any() else None
-    return EpochRows(runs, np.flatnonzero(starts_block[cuts]), repeats)
+    return runs, np.flatnonzero(starts_block[cuts]), repeats
+
+
+def _order_blocks(
+    runs: Runs, first_runs: np.ndarray | None, repeats: np.ndarray | None, rng: np.random.Generator | None
+) -> EpochRows:
+    """See `_find_runs`. The runs of a block stay together; first_runs is None if a block is one run."""
+    n_runs = len(runs.starts)
+    order = np.arange(n_runs if first_runs is None else len(first_runs), dtype=np.int32)
+    if rng:
+        rng.shuffle(order)
+    if first_runs is not None:
+        order = Runs(first_runs, np.diff(first_runs, append=n_runs)).take(order).numbers()
+    # Summed up in place: there may be ten million blocks.
+    ends = runs.counts[order].astype(np.int64)
+    np.cumsum(ends, out=ends)
+    return EpochRows(runs, repeats, order, ends)

@@ -1,9 +1,12 @@
 """Rows on a disk or in memory, read as blocks: each kind here keeps the contract `Dataset` of rows/contract.py.
 
-store.py         HDF5 files as one dataset: opened, checked, and read
+store.py         HDF5 files as one dataset
+part.py          one of them: its columns, opened and checked
+sources.py       where its rows came from, for the tools
 arrays.py        arrays in memory as a dataset
 columns.py       one field of a dataset: in memory, ragged, or decoded while it is read
-layout.py        one field in an HDF5 file: where its chunks are, and three ways to read them
+layout.py        one field in an HDF5 file, and three ways to read it
+chunks.py        where its chunks are in the file, and their checksums
 file.py          an open file: bytes by system calls, by a mapping of the file, or through h5py
 filters.py       HDF5's filters, such as gzip, undone without HDF5's lock
 hdf5.py          a file as h5py sees it, and what is wrong with it in one line

@@ -1,4 +1,4 @@
-"""Columns: the rows of one field, each kind of which has `field`, `read`, `fingerprint` and `is_local`.
+"""Columns: the rows of one field, each kind of which has `field`, `read` and `fingerprint`.
 
 InMemory         an array
 Layout           a dataset of an HDF5 file (layout.py)
@@ -7,7 +7,6 @@ DecodedColumn    rows of one shape that are decoded from a ragged column, such a
 
 `read(ranges, out, plan)` copies the rows of each range to their places in `out`: (rows, *shape), or a RaggedArray. It
 is thread-safe. The plan is that of the pool (see `Dataset.read`). `fingerprint()` is a hash of the stored rows.
-`is_local` says whether all of them are on this machine.
 """
 
 import hashlib
@@ -17,17 +16,15 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from fastgpu.process.launch import UserError
-from fastgpu.rows.contract import PoolPlan
+from fastgpu.rows.contract import PoolPlan, Range
 from fastgpu.rows.rows import LONG_ROW_BYTES, Field, RaggedArray
 from fastgpu.storage.file import RESTORE, scratch
 from fastgpu.storage.filters import DECODING
-from fastgpu.storage.layout import Layout, Range, index_of
+from fastgpu.storage.layout import Layout, index_of
 
 
 class InMemory:
     """Rows in an array, or in a mapped .npy file."""
-
-    is_local = True
 
     def __init__(self, rows: np.ndarray):
         """rows: (rows, *shape)"""
@@ -64,10 +61,6 @@ class RaggedColumn:
 
     def __len__(self) -> int:
         return len(self.indptr) - 1
-
-    @property
-    def is_local(self) -> bool:
-        return self.values.is_local
 
     @property
     def lengths(self) -> np.ndarray:
@@ -127,10 +120,6 @@ class DecodedColumn(NamedTuple):
     @property
     def field(self) -> Field:
         return self.codec.field
-
-    @property
-    def is_local(self) -> bool:
-        return self.encoded.is_local
 
     def fingerprint(self) -> bytes:
         return self.encoded.fingerprint()

@@ -48,6 +48,11 @@ def split_group(path: str) -> tuple[str, str]:
     return file, group or "/"
 
 
+def is_url(path: str) -> bool:
+    """Whether a path is a URL, such as s3://bucket/file.h5."""
+    return "://" in path
+
+
 class OpenFile:
     """A file that is open for reading.
 
@@ -57,18 +62,22 @@ class OpenFile:
 
     cure = ""
     """What to do if the HDF5 library cannot read the file, if it is not to write the file again."""
+    n_requests = 0
+    """Requests to a network so far."""
 
-    def __init__(self, path: str | int, *, around_page_cache: bool = False):
-        """path: of a file, or the descriptor of one. around_page_cache: read directly from the disk (O_DIRECT), if the
-        file system can."""
-        self.path = str(path)
+    def __init__(self, path: str | int, *, name: str = "", size: int | None = None, around_page_cache: bool = False):
+        """path: of a file, or the descriptor of one. name, size: those that it shall have, if these are others.
+
+        around_page_cache: read directly from the disk (O_DIRECT), if the file system can.
+        """
+        self.path = name or str(path)
         self._raw = FileIO(path)
         self._source = self._raw
         # Descriptors are numbered from 0 on. Of many files, the later ones have to do with one each.
         number = self._raw.fileno()
         if number > (limit := _limit_of_files(number)) * MANY_FILES:
             cure = "raise it by ulimit -n, or write some hundred files each into one: python convert.py repack"
-            raise UserError(f"{path} is one file too many for the limit of {limit} open files; {cure}")
+            raise UserError(f"{self.path} is one file too many for the limit of {limit} open files; {cure}")
         self._is_among_few = number <= limit * FEW_FILES
         if around_page_cache and O_DIRECT and self._is_among_few:
             with suppress(OSError):  # raised by a file system that has no such reads
@@ -79,7 +88,7 @@ class OpenFile:
         self._own = threading.local()
         self._own.file = self._source
         self._status = os.fstat(self._raw.fileno())
-        self.size = self._status.st_size
+        self.size = self._status.st_size if size is None else size
         self._seen = {0: os.pread(self._raw.fileno(), SEEN_BYTES, 0)}
         """{offset: bytes} that the file had there."""
         self._rng = random.Random(0)
@@ -107,6 +116,14 @@ class OpenFile:
         if len(self._seen) < N_SEEN:
             self._seen[offset] = content[:SEEN_BYTES].tobytes()
 
+    def expect(self, chunks: np.ndarray) -> None:
+        """Readers may ask for these bytes. chunks: (chunks, 2) int64, first byte and number of bytes of each."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all that was expected is on this machine, whichever process brought it."""
+        return True
+
     def prepare(self, offset: int, count: int, check: Callable[[np.ndarray], None] | None = None) -> np.ndarray | None:
         """Have these bytes on this machine, so that the other methods can read them. Thread-safe.
 
@@ -117,10 +134,6 @@ class OpenFile:
 
     def is_prepared(self, offset: int) -> bool:
         """Whether this process has prepared the bytes from there on."""
-        return True
-
-    def is_local(self, offset: int, count: int) -> bool:
-        """Whether these bytes are on this machine, whichever process brought them."""
         return True
 
     def _descriptor(self) -> int:

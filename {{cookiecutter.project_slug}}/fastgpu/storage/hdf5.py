@@ -1,5 +1,6 @@
 """Open HDF5 files with h5py, find what they should have, and say in one line what is wrong with them."""
 
+import glob
 import json
 import stat
 from collections.abc import Iterator
@@ -11,10 +12,11 @@ import h5py
 import numpy as np
 
 from fastgpu.process.content import describe_content
+from fastgpu.process.files import not_found
 from fastgpu.process.launch import UserError
 from fastgpu.process.machine import GIB, format_bytes, free_host_bytes
 from fastgpu.storage import remote
-from fastgpu.storage.file import OpenFile
+from fastgpu.storage.file import OpenFile, is_url, split_group
 
 OR_CONVERT = "or convert it once: python convert.py --help says how"
 """The cure for files of images, tables and arrays."""
@@ -26,33 +28,49 @@ Member = TypeVar("Member", h5py.Group, h5py.Dataset)
 
 
 @contextmanager
-def open_file(path: str, where: str, *, around_page_cache: bool = False) -> Iterator[tuple[OpenFile, h5py.File]]:
+def open_file(
+    path: str, where: str, *, around_page_cache: bool = False, cache: str = ""
+) -> Iterator[tuple[OpenFile, h5py.File]]:
     """Open a file or URL to read: its bytes, and what h5py makes of them, which is closed after the block.
 
-    around_page_cache: see `OpenFile`. Raises UserError, beginning with `where`, for what h5py raises, also in the
-    block.
+    around_page_cache: see `OpenFile`. cache: the folder for a copy of a file of a bucket; by default data/cache. Raises
+    UserError, beginning with `where`, for what h5py raises, also in the block.
     """
     file: OpenFile | None = None
     try:
-        is_remote = remote.is_url(path)
-        if not is_remote:
+        if is_url(path):
+            file = remote.open_remote(path, where, cache)
+        else:
             check_path(path, where)
-        file = remote.open_remote(path, where) if is_remote else OpenFile(path, around_page_cache=around_page_cache)
+            file = OpenFile(path, around_page_cache=around_page_cache)
         with file.open_h5() as h5:
             yield file, h5
     except FileNotFoundError:
-        raise UserError(f"{where} does not exist (looked in {Path.cwd()})") from None
+        raise not_found(path, where) from None
     except IsADirectoryError:
         raise UserError(f"{where} is a folder; name the files in it, {path}/*.h5, {OR_CONVERT}") from None
     except BlockingIOError:
         cure = "wait for that to end, or set HDF5_USE_FILE_LOCKING=FALSE if there is none"
         raise UserError(f"{where} is locked by a process that writes it; {cure}") from None
     except (OSError, RuntimeError, KeyError, MemoryError) as error:  # all that h5py raised in 4,000 damaged files
-        if not is_remote and not h5py.is_hdf5(path) and (content := describe_content(path)):
+        if not is_url(path) and not h5py.is_hdf5(path) and (content := describe_content(path)):
             raise UserError(f"{where} is no HDF5 file, but {content}") from None
         reason = " ".join(str(error).split())
         cure = (file and file.cure) or f"copy or write it again, {OR_CONVERT}"
         raise UserError(f"{where} cannot be read as HDF5: {reason}; {cure}") from None
+
+
+def expand(key: str, path: str) -> list[tuple[str, str]]:
+    """(file, group) for each file that `file.h5`, `file.h5::/group` or a glob names. Raises UserError for none."""
+    pattern, group = split_group(path)
+    if is_url(pattern):
+        return [(url, group) for url in remote.expand(key, pattern)]
+    check_path(pattern, f"{key}: {pattern}")
+    is_pattern = glob.has_magic(pattern) and not Path(pattern).exists()
+    files = sorted(glob.glob(pattern)) if is_pattern else [pattern]  # noqa: PTH207 (pathlib globs no absolute patterns)
+    if not files:
+        raise UserError(f"{key}: no file matches {pattern} (looked in {Path.cwd()})")
+    return [(file, group) for file in files]
 
 
 def check_path(path: str, where: str) -> None:

@@ -1,7 +1,7 @@
-"""The rows of one HDF5 dataset: where each chunk is in the file, and how its rows are read.
+"""The rows of one HDF5 dataset, and how they are read.
 
-h5py is asked once where the chunks are. `open_layout` then chooses one of three ways to read them, whose costs are in
-docs/data-path.md: `PlainRows`, `CompressedRows`, or `Layout`, by the HDF5 library.
+h5py is asked once where the chunks are (chunks.py). `open_layout` then chooses one of three ways to read them, whose
+costs are in docs/data-path.md: `PlainRows`, `CompressedRows`, or `Layout`, by the HDF5 library.
 """
 
 import hashlib
@@ -13,12 +13,13 @@ import h5py
 import numpy as np
 
 from fastgpu.process.launch import UserError
-from fastgpu.rows.contract import PoolPlan
+from fastgpu.process.project import install_command
+from fastgpu.rows.contract import PoolPlan, Range
 from fastgpu.rows.rows import Field
+from fastgpu.storage.chunks import find_chunks, read_checksums
 from fastgpu.storage.file import RESTORE, OpenFile, side_by_side
 from fastgpu.storage.filters import DECODERS, DECODING, Bytes, decode, filters_of
-from fastgpu.storage.hdf5 import dtype_of, look_up, refuse_large
-from fastgpu.storage.remote import is_url
+from fastgpu.storage.hdf5 import dtype_of, refuse_large
 
 BLOCK_BYTES = 2 << 20
 """Size of a block: random pieces of 2 MiB are read as fast as a cold disk can."""
@@ -31,12 +32,6 @@ SCATTER_BYTES = 8192
 are read a block at a time, and copied by index."""
 IOV_MAX = 1024
 """Maximum number of targets of one preadv on Linux."""
-DIGESTS = "fastgpu_sha256"
-"""Group beside the datasets. It has (blocks, 32) uint8 for each of them: the SHA-256 of the rows of each block."""
-
-Range = tuple[int, np.ndarray | range]
-"""Neighbouring rows: the number of the first one, and the place where each of them is copied to. A range instead of an
-array says that the places are neighbours, too."""
 
 
 class Layout:
@@ -60,59 +55,16 @@ class Layout:
         self._n_rows = len(data)
         self._n_items = n_items
         self._filters = filters_of(data)
-        self._chunks = self._find_chunks(data)
-        """(chunks, 3) int64: first byte, number of bytes in the file, and skipped filters (see `decode`)."""
-        self.digests = self._read_digests(data)
-        """(chunks, 32) uint8: the SHA-256 of each chunk; None if the file has none."""
-        # Chunks at the beginning that are known to be on this machine.
-        self._n_local = len(self._chunks) if file.is_local(0, file.size) else 0
+        self._chunks = find_chunks(name, data, self.chunk_rows, file.size)
+        self.checksums = read_checksums(name, data, len(self._chunks))
+        file.expect(self._chunks[:, :2])
 
     def __len__(self) -> int:
         return self._n_rows
 
-    def _read_digests(self, data: h5py.Dataset) -> np.ndarray | None:
-        digests = look_up(data.parent, f"{DIGESTS}/{data.name.rpartition('/')[2]}", self.name)
-        if not isinstance(digests, h5py.Dataset):
-            return None
-        expected = (len(self._chunks), 32)
-        if digests.shape != expected or digests.dtype != np.uint8:
-            found = f"are {digests.dtype} {digests.shape} instead of uint8 {expected}"
-            raise UserError(f"{self.name}: its checksums {found}; delete {digests.name}, or write the file again")
-        return digests[:]
-
-    @property
-    def is_local(self) -> bool:
-        """Whether all rows are on this machine, so that no reader waits for a network."""
-        n_chunks = len(self._chunks)
-        while self._n_local < n_chunks and self._file.is_local(*self._chunks[self._n_local, :2].tolist()):
-            self._n_local += 1
-        return self._n_local == n_chunks
-
-    def _find_chunks(self, data: h5py.Dataset) -> np.ndarray:
-        refuse_large(self.name, 64 * (self._n_rows // self.chunk_rows))
-        first_rows = np.arange(0, self._n_rows, self.chunk_rows)
-        chunks = np.zeros((len(first_rows), 3), np.int64)
-        value_bytes = data.id.get_type().get_size()
-
-        def note(chunk: h5py.h5d.StoreInfo) -> None:
-            # In a damaged file, these may be any numbers.
-            offset = min(chunk.byte_offset, self._file.size)
-            n_bytes = chunk.size if self._filters else math.prod(data.chunks) * value_bytes
-            chunks[chunk.chunk_offset[0] // self.chunk_rows] = offset, n_bytes, chunk.filter_mask
-
-        if data.chunks:
-            data.id.chunk_iter(note)
-        elif (offset := data.id.get_offset()) is not None:  # otherwise only the HDF5 library knows where they are
-            row_bytes = math.prod(data.shape[1:]) * value_bytes
-            chunks[:, 0] = offset + first_rows * row_bytes
-            chunks[:, 1] = np.diff(first_rows, append=self._n_rows) * row_bytes
-        if (chunks[:, 0] + chunks[:, 1]).max(initial=0) > self._file.size:
-            raise UserError(f"{self.name}: the file is truncated: copy or write it again")
-        return chunks
-
     def fingerprint(self) -> bytes:
         """The SHA-256 of the size of the file and the checksums of all rows; or, without checksums, of 16 rows."""
-        content = self.digests
+        content = self.checksums
         if content is None:
             rows = np.linspace(0, self._n_rows - 1, min(16, self._n_rows)).astype(np.int64)
             content = np.empty((len(rows), *self.field.shape), self.field.dtype)
@@ -129,7 +81,7 @@ class Layout:
         def read_part(start: int) -> None:
             self.read([(start, range(start, min(start + part_rows, self._n_rows)))], out)
 
-        part_rows = max(1, self._n_rows) if self.is_local else self.chunk_rows
+        part_rows = max(1, self._n_rows) if self._file.is_local else self.chunk_rows
         side_by_side(read_part, range(0, self._n_rows, part_rows))  # there are no reader threads yet
         return out
 
@@ -152,16 +104,16 @@ class Layout:
 
     def _prepare(self, chunk: int) -> np.ndarray | None:
         """See `OpenFile.prepare`."""
-        check = None if self.digests is None else partial(self._check, chunk, self.digests[chunk].tobytes())
+        check = None if self.checksums is None else partial(self._check, chunk, self.checksums[chunk].tobytes())
         offset, n_bytes, _ = self._chunks[chunk].tolist()
         return self._file.prepare(offset, n_bytes, check)
 
-    def _check(self, chunk: int, digest: bytes, content: np.ndarray) -> None:
+    def _check(self, chunk: int, checksum: bytes, content: np.ndarray) -> None:
         """Raise UserError if the rows of a chunk, of which `content` has the bytes, have another SHA-256."""
         n_rows = min(self.chunk_rows, self._n_rows - chunk * self.chunk_rows)
         rows = self.read_chunk(chunk, content)[:n_rows].astype(self.field.dtype)
-        if hashlib.sha256(rows.data).digest() != digest:
-            raise UserError(f"{self.name}: block {chunk} is damaged: its SHA-256 is another one; {RESTORE}")
+        if hashlib.sha256(rows.data).digest() != checksum:
+            raise UserError(f"{self.name}: block {chunk} is damaged: checksum mismatch; {RESTORE}")
 
     def _read(self, by_chunk: dict[int, list[Range]], out: np.ndarray) -> None:
         """Copy rows to their places. by_chunk: {chunk: ranges of it}, whose rows are numbered from its first one.
@@ -293,7 +245,7 @@ def open_layout(name: str, data: h5py.Dataset, file: OpenFile, n_items: int | No
             raise UserError(f"{name}: {n_missing} of {n_chunks} chunks were never written; write all, fill values too")
     elif len(data) and data.id.get_offset() is None and kind == h5py.h5d.CONTIGUOUS:
         raise UserError(f"{name} was never written; write all of it, fill values too")
-    elif kind == h5py.h5d.VIRTUAL and is_url(file.path):
+    elif kind == h5py.h5d.VIRTUAL and data.file.driver == "fileobj":  # HDF5 opens the sources by their path
         raise UserError(f"{name} is a virtual dataset, which is read of files on this machine only: download it")
     filters = filters_of(data)
     # h5py shows bfloat16 as float32, say: only values whose bytes are those that it shows can be read without it.
@@ -305,7 +257,7 @@ def open_layout(name: str, data: h5py.Dataset, file: OpenFile, n_items: int | No
         return (CompressedRows if filters else PlainRows)(name, data, file, n_items)
     for code, _, filter_name in filters:
         if not h5py.h5z.filter_avail(code):
-            raise UserError(f"{name} is compressed by {filter_name}: pip install -c constraints.txt hdf5plugin")
+            raise UserError(f"{name} is compressed by {filter_name}: {install_command('codecs')}")
     return Layout(name, data, file, n_items)
 
 

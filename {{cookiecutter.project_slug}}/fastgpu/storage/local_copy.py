@@ -47,7 +47,6 @@ class LocalCopy:
         self.path = path
         self.size = size
         self._lock = threading.Lock()
-        self._known_ns = 0
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         while not self._open():
             pass
@@ -94,7 +93,6 @@ class LocalCopy:
         os.utime(self.descriptor, (now := int(time.time()), now))
         status = os.fstat(self.descriptor)
         os.pwrite(self._account.fileno(), HEADER.pack(status.st_ino, status.st_mtime_ns), 0)
-        self._known_ns = status.st_mtime_ns
 
     def _is_ours(self, status: os.stat_result) -> bool:
         """Whether nobody else has written to the copy."""
@@ -103,11 +101,8 @@ class LocalCopy:
     def check_unchanged(self) -> None:
         """Raise UserError if somebody else has written to the copy."""
         for _ in range(TRIES):
-            status = os.fstat(self.descriptor)
-            if (status.st_mtime_ns, status.st_size) == (self._known_ns, self.size):
+            if self._is_ours(os.fstat(self.descriptor)):
                 return
-            if self._is_ours(status):
-                return  # another process or thread is writing to it, or has written
             time.sleep(PAUSE_S)
         raise self._changed()
 

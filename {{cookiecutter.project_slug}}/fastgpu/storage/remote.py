@@ -12,10 +12,10 @@ import os
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from fnmatch import filter as matching
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -26,6 +26,7 @@ import numpy as np
 
 from fastgpu.process.launch import LEFT_OUT, USER, UserError, warn, without_secrets
 from fastgpu.process.machine import MIB
+from fastgpu.process.project import install_command
 from fastgpu.storage.file import PAGE_BYTES, RESTORE, OpenFile, side_by_side
 from fastgpu.storage.local_copy import LocalCopy
 
@@ -70,33 +71,26 @@ class RemoteFile(OpenFile):
         """where: names it in messages. folder: of the copies. Raises UserError."""
         bucket, self._name, query = _split(where, url)
         self._bucket = bucket + query
-        self._version = _version_of(_request(where, self._find))
+        # A byte, not HEAD, which a server refuses for a URL that is signed for GET.
+        self._version = _version_of(_request(where, partial(self._ask, 0, 1, is_opening=True)).meta)
         self.n_requests, self.n_fetched_bytes = 1, 0
         self._prepared: dict[int, int] = {}  # offset -> number of bytes
+        self._expected = np.empty((0, 2), np.int64)
+        self._n_local = 0  # expected chunks at the beginning that are known to be local
         self._copy: LocalCopy | None = None
         tag, size, modified = self._version
         if tag is None and not modified.timestamp():  # obstore has 1970 for none
             warn(f"{url} has neither an ETag nor a date, so data.cache keeps no copy: it is fetched in each epoch")
         else:
             self._copy = _open_copy(folder, where, without_secrets(url), self._version)
-        super().__init__(self._copy.descriptor if self._copy else os.devnull)
-        self.path = url
-        self.size = size
+        super().__init__(self._copy.descriptor if self._copy else os.devnull, name=url, size=size)
         # This runs after the end of the reader threads, which are made later.
         atexit.register(self._close_h5)
         if self._copy:
             self.cure = f"if the file is whole there, its copy is damaged: rm {self._copy.path}*"
-
-    def _find(self, obstore: Any) -> Any:
-        """The size and the version of the object."""
-        client = _client(self._bucket, is_opening=True)
-        try:
-            return obstore.head(client, self._name)
-        except (FileNotFoundError, obstore.exceptions.BaseError) as error:
-            # A server may refuse HEAD alone, as it does for a URL that is signed for GET.
-            if not re.search("status code: (?!404)", str(error)):
-                raise
-            return obstore.get(client, self._name, options={"range": (0, 1)}).meta
+            # The metadata is at both ends. It is fetched now, because h5py reads one file at a time.
+            for number in sorted({0, max(0, size - 1) // PIECE_BYTES}):
+                self.read_piece(number)
 
     def check_unchanged(self) -> None:
         """The object is compared by each request, so this is about the copy."""
@@ -122,7 +116,19 @@ class RemoteFile(OpenFile):
     def is_prepared(self, offset: int) -> bool:
         return offset in self._prepared
 
-    def is_local(self, offset: int, count: int) -> bool:
+    def expect(self, chunks: np.ndarray) -> None:
+        self._expected = np.concatenate([self._expected, chunks])
+
+    @property
+    def is_local(self) -> bool:
+        expected, n_local = self._expected, self._n_local
+        while n_local < len(expected) and self._has(*expected[n_local].tolist()):
+            n_local += 1
+        self._n_local = n_local
+        return n_local == len(expected)
+
+    def _has(self, offset: int, count: int) -> bool:
+        """Whether these bytes are in the copy."""
         return bool(self._copy and self._copy.has(*self._pages_of(offset, count)))
 
     def prepare(self, offset: int, count: int, check: Callable[[np.ndarray], None] | None = None) -> np.ndarray | None:
@@ -131,7 +137,7 @@ class RemoteFile(OpenFile):
             return None
         fetched: Parts = []
         with _locks[offset // PAGE_BYTES % N_LOCKS]:
-            if check or not self.is_local(offset, count):
+            if check or not self._has(offset, count):
                 begin, end = self._pages_of(offset, count)
                 within = slice(offset - begin, offset - begin + count)
                 pages, fetched = self._read_or_get(begin, end)
@@ -160,9 +166,6 @@ class RemoteFile(OpenFile):
 
     def _read_or_get(self, begin: int, end: int) -> tuple[np.ndarray, Parts]:
         """The bytes from `begin` to `end`, and the parts of them that were not local, and were fetched."""
-        if self._missing(begin, end) == (begin, end):  # as nearly always, which needs no copy
-            pages = self._get(begin, end)
-            return pages, [(begin, pages)]
         pages = np.empty(end - begin, np.uint8)
         fetched: Parts = []
         at = begin
@@ -177,16 +180,13 @@ class RemoteFile(OpenFile):
             at = last
         return pages, fetched
 
+    def _ask(self, begin: int, end: int, obstore: Any, *, is_opening: bool = False) -> Any:
+        return obstore.get(_client(self._bucket, is_opening=is_opening), self._name, options={"range": (begin, end)})
+
     def _get(self, begin: int, end: int) -> np.ndarray:
         def get(obstore: Any) -> Any:
-            tag = self._version[0]
-            match = {"if_match": tag} if tag and not tag.startswith("W/") else {}  # a weak one matches nothing
-            try:
-                options = {"range": (begin, end), **match}
-                found = obstore.get(_client(self._bucket, is_opening=False), self._name, options=options)
-            except obstore.exceptions.PreconditionError:
-                return None
-            return found.bytes() if _version_of(found.meta) == self._version else None  # some do not know If-Match
+            found = self._ask(begin, end, obstore)
+            return found.bytes() if _version_of(found.meta) == self._version else None
 
         content = _request(self.path, get, then=", then go on with run.resume=auto")
         if content is None:
@@ -217,7 +217,7 @@ class RemoteFile(OpenFile):
         file, begin, pages = getattr(_held, "pages", None) or (None, 0, np.empty(0, np.uint8))
         if file is self and begin <= offset and offset + count <= begin + len(pages):
             return pages[offset - begin : offset - begin + count]
-        return self.read(offset, count) if self.is_local(offset, count) else None
+        return self.read(offset, count) if self._has(offset, count) else None
 
     def read_piece(self, number: int) -> bytes:
         """A piece of the metadata."""
@@ -251,27 +251,12 @@ class _Metadata(io.RawIOBase):
         return count
 
 
-def is_url(path: str) -> bool:
-    """Whether a path is a URL, such as s3://bucket/file.h5."""
-    return "://" in path
-
-
-def open_remote(url: str, where: str, folder: str = CACHE) -> RemoteFile:
+def open_remote(url: str, where: str, folder: str) -> RemoteFile:
     """The file of a URL, which a process opens once. See `RemoteFile`."""
-    if url not in _opened:
-        _opened[url] = RemoteFile(url, where, folder)
-    return _opened[url]
-
-
-def open_ahead(key: str, urls: Iterable[str], folder: str) -> None:
-    """Open files side by side, and fetch both ends of each, where the metadata is: h5py reads one file at a time."""
-
-    def open_one(url: str) -> None:
-        file = open_remote(url, f"{key}: {url}", folder)
-        for number in sorted({0, max(0, file.size - 1) // PIECE_BYTES}):
-            file.read_piece(number)
-
-    side_by_side(open_one, urls)
+    with _locks[hash(url) % N_LOCKS]:
+        if url not in _opened:
+            _opened[url] = RemoteFile(url, where, folder or CACHE)
+        return _opened[url]
 
 
 def expand(key: str, pattern: str) -> list[str]:
@@ -288,17 +273,12 @@ def expand(key: str, pattern: str) -> list[str]:
     return [f"{bucket}/{quote(name) if _is_http(bucket) else name}" for name in names]
 
 
-def n_requests() -> int:
-    """How many requests this process has sent until now."""
-    return sum(file.n_requests for file in list(_opened.values()))
-
-
 def counters() -> dict[str, float]:
     """{tag: value}: what this process has fetched until now, and how much of its files is on this machine."""
     files = list(_opened.values())
     n_local = sum(512 * os.fstat(file._raw.fileno()).st_blocks for file in files)
     counts = {
-        "storage/requests": float(n_requests()),
+        "storage/requests": float(sum(file.n_requests for file in files)),
         "storage/fetched_mib": sum(file.n_fetched_bytes for file in files) / MIB,
         "storage/local_pct": min(100.0, 100 * n_local / max(1, sum(file.size for file in files))),
     }
@@ -339,7 +319,7 @@ def _open_copy(folder: str, where: str, url: str, version: tuple[Any, ...]) -> L
 def _request(where: str, request: Callable[[Any], Any], then: str = "") -> Any:
     """What a request gives, called with obstore. then: follows the cure. Raises UserError for what it raises."""
     if not find_spec("obstore"):
-        raise UserError(f"{where} is read by obstore: pip install -c constraints.txt obstore")
+        raise UserError(f"{where} is read by obstore: {install_command('cloud')}")
     if _process() != os.getpid():  # the threads of obstore are not in a fork
         cure = "use loader.num_workers=0, or copy the file to a disk"
         raise UserError(f"{where} cannot be fetched by a fork of a process that has read URLs; {cure}")

@@ -11,3 +11,18 @@ from fastgpu.training.step import (
     mixed_precision,
     prepare_optimizer,
 )
+
+__all__ = [
+    "AveragedModel",
+    "MixedPrecision",
+    "apex_optimizer",
+    "check_groups",
+    "compile_module",
+    "cut_batch",
+    "evaluate",
+    "freeze",
+    "mean_over_ranks",
+    "mixed_precision",
+    "prepare_optimizer",
+    "wrap_in_ddp",
+]
