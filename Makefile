@@ -13,8 +13,8 @@
 # make screenshots  take those of TensorBoard and of report.html again (tools/screenshots.py); it needs chromium, two idle
 #               CPUs and four minutes
 # make compat   a project on Python 3.12 and 3.13, with the lowest and with the newest packages; downloads gigabytes
+# make wheel    the engine as a package: build/fastgpu_engine-*.whl
 # make goldens  the same rows and bytes as before (tests/goldens), in seconds
-# make lines    the lines of each room beside the size that it should have; nothing fails
 # make gpu      the tests that need a CUDA device, and with two of them those of NCCL between ranks
 # make hollow   the same tests and whole runs without a GPU, on stand-ins for two of them (tests/hollow/README.md); it needs
 #               g++, and downloads the CUDA build of torch (2.5 GB) once
@@ -38,7 +38,7 @@ export MYPY_CACHE_DIR := $(CURDIR)/.cache/mypy
 WORKLOAD ?= images
 IN_PLACE := cd "$(PROJECT)" && "$(BIN)/python" -m
 
-.PHONY: help demo test slow single nightly check fix messages docs pictures screenshots goldens compat lines gpu hollow slurm soak fuzz images bench bench-peers clean
+.PHONY: help demo test slow single nightly check fix messages docs pictures screenshots goldens wheel compat gpu hollow slurm soak fuzz images bench bench-peers clean
 .DELETE_ON_ERROR:
 
 .venv/installed: requirements.txt $(PROJECT)/constraints.txt
@@ -75,6 +75,7 @@ single: .venv/installed
 # Some tests of the night measure, for which a third process would be too many.
 nightly: .venv/installed
 	$(PYTEST) -n 2 -m nightly
+	$(PYTEST) --hypothesis-profile=night -m hypothesis
 	$(MAKE) single slurm docs compat hollow
 	"$(BIN)/python" tests/faults/fuzz.py --files 500
 	"$(BIN)/python" tests/faults/images.py --images 100000
@@ -108,30 +109,29 @@ screenshots: .venv/installed
 goldens: .venv/installed
 	"$(BIN)/python" tests/goldens/goldens.py
 
+wheel:
+	rm -f build/fastgpu_engine-*.whl
+	$(PYTHON) -m pip wheel -q --disable-pip-version-check --no-deps -w build .
+
 compat: .venv/installed
 	"$(BIN)/python" tools/compat.py
 
-# Pages have sections that only some projects have, so one with all of them is baked beside the files of the template.
-docs: .cache/docs/installed
+# Pages have sections that only some projects have, so one with all of them is baked beside the files of the template. Its
+# engine is what the page of public names is made from.
+SITE_PROJECT := build/pages/my_training_project
+docs: .venv/installed
 	rm -rf build/pages build/site
 	mkdir -p build/pages
 	{ git ls-files -z --cached --others --exclude-standard ':!tests' ':(exclude,literal)$(PROJECT)'; \
 		git ls-files -z 'tests/*.md'; } | xargs -0 cp --parents -t build/pages
-	.cache/docs/bin/cookiecutter --no-input -o build/pages . project_slug=my_training_project workload=both tools=all launch=both \
+	"$(BIN)/cookiecutter" --no-input -o build/pages . project_slug=my_training_project workload=both engine=copy launch=both \
 		> /dev/null
 	grep -rlF --include='*.md' '$(PROJECT)' build/pages | xargs sed -i 's/$(PROJECT)/my_training_project/g'
 	cat docs/site/contents.md >> build/pages/README.md
-	.cache/docs/bin/sphinx-build -q -W --keep-going -d .cache/docs/doctrees -c docs/site build/pages build/site
+	sed -i 's|^## What is public$$|&\n\n[Signatures and docstrings](../../docs/site/api.md).|' $(SITE_PROJECT)/docs/code.md
+	PYTHONPATH=$(SITE_PROJECT) "$(BIN)/sphinx-build" -q -W --keep-going -d .cache/doctrees -c docs/site build/pages build/site
 	cp build/site/README.html build/site/index.html
 	@echo "open build/site/index.html"
-
-.cache/docs/installed: docs/site/requirements.txt requirements.txt $(PROJECT)/constraints.txt
-	$(PYTHON) -m venv .cache/docs
-	.cache/docs/bin/pip install -q --disable-pip-version-check -c "$(PROJECT)/constraints.txt" -c requirements.txt -r $<
-	@touch $@
-
-lines: .venv/installed
-	"$(BIN)/python" tools/count_lines.py
 
 gpu: .venv/installed
 	@"$(BIN)/python" -c 'import torch, sys; sys.exit(not torch.cuda.is_available() and "error: torch sees no CUDA device")'

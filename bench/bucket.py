@@ -21,7 +21,7 @@ import ours
 import publish
 from publish import FailedError, Table, spread, take_turns
 
-from fastgpu.feed.sizes import REMOTE_READERS
+from fastgpu.feed.readers import NETWORK_READERS
 from fastgpu.storage.store import open_store
 
 SHAPE, BLOCK_ROWS = (3, 64, 64), 170
@@ -70,7 +70,7 @@ def measure_here(path: str, n_readers: int, cache: str, n_later: int) -> None:
     """Print [samples/s, CPU us per sample, sum of what came] of the first epoch, and of the later ones together."""
     rows = open_store("FILE", path, {"images": "images", "labels": "labels"}, cache=cache)
     # `auto` is 64 for a URL until all rows are local; a number that is asked for stays.
-    asked = "auto" if n_readers == REMOTE_READERS else n_readers
+    asked = "auto" if n_readers == NETWORK_READERS else n_readers
     feed = ours.open_feed(rows, 256, n_readers=asked, pool_batches=20)
     said = []
     for epochs in ([0], range(1, 1 + n_later)):

@@ -31,9 +31,9 @@ from tables import compare, speeds
 from torch.utils.data import Dataset
 from train import Training, build, train_step
 
-from fastgpu.feed import open_splits
+from fastgpu.feed import open_rows
 from fastgpu.process.config_loader import load_config
-from fastgpu.process.launch import UserError, attempt
+from fastgpu.process.launch import UserError
 from fastgpu.process.machine import available_cpus
 from fastgpu.process.world import World, choose_kernels
 from fastgpu.rows.rows import Rows
@@ -120,8 +120,7 @@ def build_parts(case: Case, spec: DataSpec, tier: str, world: World) -> Training
     keys = {"data.train": spec.h5, "data.val": val, "data.batch_size": spec.batch_size, "data.tier": tier, **case.keys}
     words = (f"{key}={value}" for key, value in keys.items())
     config = load_config(["--config", str(PROJECT / case.config), *words])
-    opened = attempt(open_splits, config.data, config.loader, config.run.seed)
-    return build(config, opened, world)
+    return build(config, open_rows(config), world)
 
 
 class Bench:
@@ -158,14 +157,14 @@ class Bench:
 
     def measure(self, name: str, seconds: float) -> dict[str, float]:
         """Whole steps for at least so many seconds, from idle device to idle device."""
-        n_ahead = (self.parts.config.loader.prefetch_pools + 1) * self.parts.data.sizes.pool_batches
+        n_ahead = (self.parts.config.loader.prefetch_pools + 1) * self.parts.config.data.pool_batches
         self._step(name, n_ahead, min(LEAD_S, seconds))
         self.clock.restart()
-        self.monitor.take()
+        self.monitor.means()
         self._step(name, 1, seconds)
-        interval = self.clock.take()
-        read = self.monitor.take()
-        n_rows = interval.steps * self.parts.data.sizes.batch_size
+        interval = self.clock.interval()
+        read = self.monitor.means()
+        n_rows = interval.steps * self.parts.config.data.batch_size
         numbers = {"rows": n_rows, "seconds": interval.seconds, "wait_pct": 100 * interval.wait_s / interval.seconds}
         return numbers | {tag: read[tag] for tag in COUNTERS if tag in read}
 

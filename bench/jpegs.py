@@ -192,12 +192,12 @@ def spdl(task: Task) -> Contender:
 
 def convert(task: Task) -> Contender:
     """convert.py in this process, once it has been imported. An epoch writes all files to one HDF5 file of pixels."""
-    from convert import main, parse  # whose packages the peers' environment lacks
+    from fastgpu.convert.command import parse, run  # whose packages the peers' environment lacks
 
     words = ["images", str(task.folder / "source"), str(task.folder / "converted.h5")]
 
     def epoch(number: int) -> Iterator[tuple[list[Path]]]:
-        assert main(parse([*words, "--size", str(SIZE[0]), "--force"])) == 0
+        assert run(parse([*words, "--size", str(SIZE[0]), "--force"])) == 0
         yield (files_of(task),)
 
     return Contender([], epoch)

@@ -6,8 +6,8 @@ from pathlib import Path
 import peers  # noqa: F401  makes the project importable
 import torch
 
-from fastgpu.feed import PoolLoader, choose_sizes, open_loaders
-from fastgpu.feed.sizes import MAX_READERS
+from fastgpu.feed import PoolLoader, ResidentRows, Splits, canonical_ranks, open_loader, resolve_auto
+from fastgpu.feed.readers import MAX_READERS
 from fastgpu.process.config import Auto, Config, Data, Loader, Tier, Train
 from fastgpu.process.machine import available_cpus
 from fastgpu.process.world import World
@@ -39,10 +39,11 @@ def open_feed(
     loader = Loader(num_readers=n_readers, num_workers=n_readers)
     world = World(0, 1, 1, torch.device("cpu"))
     train = Train(epochs=1_000_000)  # so that each epoch is read ahead, however long a measurement takes
-    sizes = choose_sizes(Config(workload="images", data=data, loader=loader, train=train), rows, rows, world)
-    shard = Shard(canonical_ranks=sizes.canonical_ranks)
-    order = BlockSampler(rows.block_rows, batch_size, shard, sizes.pool_batches, seed=0)
-    return open_loaders([rows], [order], sizes, world.device, loader=loader)[0]
+    config = Config(workload="images", data=data, loader=loader, train=train)
+    config = resolve_auto(config, Splits(rows, rows), world)
+    shard = Shard(canonical_ranks=canonical_ranks(config.data, rows, 1))
+    order = BlockSampler(rows.block_rows, batch_size, shard, int(config.data.pool_batches), seed=0)
+    return open_loader(rows, order, ResidentRows([rows], config, world.device), config)
 
 
 def batches(feed: PoolLoader, epoch: int) -> Iterator[Rows]:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, ClassVar
 
 import data
@@ -22,6 +23,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from fastgpu.feed import PrefetchLoader
+from fastgpu.feed.readers import Readers
+from fastgpu.process.config import Loader
 from fastgpu.rows.order import BlockSampler
 
 SPEC = data.DataSpec("celeba", 12_000, (3, 218, 178), 256)
@@ -56,14 +59,14 @@ class UsualDataset(Dataset):
         return images, (f"worker {worker.id + 1}", begin, time.monotonic())
 
 
-class WatchedLoader(PrefetchLoader):
-    """Notes when its reader threads work. There is one of it."""
+class WatchedReaders(Readers):
+    """Notes when they work. There is one of it."""
 
     intervals: ClassVar[list[Interval]] = []
 
-    def _do(self, job: Callable[[], None], slot: Any) -> None:
+    def do(self, job: Callable[[], None], done: object, inbox: SimpleQueue[Any]) -> None:
         begin = time.monotonic()
-        super()._do(job, slot)
+        super().do(job, done, inbox)
         name = threading.current_thread().name
         self.intervals.append((f"reader {int(name.removeprefix('reader_')) + 1}", begin, time.monotonic()))
 
@@ -106,11 +109,13 @@ def main() -> None:
     usual = span(train(iter(loader)))
     rows = ours.open_rows(SPEC.h5)
     sampler = BlockSampler(rows, batch_size=SPEC.batch_size, pool_batches=9, seed=0)
-    feed = WatchedLoader(rows, sampler, torch.device("cpu"), 2)
+    loader = Loader(num_readers=2)
+    feed = PrefetchLoader(rows, sampler, torch.device("cpu"), loader)
+    feed.readers = WatchedReaders(rows, sampler, loader)
     steps = train(batch for epoch in range(1000) for batch in feed.batches(epoch))
     feed.close()
     result = {"machine": publish.machine(), "step_ms": 1e3 * STEP_S, "span_ms": 1e3 * SPAN_S}
-    result |= {"rows": "256 of 3 x 218 x 178 bytes", "usual": usual, "ours": span(steps + feed.intervals)}
+    result |= {"rows": "256 of 3 x 218 x 178 bytes", "usual": usual, "ours": span(steps + WatchedReaders.intervals)}
     OUT.parent.mkdir(exist_ok=True)
     OUT.write_text(json.dumps(result) + "\n")
 

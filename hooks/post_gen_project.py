@@ -1,26 +1,23 @@
-"""Delete the files and the sections of pages that were not asked for and what a run in place has left, then say what to
-do next.
+"""Delete the files and the sections of pages that were not asked for and what a run in place has left, name the package
+of the engine if it is not copied, then say what to do next.
 
 Running this script twice does the same as running it once. It uses the standard library only.
 """
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 answers = json.loads(r"""{{ cookiecutter | tojson }}""")
 
 KEEP = [
-    ({"tools": ["all"]}, "convert.py diagnose.py predict.py report.py"),
-    ({"tools": ["all"]}, "fastgpu/convert fastgpu/diagnose fastgpu/predict fastgpu/report fastgpu/process/tools.py"),
-    (
-        {"tools": ["all"]},
-        "docs/data.md docs/python.md docs/measuring.md docs/troubleshooting.md docs/why-is-my-gpu-idle.md",
-    ),
-    ({"tools": ["all"]}, "docs/pictures/tensorboard.png docs/pictures/report.png"),
-    ({"tools": ["all"]}, "docs/tutorial.md docs/ko"),
+    ({"engine": ["copy"]}, "fastgpu"),
     ({"launch": ["slurm", "kubernetes", "both"]}, "launch docs/clusters.md"),
     ({"launch": ["slurm", "both"]}, "launch/slurm.sh"),
     ({"launch": ["kubernetes", "both"]}, "launch/kubernetes.yaml launch/Dockerfile launch/Dockerfile.dockerignore"),
@@ -28,9 +25,8 @@ KEEP = [
     ({"workload": ["images", "recsys", "both"]}, "configs"),
     ({"workload": ["images", "both"]}, "configs/celeba.yaml configs/cifar10.yaml"),
     ({"workload": ["images", "both"]}, "configs/photos.yaml configs/imagenet.yaml"),
-    ({"workload": ["images", "both"]}, "workloads/images.py fastgpu/images"),
-    ({"workload": ["images", "both"]}, "fastgpu/convert/images"),
-    ({"tools": ["all"], "workload": ["images", "both"]}, "fastgpu/imagefiles"),
+    ({"workload": ["images", "both"]}, "workloads/attributes.py workloads/images.py fastgpu/images"),
+    ({"workload": ["images", "both"]}, "fastgpu/imagefiles fastgpu/convert/images"),
     ({"workload": ["recsys", "both"]}, "configs/recsys.yaml data/interactions-train.h5 data/interactions-val.h5"),
     ({"workload": ["recsys", "both"]}, "workloads/recsys.py fastgpu/convert/recsys"),
 ]
@@ -40,21 +36,18 @@ FACTS = {
     "recsys": answers["workload"] in ("recsys", "both"),
     "own": answers["workload"] == "own",
     "digits": answers["workload"] != "recsys",
-    "tools": answers["tools"] == "all",
+    "package": answers["engine"] == "package",
     "launch": answers["launch"] != "none",
     "slurm": answers["launch"] in ("slurm", "both"),
     "kubernetes": answers["launch"] in ("kubernetes", "both"),
 }
-"""What a page may ask by `<!-- only: tools images or own -->`; `no-tools` asks for the opposite."""
+"""What a page may ask by `<!-- only: package images or own -->`; `no-package` asks for the opposite."""
 SECTION = re.compile(r"(?ms)(^)?<!-- only: ([^>]+) -->(?(1)\n)((?:(?!<!-- only:).)*?)<!-- end -->(?(1)\n)")
 """An innermost section: whole lines if its comment begins a line, else a part of a sentence, list or table."""
 TEMPLATE = "https://github.com/org/fastgpu-template"
 """Stands in pages and in pyproject.toml for the address that this project was made from."""
 HOSTS = {"gh": "github.com", "gl": "gitlab.com", "bb": "bitbucket.org"}
 """Cookiecutter's short forms."""
-INSTALL = ".[dev,convert]"
-NO_CONVERT = "#          This project has no convert.py. A project that was made with tools=all has it.\n"
-"""For recipes of a project without tools."""
 NUMBERS = re.compile(r"(?m)^<!-- numbers: .*\n")
 """Says which numbers of the template's benchmarks fill the table below."""
 LEFTOVERS = [
@@ -94,10 +87,15 @@ def choose_sections(text: str) -> str:
     return text
 
 
-def web_address(template: str) -> str:
-    """Of what cookiecutter was given, such as gh:me/template, without passwords; empty for a folder or a zip file."""
+def expand(template: str) -> str:
+    """What cookiecutter was given, without its short forms: gh:me/template is a URL."""
     host, _, path = template.partition(":")
-    address = f"https://{HOSTS[host]}/{path}" if host in HOSTS else template
+    return f"https://{HOSTS[host]}/{path}" if host in HOSTS else template
+
+
+def web_address(template: str) -> str:
+    """Of what cookiecutter was given, without passwords; empty for a folder or a zip file."""
+    address = expand(template)
     found = re.fullmatch(r"https://(?:[^/@]*@)?([\w.:-]+(?:/[\w.~-]+?)+)(?:\.git)?/?", address)
     return f"https://{found[1]}" if found and not address.endswith(".zip") else ""
 
@@ -112,51 +110,114 @@ def name_template(text: str) -> str:
     return text.replace(TEMPLATE.replace("https://github.com/", "gh:"), address or "path/to/fastgpu-template")
 
 
-def name_tools(text: str) -> str:
-    """A file that speaks of convert.py and its packages, in a project that may have been made without tools."""
-    if FACTS["tools"]:
-        return text
-    text = re.sub(r"(?m)^(?:convert|export) = .*\n", "", text.replace(INSTALL, ".[dev]"))
-    return text.replace("# Train: ", f"{NO_CONVERT}# Train: ", 1) if "convert.py" in text else text
+def revision() -> str:
+    """The tag of the template's commit that this project is made from, or the commit; cruft gives the latter."""
+    if "_commit" in answers:
+        return str(answers["_commit"])
+    for words in (["describe", "--tags", "--exact-match", "--match=v*"], ["rev-parse", "HEAD"]):
+        command = ["git", "-C", answers["_repo_dir"], *words]
+        if found := subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip():
+            return found
+    sys.exit("error: engine=package needs the commit of the template, which git does not tell")
 
 
-for questions, paths in KEEP:
-    if any(answers[question] not in kept for question, kept in questions.items()):
-        for name in paths.split():
-            remove(Path(name))
-config = Path(f"config.{answers['workload']}.yaml")
-if config.exists():
-    config.replace("config.yaml")
-for path in list(Path().glob("config.*.yaml")):
-    remove(path)
-for page in [*Path().glob("*.md"), *Path("docs").rglob("*.md")]:
-    text = name_template(NUMBERS.sub("", choose_sections(page.read_text("utf-8"))))
-    if page.name == "README.md":  # its title is the name of the project
-        text = f"# {answers['project_name']}\n{text.partition(chr(10))[2]}"
-    page.write_text(f"{name_tools(text).rstrip()}\n", "utf-8", newline="\n")
-for name in (
-    "pyproject.toml",
-    "constraints.txt",
-    ".github/workflows/ci.yml",
-    *map(str, Path("configs").glob("*.yaml")),
-):
-    path = Path(name)
-    path.write_text(name_tools(name_template(path.read_text("utf-8"))), "utf-8", newline="\n")
-for pattern in LEFTOVERS:
-    for path in list(Path().glob(pattern)):
+def engine_url() -> str:
+    """Where pip finds the engine: the template as cookiecutter was given it, at its tag or commit, without passwords.
+
+    A folder or a zip file has no commit: pip takes what is there when it installs.
+    """
+    template = re.sub(r"^(\w+@[\w.-]+):(?!//)", r"ssh://\1/", expand(answers["_template"]))
+    if "://" not in template:
+        # Cookiecutter passes a path as it was typed, and starts this script in another folder.
+        found = template if template.endswith(".zip") else answers.get("_repo_dir", template)
+        path = Path(os.environ.get("PWD", ""), found).resolve()
+        if not (path if path.suffix == ".zip" else path / "cookiecutter.json").is_file():
+            sys.exit(f"error: engine=package needs the template's path from the root: {path} is not a template")
+        return path.as_uri()
+    template = re.sub(r"^((?:git\+)?https?://)[^/@]*@", r"\1", template)
+    template = re.sub(r"^((?:git\+)?ssh://[^/:@]*):[^/@]*@", r"\1@", template)
+    if template.endswith(".zip"):
+        return template
+    template = template.removeprefix("git+").replace("file:///", "file://localhost/")  # pip 23 refuses an empty host
+    return f"git+{template}@{revision()}"
+
+
+def depend_on_engine(text: str) -> str:
+    """pyproject.toml with the engine in place of the packages that a copy of it needs.
+
+    Jinja cannot choose, since ruff reads the file in the template, too.
+    """
+    extra = "[images]" if FACTS["images"] else ""
+    needed = f'dependencies = [\n    "fastgpu-engine{extra} @ {engine_url()}",\n]'
+    text = re.sub(r"(?ms)^dependencies = \[.*?^\]", lambda _: needed, text)
+    return text.replace('files = ["*.py", "fastgpu", "workloads"]', 'files = ["*.py", "workloads"]')
+
+
+def choose_files() -> None:
+    """Delete the files that were not asked for, and what runs and builds in the template have left."""
+    for questions, paths in KEEP:
+        if any(answers[question] not in kept for question, kept in questions.items()):
+            for name in paths.split():
+                remove(Path(name))
+    config = Path(f"config.{answers['workload']}.yaml")
+    if config.exists():
+        config.replace("config.yaml")
+    for path in [*Path().glob("config.*.yaml"), *(path for pattern in LEFTOVERS for path in Path().glob(pattern))]:
         remove(path)
-for folder in {Path(name).parent for _, paths in KEEP for name in paths.split()}:
-    if folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir()):
-        folder.rmdir()
+    for folder in {Path(name).parent for _, paths in KEEP for name in paths.split()}:
+        if folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir()):
+            folder.rmdir()
 
-# `cruft update` and `cruft diff` bake old and new projects in temporary folders, where nothing is to be done next.
-# Only cruft sets _commit; `cruft create` bakes in a folder of the user's choice.
-parent = Path.cwd().parent
-in_scratch = parent.parent == Path(tempfile.gettempdir()).resolve() and re.fullmatch("tmp[a-z0-9_]{8}", parent.name)
-if not ("_commit" in answers and in_scratch):
-    print(f"""
+
+def edit(path: Path, change: Callable[[str], str]) -> None:
+    """Write a text file again."""
+    path.write_text(change(path.read_text("utf-8")), "utf-8", newline="\n")
+
+
+def edit_page(text: str, name: str) -> str:
+    """A page of this project."""
+    text = name_template(NUMBERS.sub("", choose_sections(text)))
+    if name == "README.md":  # its title is the name of the project
+        text = f"# {answers['project_name']}\n{text.partition(chr(10))[2]}"
+    return f"{text.rstrip()}\n"
+
+
+def next_steps() -> str:
+    """What a person does first."""
+    (version,) = re.findall(r"(?m)^torch==(.*)", Path("constraints.txt").read_text("utf-8"))
+    text = f"""
 Next:
   cd {answers["project_slug"]}
-  python3 -m venv .venv && .venv/bin/pip install -c constraints.txt -e "{name_tools(INSTALL)}"
-  .venv/bin/python train.py
-""")
+  python3 -m venv .venv && source .venv/bin/activate
+  # without a GPU, first: pip install torch=={version} --index-url https://download.pytorch.org/whl/cpu
+  pip install -c constraints.txt -e ".[dev,convert]"
+  python train.py
+"""
+    if FACTS["package"] and "file:" in engine_url():
+        text += f"""
+The engine is installed from {engine_url()}, which other machines do not have.
+docs/engine.md says what to write into pyproject.toml instead.
+"""
+    if answers.get("tools") == "none":  # an answer from before, played again
+        text += "\nThe answer `tools` is no longer asked for: every project has the tools.\n"
+    return text
+
+
+def main() -> None:
+    choose_files()
+    for page in [*Path().glob("*.md"), *Path("docs").rglob("*.md")]:
+        edit(page, lambda text, name=page.name: edit_page(text, name))
+    edit(Path("pyproject.toml"), name_template)
+    if FACTS["package"]:
+        edit(Path("pyproject.toml"), depend_on_engine)
+
+    # `cruft update` and `cruft diff` bake old and new projects in temporary folders, where nothing is to be done next.
+    # Only cruft sets _commit; `cruft create` bakes in a folder of the user's choice.
+    parent = Path.cwd().parent
+    in_scratch = parent.parent == Path(tempfile.gettempdir()).resolve() and re.fullmatch("tmp[a-z0-9_]{8}", parent.name)
+    if not ("_commit" in answers and in_scratch):
+        print(next_steps())
+
+
+if __name__ == "__main__":
+    main()

@@ -10,10 +10,10 @@ answers = json.loads(r"""{{ cookiecutter | tojson }}""")
 # pip would take a project of such a name for one of the packages that it installs, and remove that or itself. Besides
 # the tools of an environment, these are the packages of pyproject.toml and constraints.txt, which a test compares.
 DEPENDENCIES = """
-absl_py annotated_types ast_serialize filelock flatbuffers fsspec grpcio h5py hdf5plugin imagecodecs iniconfig jinja2
-librt markdown markupsafe ml_dtypes mpmath mypy mypy_extensions networkx numpy nvidia_ml_py obstore onnx onnx_ir
-onnxruntime onnxscript packaging pathspec pillow pip pluggy polars polars_runtime_32 protobuf psutil pydantic
-pydantic_core pygments pytest pyyaml ruff safetensors scipy setuptools simplejpeg sympy tensorboard
+absl_py annotated_types ast_serialize fastgpu_engine filelock flatbuffers fsspec grpcio h5py hdf5plugin imagecodecs
+iniconfig jinja2 librt markdown markupsafe ml_dtypes mpmath mypy mypy_extensions networkx numpy nvidia_ml_py obstore
+onnx onnx_ir onnxruntime onnxscript packaging pathspec pillow pip pluggy polars polars_runtime_32 protobuf psutil
+pydantic pydantic_core pygments pytest pyyaml ruff safetensors scipy setuptools simplejpeg sympy tensorboard
 tensorboard_data_server timm torch torchvision tqdm types_psutil types_pyyaml types_tqdm typing_extensions
 typing_inspection wandb werkzeug wheel
 """

@@ -5,6 +5,7 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import yaml
 
@@ -15,6 +16,11 @@ from support.runs import write_minimal
 
 TIMEOUTS_S = {"slurm": 1200, "nightly": 2400, "slow": 900}
 """{marker: seconds after which a test with it has failed}. The first marker that a test has counts."""
+
+# A few examples find most mistakes in each run of the tests; `make nightly` looks for the rest.
+hypothesis.settings.register_profile("day", max_examples=20, deadline=None)
+hypothesis.settings.register_profile("night", max_examples=500, deadline=None)
+hypothesis.settings.load_profile("day")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

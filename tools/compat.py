@@ -39,7 +39,7 @@ print("Python", platform.python_version(), *(f"{name} {importlib.metadata.versio
 def run_case(name: str, folder: Path) -> str:
     """Test a case in an empty folder. Returns its versions. Raises CalledProcessError if something fails."""
     version, options = CASES[name]
-    answers = {"project_slug": "project", "workload": "both", "tools": "all", "launch": "both"}
+    answers = {"project_slug": "project", "workload": "both", "engine": "copy", "launch": "both"}
     project = Path(cookiecutter(str(ROOT), no_input=True, output_dir=str(folder), extra_context=answers))
     tools = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     uv = shutil.which("uv", path=tools) or "uv"

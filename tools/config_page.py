@@ -1,6 +1,7 @@
 """Print the page docs/config.md of a project: every key of config.yaml with its default, allowed values and meaning.
 
 Workloads that only some projects have stand between the comments by which the hook keeps them or removes them.
+Workloads with the same settings have one section.
 """
 
 import json
@@ -21,9 +22,9 @@ files. A word is read as YAML, but where text is expected it stays text (`run.na
 value that is not allowed is an error. To add a key of your own, add a field to the class
 `Options` of your workload, as `workloads/minimal.py` does.
 """
-WORKLOAD_HEAD = """## Workload `{name}`
+WORKLOAD_HEAD = """## {title}
 
-The section `model` with `workload: {name}`: the class `Options` in `workloads/{name}.py`.
+The section `model` with {workloads}: the class `Options` in `{module}.py`.
 """
 TABLE_HEAD = """\
 | key | default | allowed | meaning |
@@ -78,13 +79,18 @@ def main() -> None:
     print(HEAD)
     print_table(Config)
     print()
+    names_of: dict[type[Section], list[str]] = {}
     for path in sorted(PROJECT.glob("workloads/[a-z]*.py")):
-        is_optional = f"workloads/{path.name}" in KEEP
-        if is_optional:
-            print(f"<!-- only: {path.stem} -->")
-        print(WORKLOAD_HEAD.format(name=path.stem))
-        print_table(workloads.load(path.stem).Options, "model.")
-        print("\n<!-- end -->" if is_optional else "")
+        names_of.setdefault(workloads.load(path.stem).Options, []).append(path.stem)
+    for options, names in names_of.items():
+        answers = KEEP.get(f"workloads/{names[0]}.py", {}).get("workload", [])
+        if answers:
+            print(f"<!-- only: {answers[0]} -->")
+        title = f"Workload{'s' * (len(names) > 1)} {' and '.join(f'`{name}`' for name in names)}"
+        named = " or ".join(f"`workload: {name}`" for name in names)
+        print(WORKLOAD_HEAD.format(title=title, workloads=named, module=options.__module__.replace(".", "/")))
+        print_table(options, "model.")
+        print("\n<!-- end -->" if answers else "")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ python train.py data.batch_size=512 train.epochs=3       any key of docs/config.
 import sys
 
 from fastgpu.process.config_loader import load_config
-from fastgpu.process.launch import SharedError, attempt, exit_with_message
+from fastgpu.process.launch import SharedError, exit_with_message
 
 # config.yaml is read before torch, whose import takes seconds: a mistake in it is reported at once.
 if __name__ == "__main__":
@@ -38,7 +38,7 @@ class Training(NamedTuple):
 
     config: Config  # with the value that was chosen in place of each `auto`
     asked: Config  # with `auto`, which a resumed run chooses again for its machine
-    data: feed.Data
+    splits: feed.Splits
     loader: feed.Loader
     val_loader: feed.Loader
     workload: workloads.Workload
@@ -51,27 +51,28 @@ class Training(NamedTuple):
 
 # -------------------------------------------------------------------------- data, model, optimizer
 def build(cfg: Config, splits: feed.Splits, world: World) -> Training:
-    # If a rank raises a UserError in this block, such as a missing file, all ranks end with it.
+    # If a rank raises a UserError in this block, such as a missing file, all ranks raise it. So no
+    # collective may be in it, and no DDP, which has one: the other ranks would wait for it.
     with world.raise_on_all_ranks():
-        train_rows, val_rows = splits()
-        sizes = feed.choose_sizes(cfg, train_rows, val_rows, world)
-        data = feed.Data(train_rows, val_rows, sizes)
-        loader, val_loader = build_loaders(cfg, data, world)
+        if splits.error:
+            raise splits.error
+        chosen = feed.resolve_auto(cfg, splits, world)
+        loader, val_loader = build_loaders(chosen, splits, world)
 
         # Tensor cores prefer the NHWC memory format, so the weights of convolutions have it, too.
-        workload = workloads.make(cfg, train_rows, val_rows)
+        workload = workloads.make(cfg, splits.train, splits.val)
         torch.manual_seed(cfg.run.seed)
         model = workload.model()
         model.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         optimizer = make_optimizer(model, cfg.optim)
-        training.note_groups(model, optimizer)
+        training.prepare_optimizer(model, optimizer)  # notes the rates that the schedule scales
         precision = training.mixed_precision(cfg.train.precision, world.device, optimizer)
 
     # From here on, the config has the value that was chosen in place of each `auto`.
     options = workload.options.model_dump()
     asked = cfg.resolved(model=options)
-    cfg = asked.resolved(**sizes.chosen, train={"precision": precision.name})
-    world.check_same(identify_job(cfg.flat(), (train_rows, val_rows), loader.fingerprint))
+    cfg = chosen.resolved(model=options, train={"precision": precision.name})
+    world.check_same(identify_job(cfg.flat(), splits, loader.fingerprint))
 
     # The average copies the model, so it comes before DDP. Only what the steps call is compiled:
     # `model`, which has the same weights, is validated and saved as it is.
@@ -79,26 +80,27 @@ def build(cfg: Config, splits: feed.Splits, world: World) -> Training:
     ddp = training.wrap_in_ddp(model, cfg.dist, world)
     if cfg.train.compile:
         ddp = training.compile_module(ddp)
-    return Training(cfg, asked, data, loader, val_loader, workload, model, ddp, optimizer, precision, ema)
+    return Training(cfg, asked, splits, loader, val_loader, workload, model, ddp, optimizer, precision, ema)
 
 
-def build_loaders(cfg: Config, data: feed.Data, world: World) -> tuple[feed.Loader, feed.Loader]:
+def build_loaders(cfg: Config, splits: feed.Splits, world: World) -> tuple[feed.Loader, feed.Loader]:
     """The batches of this rank, on its device: shuffled to train, in file order to validate."""
     # BlockSampler is a DistributedSampler that shuffles blocks of a file, then the samples of many
     # batches. Any number of ranks that divides `canonical_ranks` sees the same global batches.
-    sizes = data.sizes
-    shard = Shard(world.rank, world.world_size, sizes.canonical_ranks)
-    val_shard, pool = Shard(world.rank, world.world_size), sizes.pool_batches
-    sampler = BlockSampler(data.train, sizes.batch_size, shard, pool, seed=cfg.run.seed)
-    val_sampler = BlockSampler(data.val, sizes.batch_size, val_shard, pool, seed=None)
-    world.print_once(data.describe(sampler))
+    canonical_ranks = feed.canonical_ranks(cfg.data, splits.train, world.world_size)
+    shard = Shard(world.rank, world.world_size, canonical_ranks)
+    val_shard = Shard(world.rank, world.world_size)
+    size, pool = cfg.data.batch_size // world.world_size, int(cfg.data.pool_batches)
+    sampler = BlockSampler(splits.train, size, shard, pool, seed=cfg.run.seed)
+    val_sampler = BlockSampler(splits.val, size, val_shard, pool, seed=None)
+    world.print_once(feed.describe(cfg, splits, sampler, world))
 
     # A PrefetchLoader reads ahead in threads or worker processes and copies to the device; a
     # ResidentLoader has all data there. Both echo: with data.echo=2, batches are trained on twice.
     # Your own: two objects with fingerprint, steps_per_epoch, batches, close (see docs/code.md).
-    splits, samplers = (data.train, data.val), (sampler, val_sampler)
-    loaders = feed.open_loaders(splits, samplers, sizes, world.device, loader=cfg.loader)
-    return loaders[0], loaders[1]
+    memory = feed.ResidentRows((splits.train, splits.val), cfg, world.device)
+    loader = feed.open_loader(splits.train, sampler, memory, cfg)
+    return loader, feed.open_loader(splits.val, val_sampler, memory, cfg)
 
 
 def make_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
@@ -165,20 +167,19 @@ def train(t: Training, world: World) -> int:
     state["scaler"] = t.precision.scaler
     if cfg.train.ema:
         state["ema"] = t.ema
-    model_card = describe_model(cfg.flat(), t.data, workload.card(), loader.fingerprint)
+    model_card = describe_model(cfg.flat(), t.splits, workload.card(), loader.fingerprint)
 
     run = Run(cfg.run, world, state, model_card, values=t.asked.model_dump(), best=workload.best)
     at = run.progress  # epoch, epoch_step, step: zeros, or of the checkpoint that Run has loaded
     n_epochs, save_every, lr = cfg.train.epochs, cfg.run.checkpoint_every_steps, cfg.optim.lr
-    n_left = sum(map(loader.steps_per_epoch, range(at.epoch, n_epochs))) - at.epoch_step
     clock = Clock(world, cfg.data.batch_size, cfg.data.echo)
     metrics: list[dict[str, Tensor]] = []  # of the steps since the last point of the log
     with (
         closing(loader),
         closing(val_loader),
         run,
-        TensorBoard(run.folder, cfg.flat(), world, step=at.step, n_left=n_left) as board,
-        Monitor(world) as monitor,
+        TensorBoard(run.folder, cfg.flat(), world, step=at.step) as board,
+        Monitor(world, {"use of buckets": feed.counters}) as monitor,
     ):
         # What is built by now lives to the end: the garbage collector need not visit it again.
         gc.collect(1)  # young garbage only: a whole pass takes 0.15 s
@@ -190,29 +191,37 @@ def train(t: Training, world: World) -> int:
             # If the loader fails, `guard` saves the last step.
             for batch in clock.timed(run.guard(loader.batches(at.epoch, start=at.epoch_step))):
                 # The part of the run that is done in mid-step, as if all epochs were like this one.
-                done = at.epoch * n_steps + at.epoch_step + 0.5
-                factor = schedule(done / (n_epochs * n_steps), cfg.optim)
+                done = (at.epoch * n_steps + at.epoch_step + 0.5) / (n_epochs * n_steps)
+                factor = schedule(done, cfg.optim)
 
                 # Each step has its own seed: a resumed run draws the same augmentation and dropout.
                 rng = reseed(world.device, cfg.run.seed, at.epoch, at.epoch_step, world.rank)
                 metrics.append(train_step(t, workload.transform(batch, rng), factor))
                 at.step += 1
                 at.epoch_step += 1
-                board.count()
-                stop = run.should_stop()  # whether a signal came to any rank
+                board.count(at.step, done)
 
-                # The host runs ahead of the device, and waits for it only here, for the metrics.
-                if len(metrics) == cfg.log.every_steps or at.epoch_step == n_steps or stop:
+                # All ranks get the same answer after the same step: whether a signal came to any of
+                # them. So all do what follows, or none: saving, for instance, needs all of them.
+                stop = run.should_stop()
+                saves = save_every > 0 and at.step % save_every == 0
+
+                # The host runs ahead of the device, and waits for it only here, for the metrics. A
+                # save is no step, so it comes after a point of the log: no interval counts it.
+                is_break = at.epoch_step == n_steps or stop or saves
+                if is_break or len(metrics) == cfg.log.every_steps:
                     means = training.mean_over_ranks(metrics, world)
                     metrics.clear()
                     if not isfinite(loss := means["train/loss"]):
                         raise SharedError(f"loss is {loss} at step {at.step}; lower optim.lr={lr}")
-                    means |= {"train/lr": lr * factor} | monitor.take() | run.take()
-                    board.write(at.step, means, clock.take())
+                    means |= {"train/lr": lr * factor} | monitor.means()
+                    board.write(at.step, means, clock.interval())
                 if stop:
-                    return run.finish()  # saves this step
-                if save_every and at.step % save_every == 0:
                     run.save()
+                    return run.end()
+                if saves:
+                    board.write(at.step, run.save())
+                    clock.restart()
 
             # Validate the average of the weights. This changes nothing of the model, so all ranks
             # together may also do it every so many steps. None: a signal came; a resume redoes it.
@@ -221,12 +230,13 @@ def train(t: Training, world: World) -> int:
                 model, workload, batches, world, precision=t.precision, should_stop=run.should_stop
             )
             if val_metrics is None:
-                return run.finish()
+                run.save()
+                return run.end()
             at.epoch += 1
             at.epoch_step = 0
-            run.save(val_metrics)  # the last checkpoint; the best one, too, if it is better
-            board.end_epoch(at.epoch, at.step, val_metrics | run.take(), feed.bottleneck(loader))
-        return run.finish()
+            val_metrics |= run.save(val_metrics)  # as the last one, and if it is the best one as that
+            board.end_epoch(at.epoch, at.step, val_metrics, feed.bottleneck(loader))
+        return run.end()
 
 
 # -------------------------------------------------------------------------------------------- main
@@ -234,8 +244,8 @@ if __name__ == "__main__":
     with exit_with_message():
         # HDF5 files (HDF5Dataset), or any torch Dataset (data.dataset). They are opened first: the
         # workers of a Dataset are forks of this process, and neither CUDA nor NCCL survives a fork.
-        # An error is kept, and raised in `build`, where all ranks end together.
-        splits = attempt(feed.open_splits, config.data, config.loader, config.run.seed)
+        # An error is kept as `splits.error`, which `build` raises where all ranks end together.
+        splits = feed.open_rows(config)
         # The process group is nccl, or gloo on CPUs. On a GPU the kernels are chosen before NCCL
         # starts: cudnn.benchmark and TF32, or with run.deterministic the same bits in every run.
         with init_distributed(config.dist, deterministic=config.run.deterministic) as world:

@@ -20,8 +20,7 @@ import workloads
 from fastgpu.images import augment
 from fastgpu.process.config import Count, Section
 from fastgpu.process.launch import UserError
-from fastgpu.rows.contract import Dataset
-from fastgpu.rows.rows import Rows
+from fastgpu.rows import Dataset, Rows
 from workloads import images
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fastgpu.images.checks import check_images
 from fastgpu.process.launch import UserError, warn
-from fastgpu.rows.contract import Dataset
-from fastgpu.rows.rows import Rows
+from fastgpu.rows import Dataset, Rows
 from workloads import images
 
 FAR = 10.0
@@ -29,7 +29,7 @@ class Workload(images.Workload):
 
     def __init__(self, options: images.Workload.Options, train: Dataset, val: Dataset):
         """Raises UserError if the rows are not images with numbers, or if validation rows are of another kind."""
-        images.check_images(train, val)
+        check_images(train, val)
         labels = train.fields["labels"]
         if labels.is_ragged or labels.dtype.kind != "f" or len(labels.shape) > 1:
             raise UserError(f"{train.name}: labels are {labels}; allowed are floats, (N,) or (N, K)")
@@ -49,11 +49,10 @@ class Workload(images.Workload):
             )
         self.set_up(options, train)
         self.names = [str(name) for name in train.attributes.get("target_names") or []]
-        self.has_attributes = True  # of which mixup blends all
         self.n_outputs = labels.shape[0] if labels.shape else 1
 
     def transform(self, batch: Rows, rng: Any) -> Rows:
-        """Augment on the device; the labels become (B, K)."""
+        """Augment on the device; the labels become (B, K), which mixup blends as they are."""
         labels_BK = batch["labels"].view(-1, self.n_outputs)
         return super().transform(Rows({"images": batch["images"], "labels": labels_BK}), rng)
 

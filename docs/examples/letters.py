@@ -13,8 +13,7 @@ from torch import Tensor, nn
 import workloads
 from fastgpu.process.config import Count, Section
 from fastgpu.process.launch import UserError
-from fastgpu.rows.contract import Dataset
-from fastgpu.rows.rows import Rows
+from fastgpu.rows import Dataset, Rows
 
 N_LETTERS = 256
 

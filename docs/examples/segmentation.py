@@ -18,8 +18,7 @@ import workloads
 from fastgpu.images import augment
 from fastgpu.process.config import Count, CountOrZero, Section
 from fastgpu.process.launch import UserError
-from fastgpu.rows.contract import Dataset
-from fastgpu.rows.rows import Rows
+from fastgpu.rows import Dataset, Rows
 from workloads import images
 
 IGNORED_CLASS = 255

@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 from functools import partial
+from itertools import count, islice
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -16,12 +18,13 @@ import train as script
 import yaml
 from torch import nn
 
-from fastgpu.feed import sizes
+from fastgpu.process import machine
 from fastgpu.process.config import Optim
 from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
 from fastgpu.run import checkpoint
 from fastgpu.storage.store import HDF5Dataset
+from fastgpu.telemetry import clock, tensorboard
 from support import PROJECT
 from support.ranks import ALONE, in_world, printed_by, run_train, train_command
 from support.runs import (
@@ -44,10 +47,15 @@ TRAIN_TAGS = {f"train/{name}" for name in ("loss", "grad_norm", "lr", "trained_r
 TAGS = TRAIN_TAGS | {"data/fresh_rows_per_s", "data/wait_pct", "data/echo", "val/mse", "run/save_s"}
 
 
-def test_loop_record_repeats_the_run(folder, capsys):
+def test_loop_record_repeats_the_run(folder, monkeypatch, capsys):
+    monkeypatch.setattr(tensorboard, "LINE_EVERY_S", 0)
     train("optim.name=sgd", "optim.lr=0.05", "optim.accumulation_steps=4")
     printed = capsys.readouterr().out
     assert all(text in printed for text in ("1 x CPU", "kept on the device", "tensorboard --logdir runs"))
+    shares = [int(share) for share in re.findall(r" (\d+) % done", printed)]
+    assert shares[0] == 7  # of 63 steps, at the fifth
+    assert shares == sorted(shares)
+    assert shares[-1] == 99
     run = folder / "runs/a"
     points = metrics_of(run)
     assert points[-1]["step"] == 3 * STEPS_PER_EPOCH
@@ -140,6 +148,21 @@ def test_loop_feed_that_fails_costs_no_step(folder, monkeypatch, capsys, n_reads
     assert same_weights(folder / "runs/whole", folder / "runs/a")
 
 
+def test_loop_save_is_in_no_interval(folder, monkeypatch):
+    """A clock that ticks at each look at it, and 1,000 times in each save."""
+    ticks = count()
+    save = checkpoint.save
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    monkeypatch.setattr(checkpoint, "save", lambda *words, **more: (list(islice(ticks, 1000)), save(*words, **more))[1])
+    train("train.epochs=1", "log.every_steps=5", "run.checkpoint_every_steps=7")
+    points = metrics_of(folder / "runs/a")
+    intervals = [point for point in points if "seconds" in point]
+    assert [point["step"] for point in intervals] == [5, 7, 12, 14, 19, 21]
+    assert [point["step"] for point in points if "run/save_s" in point] == [7, 14, 21, 21]
+    assert sum(point["steps"] for point in intervals) == STEPS_PER_EPOCH
+    assert all(point["seconds"] < 1000 and "run/save_s" not in point for point in intervals)
+
+
 def test_loop_average_is_validated_and_may_end(folder):
     plain, averaged = folder / "runs/plain", folder / "runs/averaged"
     train("run.name=plain", "train.epochs=1")
@@ -191,7 +214,7 @@ def test_loop_resumed_with_its_own_settings(folder, capsys):
 def test_loop_resumed_chooses_for_its_machine(folder, monkeypatch, resume):
     """Whichever way it is resumed, and only what was `auto`."""
     train("train.epochs=1", "data.tier=disk")
-    monkeypatch.setattr(sizes, "available_cpus", lambda: 5)
+    monkeypatch.setattr(machine, "available_cpus", lambda: 5)
     parts = build(f"run.resume={resume}", "data.tier=disk")
     assert (parts.config.loader.num_readers, parts.config.data.tier) == (5, "disk")
     parts.loader.close()

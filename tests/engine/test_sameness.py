@@ -15,13 +15,16 @@ import numpy as np
 import pytest
 import torch
 import train as script
+from torch import Tensor, nn
 from torch.utils.data import Dataset as TorchDataset
 
 from fastgpu.feed import PoolLoader
 from fastgpu.feed.sources import open_splits
 from fastgpu.images.decode import EncodedImage
 from fastgpu.images.parts import centre_box, draw, random_box
+from fastgpu.process import signals
 from fastgpu.process.config import Data, Loader, Tier
+from fastgpu.process.world import World
 from fastgpu.report.results import read_run
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler, Shard
@@ -40,6 +43,7 @@ from support.runs import (
     wait_for_step,
     weights_of,
 )
+from workloads import minimal
 
 N_ROWS = 150
 N_FIRST = 70
@@ -293,6 +297,49 @@ def test_same_weights_on_one_and_then_two_ranks(folder, monkeypatch):
     whole, run = folder / "runs/whole", folder / "runs/a"
     torch.testing.assert_close(weights_of(whole), weights_of(run), rtol=1e-3, atol=1e-4)
     assert val_points(whole)[-1]["val/mse"] == pytest.approx(val_points(run)[-1]["val/mse"], rel=1e-4)
+
+
+def train_norms(world: World, *words: str, step: int = 0) -> dict[str, Tensor]:
+    """Train a model that begins with batch norm; a signal comes before this step. Returns the values of this rank."""
+    make_model, trainings = minimal.Workload.model, []
+
+    def build_model(workload: minimal.Workload) -> nn.Module:
+        return nn.Sequential(nn.BatchNorm1d(6), make_model(workload))
+
+    def keep(training: script.Training, *arguments: Any) -> dict[str, Tensor]:
+        trainings.append(training)
+        return script_step(training, *arguments)
+
+    script_step = script.train_step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(minimal.Workload, "model", build_model)
+        patch.setattr(signals, "MAX_CALLS", 1)  # the ranks ask each other for signals in each step
+        patch.setattr(script, "train_step", at_call(step, keep, signalled(signal.SIGTERM)))
+        train("data.batch_size=30", "train.ema=0.9", "optim.accumulation_steps=3", *SHORT, *words, world=world)
+    modules = nn.ModuleDict({"model": trainings[-1].model, "ema": trainings[-1].ema})
+    return {name: values.clone() for name, values in modules.state_dict().items()}
+
+
+def norms_of_two_runs(world: World) -> list[dict[str, Tensor]]:
+    """The values of a rank after a whole run, a run that stops in the second epoch, and its end."""
+    return [
+        train_norms(world, "run.name=whole"),
+        train_norms(world, step=31),
+        train_norms(world, "run.resume=auto"),
+    ]
+
+
+@pytest.mark.slow
+def test_same_running_statistics_on_two_ranks(folder):
+    """Each rank has its own in a step, and those of rank 0 when a step or a validation begins, as after a resume."""
+    whole, stopped, resumed = zip(*in_world(2, norms_of_two_runs), strict=True)
+    for rank in range(2):
+        assert all(torch.equal(whole[rank][name], resumed[rank][name]) for name in whole[rank])
+    for ranks, differ in ((whole, {"model"}), (stopped, {"model", "ema"})):
+        names = {name for name in ranks[0] if not torch.equal(ranks[0][name], ranks[1][name])}
+        assert {name.partition(".")[0] for name in names} == differ  # the average has just been validated
+        assert {name.rpartition(".")[2] for name in names} == {"running_mean", "running_var"}
+    assert_same_end(folder / "runs/whole", folder / "runs/a", "ema")
 
 
 @pytest.mark.nightly

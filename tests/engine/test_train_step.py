@@ -16,7 +16,7 @@ from fastgpu.process.world import World
 from fastgpu.rows.rows import Rows
 from fastgpu.training.average import AveragedModel
 from fastgpu.training.parallel import wrap_in_ddp
-from fastgpu.training.step import mixed_precision, note_groups
+from fastgpu.training.step import mixed_precision, prepare_optimizer
 from support.ranks import CPU, in_world, needs_gpu, no_host_sync
 from support.runs import parts_of_step
 
@@ -164,9 +164,9 @@ def test_step_groups_train_at_their_own_rates():
     layers = [{"params": model[0].parameters()}, {"params": model[3].parameters(), "lr": 0.01}]
     optimizer = torch.optim.SGD(layers, lr=0.1)
     with pytest.raises(UserError, match="no group of the optimizer has 1.weight, 1.bias, so training would not change"):
-        note_groups(model, optimizer)
+        prepare_optimizer(model, optimizer)
     model[1].requires_grad_(False)
-    note_groups(model, optimizer)
+    prepare_optimizer(model, optimizer)
     train_step(make_parts(model, clip_grad_norm=0.0)._replace(optimizer=optimizer), make_batch(), 0.5)
     Regression().loss(before, make_batch()).backward()
     for layer, rate in ((0, 0.05), (1, 0.0), (3, 0.005)):

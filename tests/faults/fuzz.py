@@ -35,7 +35,6 @@ ROOT = Path(__file__).parents[2]
 PROJECT = ROOT / "{{cookiecutter.project_slug}}"
 sys.path[:0] = [str(path) for path in (PROJECT, ROOT / "tests")]
 
-import convert
 import h5py
 import numpy as np
 import torch
@@ -44,9 +43,10 @@ from PIL import Image
 from torch import nn
 
 import workloads
+from fastgpu.convert import command as convert
 from fastgpu.convert import writer
 from fastgpu.convert.summary import damaged
-from fastgpu.feed import Data
+from fastgpu.feed import Splits
 from fastgpu.images.column import ImageCodec
 from fastgpu.predict.model import load_model, make_rows, open_batches
 from fastgpu.process.config_loader import load_config, read_options
@@ -59,7 +59,7 @@ from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.storage.store import open_store
 from support.ranks import ALONE
 from support.rows import ITEMS, numbered, ragged, write_rows
-from support.runs import SHORT_CONFIG, SHORT_SIZES
+from support.runs import SHORT_CONFIG
 
 WALL_S = 60
 MEMORY_BYTES = 2 << 30
@@ -136,11 +136,12 @@ def make_checkpoint() -> None:
     state["model"](torch.ones(1, 6)).sum().backward()
     state["optimizer"].step()
     source = ArrayDataset("made up", {"x": np.zeros((2, 6), np.float32), "y": np.zeros(2, np.float32)})
-    data = Data(source, source, SHORT_SIZES)
+    data = Splits(source, source)
     card = describe_model(SHORT_CONFIG.flat(), data, {}, {}) | {"epoch": 2, "metrics": {"val/mse": 0.5}}
     progress = checkpoint.Progress(epoch=2, epoch_step=64, step=7, best=98.5, metric="val/mse")
     SAVED.parent.mkdir(parents=True, exist_ok=True)
-    checkpoint.save(Path("run"), "last", progress, state, card=card | {"order": {"rows": 10}})
+    snapshot = checkpoint.take_snapshot(state)
+    checkpoint.save(Path("run"), "last", progress, snapshot, card=card | {"order": {"rows": 10}})
 
 
 def new_state() -> dict[str, Any]:
@@ -196,7 +197,7 @@ def read_model() -> str:
 
 def command(words: str) -> Callable[[], object]:
     """A command of convert.py."""
-    return partial(convert.main, convert.parse(words.split()))
+    return lambda: convert.run(convert.parse(words.split()))
 
 
 read_images = partial(read_hdf5, "images", "labels")

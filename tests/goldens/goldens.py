@@ -40,7 +40,7 @@ sys.path[:0] = [str(PROJECT), str(ROOT / "tests")]
 from PIL import Image
 from torch.utils.data import Dataset
 
-from fastgpu.feed import sizes, sources, tiers
+from fastgpu import feed
 from fastgpu.process.config import Config
 from fastgpu.process.world import World
 from fastgpu.rows.order import BlockSampler, Shard
@@ -62,13 +62,18 @@ def opened(case: str, rank: int = 0, world_size: int = 1, *, tier: str = "disk")
     sections = {"data": DATA | CASES[case] | {"tier": tier}, "loader": {"num_readers": 1, "num_workers": 0}}
     cfg = Config.model_validate({"workload": "minimal", "run": {"seed": 3}, "dist": {"device": "cpu"}} | sections)
     world = World(rank, world_size, world_size, CPU)
-    rows, val_rows = sources.open_splits(cfg.data, cfg.loader, cfg.run.seed)
-    chosen = sizes.choose_sizes(cfg, rows, val_rows, world)
-    size, pools = chosen.batch_size, chosen.pool_batches
-    shard, val_shard = Shard(rank, world_size, chosen.canonical_ranks), Shard(rank, world_size)
+    splits = feed.open_rows(cfg)
+    if splits.error:
+        raise splits.error
+    rows, val_rows, _ = splits
+    cfg = feed.resolve_auto(cfg, splits, world)
+    size, pools = cfg.data.batch_size // world_size, cfg.data.pool_batches
+    shard = Shard(rank, world_size, feed.canonical_ranks(cfg.data, rows, world_size))
+    val_shard = Shard(rank, world_size)
     order = BlockSampler(rows, size, shard=shard, pool_batches=pools, seed=cfg.run.seed)
     val_order = BlockSampler(val_rows, size, shard=val_shard, pool_batches=pools, seed=None, drop_last=False)
-    feeds = tiers.open_loaders((rows, val_rows), (order, val_order), chosen, CPU, loader=cfg.loader)
+    memory = feed.ResidentRows((rows, val_rows), cfg, CPU)
+    feeds = feed.open_loader(rows, order, memory, cfg), feed.open_loader(val_rows, val_order, memory, cfg)
     with closing(feeds[0]), closing(feeds[1]):
         yield *feeds, size
 

@@ -8,7 +8,6 @@ from contextlib import closing
 import numpy as np
 import torch
 
-from fastgpu.feed.loader import Passes
 from fastgpu.feed.prefetch import PrefetchLoader
 from fastgpu.process.config import Loader
 from fastgpu.rows.order import BlockSampler
@@ -17,9 +16,8 @@ from fastgpu.storage.arrays import ArrayDataset
 N_ROWS = 4096
 source = ArrayDataset("numbers", {"number": np.arange(N_ROWS)})
 order = BlockSampler(source.block_rows, 64, pool_batches=4, seed=0)
-feed = PrefetchLoader(
-    source, order, torch.device("cuda"), 2, passes=Passes(n_epochs=2), loader=Loader(prefetch_pools=1)
-)
+loader = Loader(num_readers=2, prefetch_pools=1)
+feed = PrefetchLoader(source, order, torch.device("cuda"), loader, n_epochs=2)
 with closing(feed):
     numbers = [pool.rows["number"].clone() for pool in feed.pools(0)]
     for _ in feed.pools(1):

@@ -28,7 +28,7 @@ KEEP = "t.model.kept = [*getattr(t.model, 'kept', []), torch.empty(1 << 20, devi
 )
 def test_hollow_lost_event_is_a_race(tmp_path, wait, race):
     """The feed as it is, and without one of the three waits for its events."""
-    project = edited_project(tmp_path, PREFETCH, wait or "import os\n", "pass" if wait else "import os\n")
+    project = edited_project(tmp_path, PREFETCH, wait or "import sys\n", "pass" if wait else "import sys\n")
     settings = hollow(tmp_path / "report", copy_us=20_000)
     done = run_to_end([sys.executable, str(FEED)], project, PYTHONPATH=str(project), **settings)
     assert wait or done.returncode == 0, done.stderr

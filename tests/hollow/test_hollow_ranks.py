@@ -4,14 +4,22 @@ import os
 import signal
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 
 import psutil
 import pytest
 
 from fastgpu.process.launch import Launch
 from support.hollow import edited_project, hollow, read_reports
-from support.ranks import TIMEOUT_S, free_port, launch_variables, printed_by, run_ranks, run_to_end, train_command
+from support.ranks import (
+    TIMEOUT_S,
+    free_port,
+    launch_variables,
+    printed_by,
+    run_ranks,
+    run_to_end,
+    started_ranks,
+    train_command,
+)
 from support.runs import same_weights, saved_steps, wait_for_step
 
 pytestmark = [pytest.mark.hollow, pytest.mark.slow]
@@ -76,29 +84,17 @@ def test_hollow_unused_parameter_is_one_line(tmp_path):
     assert "]: Traceback" not in done.stderr  # of a rank: torchrun ends with its own
 
 
-def test_hollow_lost_rank_ends_the_others(folder):
-    """torch's watchdog ends a rank that has waited for another one for dist.timeout_s."""
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_hollow_lost_rank_ends_the_others(folder, number):
+    """torch's watchdog ends a rank that has waited for another one for dist.timeout_s. A line of ours comes before."""
     words = ("dist.device=cuda", "dist.timeout_s=5", "train.epochs=10000", "run.checkpoint_every_steps=5")
-    port = free_port()
-    env = os.environ | hollow(folder / "report", devices=2) | {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100"}
-    with ExitStack() as stack:
-        first, second = (
-            stack.enter_context(
-                subprocess.Popen(
-                    train_command(*words),
-                    cwd=folder,
-                    env=env | launch_variables(Launch(rank, 2, rank, 2), port),
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-            )
-            for rank in range(2)
-        )
+    environment = hollow(folder / "report", devices=2) | {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100"}
+    with started_ranks(*words, cwd=folder, **environment) as (first, second):
         wait_for_step(folder / "runs/a", 5, first)
-        second.kill()
-        _, errors = first.communicate(timeout=TIMEOUT_S)
+        second.send_signal(number)
+        shown, errors = first.communicate(timeout=TIMEOUT_S)
     assert first.returncode == -signal.SIGABRT
+    assert "warning: [rank 0] waiting for another rank for " in shown
     assert "Watchdog caught collective operation timeout" in errors
 
 

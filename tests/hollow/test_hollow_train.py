@@ -68,9 +68,7 @@ SGD = (*IMAGES, "train.epochs=1", "train.precision=fp32", "optim.name=sgd", "opt
 def assert_close(folder: Path, *runs: str) -> None:
     """The runs have ended with about the same parameters."""
     first, second = (weights_of(folder / run) for run in runs)
-    parameters = [
-        name for name in first if "running" not in name
-    ]  # in checkpoints, statistics are means over the ranks
+    parameters = [name for name in first if "running" not in name]  # statistics are those of rank 0
     for name in parameters:
         torch.testing.assert_close(first[name], second[name], rtol=1e-3, atol=1e-4)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
+from cookiecutter.environment import StrictEnvironment
 from cookiecutter.generate import generate_context
 from cookiecutter.main import cookiecutter
 from cookiecutter.prompt import prompt_for_config
@@ -47,6 +48,20 @@ def resolve(answers: dict[str, str]) -> dict[str, object]:
     return prompt_for_config(context, no_input=True)
 
 
+def render(path: Path, **variables: object) -> str:
+    """A file of the template as cookiecutter renders it. variables: answers, and what it adds, such as `_template`."""
+    answers = {key: str(value) for key, value in variables.items() if key in QUESTIONS}
+    template = StrictEnvironment(context={}).from_string(path.read_text())
+    return template.render(cookiecutter=resolve(answers) | variables)
+
+
+def load_hook(name: str, **variables: object) -> dict[str, Any]:
+    """The names that hooks/NAME_gen_project.py defines, rendered but not run as a script."""
+    names: dict[str, Any] = {"__name__": name}
+    exec(render(ROOT / f"hooks/{name}_gen_project.py", **variables), names)
+    return names
+
+
 # ---------------------------------------------------------------------------------------------- what was baked
 
 
@@ -77,17 +92,17 @@ def parse_files(project: Path) -> dict[str, Any]:
     return tomllib.loads((project / "pyproject.toml").read_text())
 
 
-def run_in(project: Path, *command: str) -> str:
+def run_in(project: Path, *command: str, python: str | Path = sys.executable) -> str:
     """What `python -m ...` or a script of the project prints; it must succeed."""
     caches = {"MYPY_CACHE_DIR": str(ROOT / ".cache/mypy-baked"), "RUFF_NO_CACHE": "true"}
-    return printed_by([sys.executable, *command], project, **caches, PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1")
+    return printed_by([python, *command], project, **caches, PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1")
 
 
 @functools.cache
-def convert_commands(project: Path) -> set[str]:
+def convert_commands(project: Path, python: str | Path = sys.executable) -> set[str]:
     """The sub-commands of convert.py."""
-    shown = printed_by([sys.executable, "convert.py", "--help"], project)
-    return set(re.findall(r"(?m)^    (\w+)(?: |$)", shown.split("COMMAND\n")[-1]))
+    shown = printed_by([python, "convert.py", "--help"], project)
+    return set(re.findall(r"(?m)^  (\w+) ", shown.split("\ncommands:\n")[1].split("\n\n")[0]))
 
 
 # ---------------------------------------------------------------------------------------------- pages and examples

@@ -118,6 +118,23 @@ def run_ranks(
     return [future.result() for future in futures]
 
 
+@contextmanager
+def started_ranks(*arguments: str, cwd: Path, **environment: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """Two processes of train.py, without torchrun, which would end both when one fails. They are killed at the end."""
+    port = free_port()
+    processes = []
+    try:
+        for rank in range(2):
+            env = os.environ | environment | launch_variables(Launch(rank, 2, rank, 2), port)
+            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+            processes.append(subprocess.Popen(train_command(*arguments), cwd=cwd, env=env, text=True, **pipes))
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
 def launch_variables(launch: Launch, port: int) -> dict[str, str]:
     """What torchrun tells a rank."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")

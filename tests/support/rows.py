@@ -10,8 +10,8 @@ import h5py
 import numpy as np
 import torch
 
-from fastgpu.feed import Passes, PoolLoader, Sizes, open_loaders
-from fastgpu.process.config import Loader, Tier
+from fastgpu.feed import PoolLoader, ResidentRows, open_loader
+from fastgpu.process.config import Auto, Config, Tier
 from fastgpu.rows.contract import Dataset, Reads
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Ragged, RaggedArray
@@ -23,7 +23,6 @@ DENSE_FIELDS = {"images": "images", "labels": "labels"}
 """The fields of a file of `write_rows`."""
 RAGGED_FIELDS = {"items": "items", "number": "number"}
 """The fields of a file of `write_ragged`."""
-ONE_PASS = Passes()
 PLAN = next(BlockSampler(np.ones(1, np.int32), 1, seed=None).pools(0))
 """A plan that draws nothing at random, for rows that are read without a pool."""
 
@@ -73,23 +72,28 @@ def is_ragged(rows: Ragged | RaggedArray, numbers: Iterable[int]) -> bool:
     return has_offsets and np.array_equal(np.asarray(rows.values)[: expected.offsets[-1]], expected.values)
 
 
-def sizes_of(tier: Tier, n_readers: int, passes: Passes = ONE_PASS) -> Sizes:
-    """Sizes that name a tier and a number of readers."""
-    return Sizes(1, 1, 1, tier, n_readers, passes=passes)
+def config_of(
+    tier: Tier = "disk", n_readers: int | Auto = 2, *, echo: float = 1.0, n_epochs: int = 10**9, **loader: int
+) -> Config:
+    """A config that names a tier and the readers. loader: settings of `Loader`."""
+    readers = {"num_readers": n_readers or 1, "num_workers": n_readers}
+    data = {"train": "", "val": "", "fields": {}, "tier": tier, "pool_batches": 1, "echo": echo}
+    sections = {"data": data, "loader": readers | loader, "train": {"epochs": n_epochs}}
+    return Config.model_validate({"workload": "minimal", **sections})
 
 
 def open_feed(
     source: Dataset,
     order: BlockSampler,
     tier: Tier = "disk",
-    n_readers: int = 2,
+    n_readers: int | Auto = 2,
     *,
     device: torch.device = CPU,
-    passes: Passes = ONE_PASS,
-    **loader: int,
+    **options: Any,
 ) -> PoolLoader:
-    """The rows of a source in the given order. loader: settings of `Loader`."""
-    return open_loaders([source], [order], sizes_of(tier, n_readers, passes), device, loader=Loader(**loader))[0]
+    """The rows of a source in the given order. options: of `config_of`."""
+    config = config_of(tier, n_readers, **options)
+    return open_loader(source, order, ResidentRows([source], config, device), config)
 
 
 def rows_before(order: BlockSampler, pool: int) -> int:

@@ -18,15 +18,15 @@ import train as script
 from torch import nn
 from train import Training, make_optimizer
 
-from fastgpu.feed import Sizes, open_splits
+from fastgpu.feed import open_rows
 from fastgpu.process.config import Config, Optim, Precision
 from fastgpu.process.config_loader import load_config
-from fastgpu.process.launch import UserError, attempt
+from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
 from fastgpu.rows.order import BlockSampler
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.training.average import AveragedModel
-from fastgpu.training.step import mixed_precision, note_groups
+from fastgpu.training.step import mixed_precision, prepare_optimizer
 from support.ranks import ALONE, kill_tree, printed_by, train_command, wait_until
 
 MINIMAL = """
@@ -66,7 +66,7 @@ def train(*words: str, world: World = ALONE) -> int:
 def build(*words: str, world: World = ALONE) -> script.Training:
     """What train.py with these words builds before it trains."""
     config = load_config(list(words))
-    return script.build(config, attempt(open_splits, config.data, config.loader, config.run.seed), world)
+    return script.build(config, open_rows(config), world)
 
 
 def train_rank(world: World, *words: str) -> int | str:
@@ -166,7 +166,6 @@ SHORT_CONFIG = Config.model_validate(
     }
 )
 SHORT_SOURCE = ArrayDataset("made up", {"x": np.zeros((SHORT_BATCH, 100), np.uint8)})
-SHORT_SIZES = Sizes(SHORT_BATCH, 1, 1, "disk", 1)
 SHORT_ORDER = BlockSampler(np.full(SHORT_STEPS, SHORT_BATCH, np.int32), SHORT_BATCH, seed=0)
 
 
@@ -174,9 +173,9 @@ def parts_of_step(
     workload: object, model: nn.Module, settings: Optim, precision: Precision = "fp32", *, ddp: nn.Module | None = None
 ) -> Training:
     """The parts that `train_step` needs. workload: its `loss` is used."""
-    unused = dict.fromkeys(("asked", "data", "loader", "val_loader"))
+    unused = dict.fromkeys(("asked", "splits", "loader", "val_loader"))
     optimizer = make_optimizer(model, settings)
-    note_groups(model, optimizer)
+    prepare_optimizer(model, optimizer)
     return Training(
         **unused,
         config=SHORT_CONFIG.model_copy(update={"optim": settings}),

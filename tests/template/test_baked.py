@@ -1,12 +1,14 @@
-"""Projects as users have them: of one workload, changed by their owners, without tools, clean, and updated by cruft."""
+"""Projects as users have them: of one workload, with a copy of the engine or the package, changed by their owners,
+clean, and updated by cruft."""
 
+import itertools
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-import sysconfig
+import tomllib
 import venv
 import zipfile
 from collections.abc import Callable
@@ -15,11 +17,11 @@ from pathlib import Path
 import h5py
 import pytest
 import yaml
-from cookiecutter.environment import StrictEnvironment
-from template import FOLDER, LEAF_ROOMS, PROJECT, WORKLOAD_ANSWERS
+from packaging.requirements import Requirement
+from template import FOLDER, LEAF_ROOMS, PROJECT, QUESTIONS, project_files
 
 from support import ROOT
-from support.projects import convert_commands, expected_files, files_below, parse_files, resolve, run_in
+from support.projects import convert_commands, expected_files, files_below, load_hook, parse_files, read_blocks, run_in
 from support.ranks import printed_by, run_to_end, run_train
 from support.runs import metrics_of
 
@@ -28,27 +30,36 @@ WORDS_OF_THE_OTHER = {
     "images": r"recsys|recommender|movielens|mult-?(vae|dae)|autoencoder|\bndcg|interactions",
 }
 """{workload: what only the files of the other one speak of}"""
-SPEAK_OF_BOTH = {"constraints.txt", "convert.py", "tests/conftest.py"}
-"""convert.py is one command line, of which it shows the commands whose rooms are there. The tests make rows up."""
+SPEAK_OF_BOTH = {"constraints.txt", "tests/conftest.py"}
+"""The tests make rows up."""
 
 
-def run_pytest(project: Path, *arguments: str) -> None:
+def run_pytest(project: Path, *arguments: str, python: str | Path = sys.executable) -> None:
     """Run the fast tests of a project."""
-    run_in(project, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-m", "not slow", *arguments)
+    run_in(project, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-m", "not slow", *arguments, python=python)
 
 
 BAKES = [
-    *({"workload": answer, "launch": "both"} for answer in WORKLOAD_ANSWERS),
-    {"workload": "images", "tools": "none", "launch": "none", "license": "BSD-3-Clause"},
-    {"workload": "recsys", "tools": "none", "launch": "slurm", "license": "Apache-2.0"},
-    {"workload": "both", "tools": "none", "launch": "both", "license": "proprietary"},
-    {"workload": "own", "tools": "all", "launch": "kubernetes"},
-    {"workload": "own", "tools": "none", "launch": "none"},
+    {"workload": "images", "engine": "copy", "launch": "both"},
+    {"workload": "both", "engine": "copy", "launch": "kubernetes", "license": "proprietary"},
+    {"workload": "recsys", "engine": "package", "launch": "slurm", "license": "Apache-2.0"},
+    {"workload": "own", "engine": "package", "launch": "none", "license": "BSD-3-Clause"},
 ]
-GATED = {"workload": "images", "launch": "both"}
-"""The one that passes its own gate not only at night."""
+GATED = [
+    BAKES[0],
+    {"workload": "own", "engine": "package", "launch": "none"},
+    *(pytest.param(each, marks=pytest.mark.nightly) for each in BAKES[1:3]),
+    pytest.param({"workload": "images", "engine": "package"}, marks=pytest.mark.nightly),
+    *(pytest.param({"workload": each, "engine": "copy"}, marks=pytest.mark.nightly) for each in ("recsys", "own")),
+]
+"""Those that pass their own gate; not all of them only at night."""
 LICENSES = {"MIT": "MIT License", "BSD-3-Clause": "BSD 3-Clause License", "Apache-2.0": "Apache License"}
 LICENSES |= {"proprietary": "All rights reserved"}
+ASKED = ("workload", "engine", "launch")
+ALL_ANSWERS = [
+    dict(zip(ASKED, each, strict=True)) for each in itertools.product(*(QUESTIONS[question] for question in ASKED))
+]
+PAGES = [name for name in project_files() if name.endswith(".md")]
 
 
 def is_binary(path: Path) -> bool:
@@ -65,21 +76,97 @@ def is_binary(path: Path) -> bool:
         ("https://example.com/copy.zip", ""),
     ],
 )
-def test_bake_links_to_its_template(tmp_path, given, address):
+def test_bake_links_to_its_template(given, address):
     """Or, made from a folder, to none."""
-    project = shutil.copytree(PROJECT, tmp_path / "cats", ignore=shutil.ignore_patterns("data", ".*_cache"))
-    hook = (ROOT / "hooks/post_gen_project.py").read_text()
-    variables = resolve({"project_slug": "cats", "tools": "all"}) | {"_template": given}
-    (tmp_path / "hook.py").write_text(StrictEnvironment(context={}).from_string(hook).render(cookiecutter=variables))
-    printed_by([sys.executable, tmp_path / "hook.py"], project)
-    pages = [path.read_text() for path in (project / "docs").rglob("*.md")]
+    hook = load_hook("post", workload="both", _template=given)
+    pages = [hook["edit_page"]((PROJECT / name).read_text(), name) for name in PAGES]
+    pyproject = hook["name_template"]((PROJECT / "pyproject.toml").read_text())
     links = {link for text in pages for link in re.findall(r"\[(?:the template|템플릿)\]\(([^)]*)\)", text)}
     assert links == ({address} if address else set())
-    assert ("[project.urls]" in (project / "pyproject.toml").read_text()) == bool(address)
-    texts = "".join([*pages, (project / "pyproject.toml").read_text()])
+    assert ("[project.urls]" in pyproject) == bool(address)
+    texts = "".join([*pages, pyproject])
     assert "org/fastgpu-template" not in texts
     assert "secret" not in texts
     assert f"cookiecutter --no-input {address or 'path/to/fastgpu-template'} &&" in texts
+
+
+COMMIT = "0123456789012345678901234567890123456789"
+
+
+@pytest.mark.parametrize(
+    ("given", "place"),
+    [
+        ("gh:me/copy", f"git+https://github.com/me/copy@{COMMIT}"),
+        ("https://name:secret@git.example.com/team/copy.git", f"git+https://git.example.com/team/copy.git@{COMMIT}"),
+        ("git@example.com:me/copy.git", f"git+ssh://git@example.com/me/copy.git@{COMMIT}"),
+        ("ssh://git:secret@example.com:22/copy", f"git+ssh://git@example.com:22/copy@{COMMIT}"),
+        ("git+https://example.com/copy", f"git+https://example.com/copy@{COMMIT}"),
+        ("file:///home/me/copy.git", f"git+file://localhost/home/me/copy.git@{COMMIT}"),
+        ("https://me:secret@example.com/copy.zip", "https://example.com/copy.zip"),
+        (str(ROOT), ROOT.as_uri()),
+        (ROOT.name, ROOT.as_uri()),
+    ],
+)
+def test_bake_names_the_place_of_the_engine(monkeypatch, given, place):
+    monkeypatch.setenv("PWD", str(ROOT.parent))  # of the shell that starts cookiecutter
+    hook = load_hook("post", engine="package", workload="images", _template=given, _commit=COMMIT)
+    source = (PROJECT / "pyproject.toml").read_text()
+    pyproject = tomllib.loads(re.sub(r"{%.*?%}", "", hook["depend_on_engine"](source)))
+    assert pyproject["project"]["dependencies"] == [f"fastgpu-engine[images] @ {place}"]
+    Requirement(pyproject["project"]["dependencies"][0])
+    assert pyproject["tool"]["mypy"]["files"] == ["*.py", "workloads"]
+
+
+def test_bake_refuses_a_place_that_it_cannot_know(tmp_path, monkeypatch):
+    monkeypatch.setenv("PWD", str(tmp_path))
+    hook = load_hook("post", engine="package", _template="copy")
+    with pytest.raises(SystemExit, match=f"needs the template's path from the root: {tmp_path}/copy is not a template"):
+        hook["engine_url"]()
+
+
+def test_bake_pins_the_tag_of_a_release(tmp_path, run):
+    """As cookiecutter clones a template; without a tag, it is the commit."""
+    hook = load_hook("post", engine="package", _template="gh:me/copy", _repo_dir=str(tmp_path))
+    (tmp_path / "file").touch()
+    commit(run, tmp_path)
+    assert hook["engine_url"]() == f"git+https://github.com/me/copy@{run(tmp_path, 'git', 'rev-parse', 'HEAD').strip()}"
+    run(tmp_path, "git", "tag", "v1.2.3")
+    assert hook["engine_url"]() == "git+https://github.com/me/copy@v1.2.3"
+
+
+def check_links(pages: dict[str, str], files: set[str]) -> None:
+    """The links of pages lead to files of the project, and so do the paths that they name. pages: {name: text}."""
+    places = files | {str(parent) for name in files for parent in Path(name).parents}
+    for page, text in pages.items():
+        assert not re.search(r"<!-- (only|end|numbers)", text), page
+        assert "\n\n\n" not in re.sub(r"(?ms)^```.*?^```$", "block", text), page
+        links = re.findall(r"\]\((?!https?:|#)([^)#]+)[^)]*\)", text)
+        assert [link for link in links if os.path.normpath(Path(page).parent / link) not in places] == [], page
+        paths = re.findall(r"`((?:launch|configs|docs|fastgpu|tests)/[\w./-]+\.\w+)`(?! of \[?the template)", text)
+        paths = [path for path in paths if path not in ("configs/mine.yaml", "fastgpu/theirs.py")]
+        assert [path for path in paths if path not in places] == [], page
+
+
+@pytest.mark.parametrize("answers", ALL_ANSWERS, ids=lambda answers: "-".join(answers.values()))
+def test_answers_choose_files_and_pages(answers):
+    """What the hook does for each combination of answers, without a bake."""
+    hook = load_hook("post", **answers, _template="gh:me/copy", _commit=COMMIT)
+    files, workload = expected_files(**answers) | {"config.yaml"}, answers["workload"]
+    for name, is_wanted in {  # `expected_files` asks the hook itself
+        "fastgpu/feed/loader.py": answers["engine"] == "copy",
+        "fastgpu/images/augment.py": answers["engine"] == "copy" and workload in ("images", "both"),
+        "launch/slurm.sh": answers["launch"] in ("slurm", "both"),
+        "launch/kubernetes.yaml": answers["launch"] in ("kubernetes", "both"),
+        "docs/clusters.md": answers["launch"] != "none",
+        "workloads/images.py": workload in ("images", "both"),
+        "workloads/recsys.py": workload in ("recsys", "both"),
+        "convert.py": True,
+    }.items():
+        assert (name in files) == is_wanted, name
+    pages = {name: hook["edit_page"]((PROJECT / name).read_text(), name) for name in PAGES if name in files}
+    # Pages name files of the package as they name those of a copy.
+    of_package = {name for name in project_files() if name.startswith("fastgpu/")}
+    check_links(pages, files | (of_package if answers["engine"] == "package" else set()))
 
 
 @pytest.mark.parametrize("answers", BAKES, ids=lambda answers: "-".join(answers.values()))
@@ -88,45 +175,25 @@ def test_bake_has_what_was_asked_for(baked, answers):
     workload = answers["workload"]
     license = answers.get("license", "MIT")
     assert files_below(project) == expected_files(**answers)
-    for name, is_wanted in {  # `expected_files` asks the hook itself
-        "convert.py": answers.get("tools") != "none",
-        "launch/slurm.sh": answers["launch"] in ("slurm", "both"),
-        "launch/kubernetes.yaml": answers["launch"] in ("kubernetes", "both"),
-        "workloads/images.py": workload in ("images", "both"),
-        "workloads/recsys.py": workload in ("recsys", "both"),
-    }.items():
-        assert (project / name).exists() == is_wanted
     assert all(any(path.iterdir()) for path in project.rglob("*") if path.is_dir())
     meta = parse_files(project)["project"]
-    assert any(name.startswith("pillow") for name in meta["dependencies"]) == (workload in ("images", "both"))
+    (needed,) = re.findall("(?m)^fastgpu-engine(.*) @ file:", "\n".join(meta["dependencies"])) or [None]
+    assert (needed is None) == (answers["engine"] == "copy")
+    brings_images = needed == "[images]" or any(name.startswith("pillow") for name in meta["dependencies"])
+    assert brings_images == (workload in ("images", "both"))
     assert meta["license"] == license.replace("proprietary", "LicenseRef-Proprietary")
     text = (project / "LICENSE").read_text()
     assert [name for name in LICENSES.values() if name in text] == [LICENSES[license]]
     shipped = yaml.safe_load((project / "config.yaml").read_text())
     assert shipped["workload"] == {"recsys": "recsys", "own": "minimal"}.get(workload, "images")
-    for page in project.rglob("*.md"):
-        text = page.read_text()
-        assert "\n\n\n" not in re.sub(r"(?ms)^```.*?^```$", "block", text), page
-        links = re.findall(r"\]\((?!https?:|#)([^)#]+)[^)]*\)", text)
-        assert [link for link in links if not (page.parent / link).exists()] == [], page
-        paths = re.findall(r"`((?:launch|configs|docs|fastgpu|tests)/[\w./-]+\.\w+)`(?! of the template)", text)
-        paths = [path for path in paths if path not in ("configs/mine.yaml", "fastgpu/theirs.py")]
-        assert [path for path in paths if not (project / path).exists()] == [], page
-        if answers.get("tools") == "none":
-            assert not re.search(r"\b(convert|diagnose|predict)\.py|python report\.py", text), page
     texts = {name: path.read_text() for name in files_below(project) if not is_binary(path := project / name)}
     assert [name for name, text in texts.items() if "org/fastgpu-template" in text] == []
     (extras,) = re.findall(r'(?m)^pip install -c constraints.txt -e "\.\[(.*)\]"$', texts["README.md"])
     assert set(extras.split(",")) <= meta["optional-dependencies"].keys()
-    if answers.get("tools") == "none":
-        assert not meta["optional-dependencies"].keys() & {"convert", "export"}
-        assert [name for name, text in texts.items() if "dev,convert" in text] == []
-        recipes = [text for name, text in texts.items() if name.startswith("configs/") and "convert.py" in text]
-        assert all("This project has no convert.py." in text for text in recipes)
     if workload in WORDS_OF_THE_OTHER:
         pattern = re.compile(WORDS_OF_THE_OTHER[workload], re.IGNORECASE)
-        texts = [name for name in files_below(project) - SPEAK_OF_BOTH if Path(name).suffix not in (".h5", ".png")]
-        assert {name: found for name in texts if (found := pattern.findall((project / name).read_text()))} == {}
+        own = texts.keys() - SPEAK_OF_BOTH
+        assert {name: found for name in own if (found := pattern.findall(texts[name]))} == {}
 
 
 OWNERS_CONFIG = """
@@ -173,35 +240,14 @@ def test_bake_ignores_data_and_logs(own_copy):
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
-def test_bake_installed_is_imported_from_any_folder(own_copy, tmp_path):
-    project = own_copy("own")
-    (project / "mine.py").write_text("import workloads.minimal\n")
-    venv.create(tmp_path / "venv", with_pip=True)
-    (site,) = tmp_path.glob("venv/lib/python*/site-packages")
-    (site / "others.pth").write_text(sysconfig.get_paths()["purelib"])  # behind its own
-    printed_by([tmp_path / "venv/bin/pip", "install", "-q", "--no-deps", "-e", project], tmp_path)
-    code = "import fastgpu.feed, mine; print(fastgpu.__file__)"
-    assert str(project) in printed_by([tmp_path / "venv/bin/python", "-c", code], tmp_path)
-
-
-@pytest.mark.slow
-def test_bake_wheel_has_all_rooms(own_copy, tmp_path):
-    """`pip install .` installs every file of the engine and of the workloads, and each room is imported from there."""
-    project = own_copy("both")
+@pytest.mark.parametrize("engine", ["copy", "package"])
+def test_bake_installs_no_modules(own_copy, tmp_path, engine):
+    """So two projects in one environment cannot stand for one another: scripts import what is beside them."""
+    project = own_copy("both", engine=engine)
     build = ("-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path / "wheel"), ".")
     run_in(project, *build)
     (wheel,) = (tmp_path / "wheel").glob("*.whl")
-    with zipfile.ZipFile(wheel) as packed:
-        packed.extractall(tmp_path / "site")
-    folders = ("fastgpu", "workloads")
-    found = {name for name in files_below(tmp_path / "site") if name.startswith(folders)}
-    assert found == {name for name in expected_files("both", "both") if name.startswith(folders)}
-    rooms = sorted(path.parent for path in (tmp_path / "site/fastgpu").rglob("__init__.py"))
-    names = [".".join(path.relative_to(tmp_path / "site").parts) for path in rooms]
-    code = f"import {', '.join(names)}, workloads.images; print(fastgpu.feed.__file__)"
-    printed = printed_by([sys.executable, "-c", code], tmp_path, PYTHONPATH=str(tmp_path / "site"))
-    assert printed.startswith(str(tmp_path / "site"))
+    assert {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()} == {"cats-0.1.0.dist-info"}
 
 
 COMMANDS_OF = {"images": {"images", "pixels"}, "recsys": {"events"}}
@@ -210,29 +256,30 @@ SHARED_COMMANDS = {"arrays", "repack", "dataset", "info", "check"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "answers",
-    [pytest.param(each, marks=() if each == GATED else pytest.mark.nightly) for each in BAKES],
-    ids=lambda answers: "-".join(answers.values()),
-)
-def test_bake_passes_its_own_gate(own_copy, answers):
+@pytest.mark.parametrize("answers", GATED, ids=lambda answers: "-".join(answers.values()))
+def test_bake_passes_its_own_gate(own_copy, python_with_engine, answers):
     """As its README says, but for the download: what is installed here already satisfies it."""
     project = own_copy(**answers)
-    workload = answers["workload"]
+    workload, has_copy = answers["workload"], answers["engine"] == "copy"
+    python = sys.executable if has_copy else python_with_engine
     for command in (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"]):
-        run_in(project, "-m", *command)
+        run_in(project, "-m", *command, python=python)
     (install,) = re.findall(r"(?m)^pip (install .*)$", (project / "README.md").read_text())
     run_in(project, "-m", "pip", *shlex.split(install), "-q", "--dry-run")
-    if (project / "convert.py").exists():  # it needs no library of another workload
-        assert convert_commands(project) == SHARED_COMMANDS | COMMANDS_OF[workload]
+    assert convert_commands(project, python) == SHARED_COMMANDS | COMMANDS_OF[workload if has_copy else "both"]
+    if has_copy:  # convert.py needs no library of another workload
         paths = [path.relative_to(project).with_suffix("") for path in (project / "fastgpu/convert").rglob("[a-z]*.py")]
         code = f"import sys, {', '.join('.'.join(path.parts) for path in paths)}; print('PIL' in sys.modules)"
         assert run_in(project, "-c", code) == f"{workload in ('images', 'both')}\n"
-    assert "epoch 1/1" in run_in(project, "train.py", "train.epochs=1")
-    run_pytest(project)
+    assert "epoch 1/1" in run_in(project, "train.py", "train.epochs=1", "run.name=a", python=python)
+    data = {"recsys": "data/interactions-val.h5"}.get(workload, "data/digits.h5::/val")
+    assert "row," in run_in(
+        project.parent, str(project / "predict.py"), f"{project}/runs/a", f"{project}/{data}", python=python
+    )
+    run_pytest(project, python=python)
     if workload in WORDS_OF_THE_OTHER:
         change(project, workload)
-        run_pytest(project)
+        run_pytest(project, python=python)
 
 
 @pytest.mark.slow
@@ -386,3 +433,56 @@ def test_update_keeps_what_both_have_changed(template, tmp_path, run, is_known):
     assert {name for name in changed if not re.search(r"train\.py|config\.yaml|cruft", name)} == updated
     commit(run, project)
     run(project, *cruft, "check")
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+def test_update_of_the_engine_and_its_ways(template, tmp_path, run):
+    """The commands of docs/engine.md: an update of the engine changes no file of a project with the package, which
+    becomes one with a copy, and again one with the package. What its owner has changed stays."""
+    source = shutil.copytree(template, tmp_path / "template")
+    commit(run, source)
+    environment = tmp_path / "venv"
+    venv.create(environment, with_pip=False)
+    (site,) = environment.glob("lib/python*/site-packages")
+    (site / "others.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    answers = '{"project_slug": "cats", "workload": "own", "engine": "package"}'
+    run(tmp_path, sys.executable, "-m", "cruft", "create", str(source), "--no-input", "--extra-context", answers)
+    project = tmp_path / "cats"
+    commit(run, project)
+
+    page = project / "docs/engine.md"
+    version, update, to_package, to_copy = [block.text for block in read_blocks(page) if block.language == "bash"]
+    programs = "".join(f'{name}() {{ "{environment}/bin/python" -m {name} "$@"; }}\n' for name in ("pip", "cruft"))
+    offline = "export PIP_NO_INDEX=1 PIP_NO_BUILD_ISOLATION=0 PIP_DISABLE_PIP_VERSION_CHECK=1\n"
+    prelude = f'{programs}{offline}python() {{ "{environment}/bin/python" "$@"; }}\n'
+
+    def follow(text: str) -> set[str]:
+        """Commands of the page. Returns the files that they change."""
+        run(project, "bash", "-euc", prelude + text.replace("cruft update", "cruft update -y"))
+        changed = set(re.findall(r"(?m)^.. (\S+)$", run(project, "git", "status", "--porcelain")))
+        commit(run, project)
+        return changed
+
+    def place() -> list[str]:
+        code = (
+            "import fastgpu, importlib.metadata; print(fastgpu.__file__, importlib.metadata.version('fastgpu-engine'))"
+        )
+        return run(project, str(environment / "bin/python"), "-c", code).split()
+
+    edit(source / FOLDER / "fastgpu/process/seeds.py", -1, "# theirs")
+    commit(run, source)
+    assert follow(update) == {".cruft.json"}
+    head = run(source, "git", "rev-parse", "--short=10", "HEAD").strip()
+    assert place() == [str(site / "fastgpu/__init__.py"), f"0.1.0+g{head}"]
+    assert (site / "fastgpu/process/seeds.py").read_text().endswith("# theirs\n")
+    assert head in run(project, "bash", "-euc", prelude + version)
+
+    engine = {name for name in expected_files("own") if name.startswith("fastgpu/")}
+    assert {name for name in follow(to_copy) if name.startswith("fastgpu/")} == engine
+    assert place()[0] == str(project / "fastgpu/__init__.py")
+    edit(project / "fastgpu/process/seeds.py", -1, "# mine")
+    commit(run, project)
+    assert {name for name in follow(to_package) if name.startswith("fastgpu/")} == engine - {"fastgpu/process/seeds.py"}
+    assert place()[0] == str(site / "fastgpu/__init__.py")
+    assert files_below(project / "fastgpu") == {"process/seeds.py"}

@@ -11,7 +11,7 @@ import pytest
 from template import FOLDER, PROJECT, ROOT
 
 from fastgpu.process.config import Data, Run
-from support.projects import read_blocks, run_in, use_torch_loader
+from support.projects import read_blocks, render, run_in, use_torch_loader
 from support.ranks import printed_by, run_to_end
 
 TOOLS = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -32,10 +32,13 @@ def test_workflows(tmp_path):
         lint("check-jsonschema", "--builtin-schema", f"vendor.{kind}", *files)
 
 
-def test_dockerfile():
+@pytest.mark.parametrize("engine", ["copy", "package"])
+def test_dockerfile(tmp_path, engine):
     """It runs without root, in folders where it may write, copies what there is, and installs extras of the project."""
-    lint("hadolint", PROJECT / "launch/Dockerfile")
-    text = (PROJECT / "launch/Dockerfile").read_text()
+    text = render(PROJECT / "launch/Dockerfile", engine=engine)
+    (tmp_path / "Dockerfile").write_text(text)
+    lint("hadolint", tmp_path / "Dockerfile")
+    assert bool(re.search(r"(?m)^RUN apt-get .* git\b", text)) == (engine == "package")  # which pip may need
     assert re.findall(r"(?m)^USER (.*)$", text) == ["1000"]
     cache = Data.model_fields["cache"].default
     assert re.findall(r"(?m)^RUN install --directory --owner=train (.*)$", text) == [f"{Run().folder} {cache}"]

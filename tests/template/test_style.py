@@ -3,15 +3,13 @@ the same in the classes that declare them, in config files, and in all texts.
 """
 
 import ast
-import graphlib
 import re
 import sys
-from collections import Counter
 from pathlib import Path
 
 import config_page
 import pytest
-from template import LEAF_ROOMS, project_files, tracked
+from template import project_files, tracked
 
 import workloads
 from fastgpu.process.config import Config
@@ -22,36 +20,12 @@ from support.ranks import run_to_end
 SOURCES = [name for name in project_files() if name.endswith(".py") and not name.startswith("tests/")]
 """The project's Python files without its tests, relative to its folder."""
 
-# ---------------------------------------------------------------------------------------------- rooms
-
-
-def room_of(module: str) -> str:
-    """The room that a module of the project belongs to: a folder of fastgpu/, `workloads`, or a script."""
-    return re.sub(r"^fastgpu\.", "", module).split(".")[0]
-
-
-def test_style_rooms_import_lower_rooms():
-    modules = {name: name.removesuffix(".py").replace("/", ".") for name in SOURCES}
-    graph: dict[str, set[str]] = {room_of(module): set() for module in modules.values()}
-    for name, module in modules.items():
-        for node in ast.walk(ast.parse((PROJECT / name).read_text())):
-            imported = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
-            origin = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-            rooms = {room_of(origin + each) for each in imported}
-            graph[room_of(module)] |= (rooms & graph.keys()) - {room_of(module)}
-    list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
-    listed = (PROJECT / "docs/code.md").read_text().split("- `fastgpu/`")[1].split("\n- ")[0]
-    order = re.findall(r"`(\w+)/`", listed)  # a room imports from those above it
-    assert set(order) == {Path(name).parts[1] for name in SOURCES if re.match(r"fastgpu/\w+/", name)}
-    below = {room: graph[room] & set(order[order.index(room) :]) for room in order}
-    assert {room: imported for room, imported in below.items() if imported} == {}
-    assert not [room for room, imported in graph.items() if imported & set(LEAF_ROOMS)]
-
-
 # ---------------------------------------------------------------------------------------------- what a module may do
 
 SEE_CONFIG = ",".join(name for name in SOURCES if "/" not in name)
-SEE_CONFIG += ",workloads/__init__.py,fastgpu/feed/sizes.py,fastgpu/process/config*,fastgpu/diagnose/*"
+SEE_CONFIG += (
+    ",workloads/__init__.py,fastgpu/feed/s*.py,fastgpu/feed/tiers.py,fastgpu/process/config*,fastgpu/diagnose/*"
+)
 """Modules that see the whole config: the scripts, those that define it or build a part by it, and the diagnosis."""
 
 
@@ -83,24 +57,6 @@ def test_style_no_pickle_and_no_format_switch():
         assert not re.search("# fmt: (skip|off)", text), name
         assert all("weights_only=True" in call for call in re.findall(r"torch\.load\(.*", text)), name
         assert "allow_pickle=" + "True" not in text, name
-
-
-# ---------------------------------------------------------------------------------------------- tests
-
-TESTS = [ROOT / name for name in tracked() if re.match(r"tests/.*\.py", name)]
-MAX_NAME = 60
-
-
-def test_style_names_of_tests_are_short_and_differ():
-    names = [name for path in TESTS for name in re.findall(r"(?m)^def (test_\w+)", path.read_text())]
-    assert [name for name in names if len(name) > MAX_NAME] == []
-    assert [name for name, count in Counter(names).items() if count > 1] == []
-
-
-def test_style_tests_share_only_support():
-    for path in TESTS:
-        imported = re.findall(r"(?m)^ *(?:from|import) (test_\w+|conftest|tests)\b", path.read_text())
-        assert not imported, f"{path} imports {imported}: what tests share is in tests/support"
 
 
 # ---------------------------------------------------------------------------------------------- keys

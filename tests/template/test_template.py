@@ -6,29 +6,19 @@ import shutil
 import sys
 import tomllib
 from importlib import metadata
-from typing import Any
 
 import h5py
 import make_interactions
 import numpy as np
 import pytest
 import yaml
-from cookiecutter.environment import StrictEnvironment
 from cookiecutter.exceptions import FailedHookException
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from template import FOLDER
 
 from support import PROJECT, ROOT
-from support.projects import bake_project, expected_files, files_below, parse_files, resolve
-
-
-def load_hook(**answers: str) -> dict[str, Any]:
-    """The names that hooks/pre_gen_project.py defines, rendered as cookiecutter does but not run as a script."""
-    source = StrictEnvironment(context={}).from_string((ROOT / "hooks/pre_gen_project.py").read_text())
-    names: dict[str, Any] = {"__name__": "pre_gen_project"}
-    exec(source.render(cookiecutter=resolve(answers)), names)
-    return names
+from support.projects import bake_project, expected_files, files_below, load_hook, parse_files, resolve
 
 
 @pytest.mark.parametrize(
@@ -37,7 +27,7 @@ def load_hook(**answers: str) -> dict[str, Any]:
 )
 def test_answers_suggested_slug_is_accepted(name, slug):
     assert resolve({"project_name": name})["project_slug"] == slug
-    assert load_hook(project_name=name)["mistakes"]() == []
+    assert load_hook("pre", project_name=name)["mistakes"]() == []
 
 
 def test_answers_packages_of_the_environment_are_no_slugs():
@@ -46,8 +36,8 @@ def test_answers_packages_of_the_environment_are_no_slugs():
     needed = itertools.chain(project["dependencies"], *project["optional-dependencies"].values())
     pinned = re.findall(r"(?m)^([\w.-]+)==", (PROJECT / "constraints.txt").read_text())
     names = {canonicalize_name(re.match(r"[\w.-]+", each)[0]).replace("-", "_") for each in (*needed, *pinned)}
-    packages, imported = (set(load_hook()[name].split()) for name in ("DEPENDENCIES", "IMPORTED"))
-    assert packages == names | {"pip", "setuptools", "wheel"}
+    packages, imported = (set(load_hook("pre")[name].split()) for name in ("DEPENDENCIES", "IMPORTED"))
+    assert packages == names | {"fastgpu_engine", "pip", "setuptools", "wheel"}
 
     modules = {
         module.lower()
@@ -67,6 +57,7 @@ def test_answers_packages_of_the_environment_are_no_slugs():
         ("project_slug", "match", "a word of the Python language"),
         ("project_slug", "nvidia_ml_py", "add a word, such as nvidia_ml_py_project"),
         ("project_slug", "torchvision", "a package that the project needs"),
+        ("project_slug", "fastgpu_engine", "a package that the project needs"),
         ("project_slug", "pip", "a package that the project needs"),
         ("project_slug", "setuptools", "a package that the project needs"),
         ("project_slug", "jinja2", "a package that the project needs"),
@@ -78,7 +69,7 @@ def test_answers_packages_of_the_environment_are_no_slugs():
     ],
 )
 def test_answers_that_break_are_refused(name, answer, reason):
-    (mistake,) = load_hook(**{"project_slug": "cats", name: answer})["mistakes"]()
+    (mistake,) = load_hook("pre", **{"project_slug": "cats", name: answer})["mistakes"]()
     assert mistake.startswith(f"{name} is ")
     assert reason in mistake
 
@@ -107,7 +98,10 @@ def test_answers_by_default_bake_a_clean_project(template, tmp_path, capfd):
     assert files_below(project) == expected_files()
     printed = capfd.readouterr().out
     assert "cd my_training_project" in printed
-    assert sum(line.startswith("  ") for line in printed.splitlines()) == 3
+    steps = [line for line in printed.splitlines() if line.startswith("  ") and "#" not in line]
+    readme = (project / "README.md").read_text()
+    assert len(steps) == 4
+    assert all(f"{line.strip()} " in readme or f"{line.strip()}\n" in readme for line in steps[1:])
 
 
 def test_answers_that_are_odd_still_bake(template, tmp_path):

@@ -1,7 +1,7 @@
 """The machinery between the rows on disk and the step on the device."""
 
 TEMPLATE_VERSION = "0.1.0"
-"""The release of fastgpu-template that this copy of the package comes from.
+"""The release of fastgpu-template that this engine comes from. Report it with a bug.
 
-Report it with a bug. `cruft update` brings a newer release into the project, and this line with it.
+docs/engine.md of a project says how to bring a newer one into it.
 """

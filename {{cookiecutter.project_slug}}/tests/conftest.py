@@ -13,10 +13,10 @@ import pytest
 from contract import ON_A_CPU
 
 import train
-from fastgpu.feed import open_splits
+from fastgpu.feed import open_rows
 from fastgpu.process.config import Config
 from fastgpu.process.config_loader import load_config
-from fastgpu.process.launch import Launch, UserError, attempt
+from fastgpu.process.launch import Launch, UserError
 from fastgpu.process.world import init_distributed
 
 PROJECT = Path(train.__file__).resolve().parent
@@ -58,7 +58,7 @@ def open_parts(words: tuple[str, ...], stack: ExitStack) -> train.Training:
     """Everything that train.py with these words is made of, without a run."""
     config = load_config([*words])
     world = stack.enter_context(init_distributed(config.dist, Launch()))
-    parts = train.build(config, attempt(open_splits, config.data, config.loader, config.run.seed), world)
+    parts = train.build(config, open_rows(config), world)
     stack.callback(parts.loader.close)
     stack.callback(parts.val_loader.close)
     return parts

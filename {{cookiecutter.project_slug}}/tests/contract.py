@@ -4,7 +4,7 @@ import json
 
 import torch
 
-from fastgpu.rows.rows import Rows
+from fastgpu.rows import Rows
 from workloads import Workload
 
 ON_A_CPU = ("dist.device=cpu", "dist.strategy=ddp", "data.tier=disk", "train.precision=fp32", "train.compile=false")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fastgpu.feed import Loader
-from fastgpu.rows.rows import Ragged, Rows
+from fastgpu.rows import Ragged, Rows
 
 MAX_ROWS = 5_000
 """Rows of each split that are looked at, fewer if they are large."""
@@ -66,10 +66,10 @@ def check_first_blocks(group: h5py.Group) -> None:
 
 def test_both_splits_have_the_fields_of_the_config(parts):
     data = parts.config.data
-    assert parts.data.train.fields.keys() == data.fields.keys()
-    assert parts.data.val.fields.keys() == (data.val_fields or data.fields).keys()
-    for name in parts.data.train.fields.keys() & parts.data.val.fields.keys():
-        assert parts.data.train.fields[name].dtype == parts.data.val.fields[name].dtype
+    assert parts.splits.train.fields.keys() == data.fields.keys()
+    assert parts.splits.val.fields.keys() == (data.val_fields or data.fields).keys()
+    for name in parts.splits.train.fields.keys() & parts.splits.val.fields.keys():
+        assert parts.splits.train.fields[name].dtype == parts.splits.val.fields[name].dtype
 
 
 def test_no_value_is_nan_or_infinite(parts):
@@ -81,7 +81,7 @@ def test_no_value_is_nan_or_infinite(parts):
 
 
 def test_labels_that_are_whole_numbers_fit_the_class_names(parts):
-    names = parts.data.train.attributes.get("class_names")
+    names = parts.splits.train.attributes.get("class_names")
     for loader in (parts.loader, parts.val_loader):
         for rows in first_batches(loader):
             if "labels" not in rows.columns or rows["labels"].is_floating_point():
@@ -93,7 +93,7 @@ def test_labels_that_are_whole_numbers_fit_the_class_names(parts):
 def test_most_validation_rows_are_not_trained_on(build):
     """A few equal rows are no mistake: pictures repeat, and users like the same two items. 5 % are a leak."""
     parts = build("data.min_crop_scale=1", "data.echo=1")  # of encoded images, both splits have the centre
-    train, val = parts.data.train, parts.data.val
+    train, val = parts.splits.train, parts.splits.val
     shared = sorted(train.fields.keys() & val.fields.keys())
     names = [name for name in shared if train.fields[name].shape or train.fields[name].is_ragged] or shared
     trained_on = [key for rows in first_batches(parts.loader, 4 * MAX_ROWS) for key in row_keys(rows, names)]

@@ -9,7 +9,7 @@ from contract import check_workload
 
 import workloads
 from fastgpu.feed import Loader
-from fastgpu.rows.rows import Rows
+from fastgpu.rows import Rows
 
 PROJECT = Path(__file__).parents[1]
 NAMES = sorted(path.stem for path in PROJECT.glob("workloads/[a-z]*.py"))
@@ -57,10 +57,10 @@ def test_a_model_built_again_from_its_card_gives_equal_outputs(parts):
     if not parts.workload.inputs:
         pytest.skip("the workload declares no inputs of predict")
     card = json.loads(json.dumps(parts.workload.card()))
-    for source in (parts.data.train, parts.data.val):
+    for source in (parts.splits.train, parts.splits.val):
         source.attributes = {**source.attributes, **card}
     make = workloads.load(parts.config.workload)
-    again = make(make.Options(**parts.config.model), parts.data.train, parts.data.val)
+    again = make(make.Options(**parts.config.model), parts.splits.train, parts.splits.val)
     model = parts.workload.model().eval()
     rebuilt = again.model()
     rebuilt.load_state_dict(model.state_dict())

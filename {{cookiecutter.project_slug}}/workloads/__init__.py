@@ -34,11 +34,11 @@ class Workload(Protocol):
     best: Best
     """The metric that selects the best checkpoint, and which of its values are better.
 
-    Of equal values, the last one without a higher `loss` among the metrics counts.
+    Of epochs with equal values, the later one is better, unless its metric `loss` is higher.
     """
 
     inputs: tuple[str, ...] = ()
-    """The fields that `predict` needs: predict.py reads these. To evaluate, it reads all fields."""
+    """The fields that `predict` needs, which predict.py reads; with --evaluate it reads all fields."""
 
     @abstractmethod
     def __init__(self, options: Section, train: Dataset, val: Dataset):
@@ -58,7 +58,7 @@ class Workload(Protocol):
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Rows) -> Tensor:
-        """The mean loss of a batch, a scalar on the device. Without .item(), so no host waits."""
+        """The mean loss of a batch, a scalar on the device. An .item() would make the host wait."""
 
     @abstractmethod
     def score(self, model: nn.Module, batch: Rows) -> Mapping[str, Tensor]:
@@ -71,9 +71,9 @@ class Workload(Protocol):
     def predict(self, model: nn.Module, batch: Rows) -> Mapping[str, Tensor]:
         """{column: (B,) or (B, k)} for a batch of `inputs`, for predict.py. Training needs none.
 
-        Of `probability`, (B, classes), predict.py writes the best classes, and of `scores`,
-        (B, items), the best items, by the names in the attributes `class_names` and `item_ids`.
-        An item with the score -inf is none.
+        Two columns are written by rank: `probability`, (B, classes), as the best classes, with the
+        names in the attribute `class_names`; and `scores`, (B, items), as the best items, with
+        those in `item_ids`. An item with the score -inf is left out.
         """
         raise UserError("the workload has no method predict; workloads/__init__.py describes it")
 
@@ -81,8 +81,8 @@ class Workload(Protocol):
     def card(self) -> dict[str, Any]:
         """What the model takes from the training data, such as the number of classes, as JSON.
 
-        model.json keeps it. With the options, and the fields and attributes of the training rows,
-        it is enough to build the model again.
+        model.json keeps it. Together with the options, and with the fields and attributes of the
+        training rows, it has to be enough to build the model again.
         """
 
 

@@ -1,13 +1,12 @@
-"""Classifies images, into one class of many or by any number of attributes, with a small ResNet.
+"""Classifies images, each into one class of many, with a small ResNet.
 
-Shapes: B rows of a batch, C H W of an image, K classes or attributes.
+attributes.py is for several labels of one image. Shapes: B rows of a batch, C H W of an image, K classes.
 """
 
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
-from types import SimpleNamespace
 from typing import Annotated, Any
 
 import numpy as np
@@ -18,24 +17,18 @@ from torch import Tensor, nn
 
 import workloads
 from fastgpu.images import augment
+from fastgpu.images.checks import check_images, check_labels, count_classes
 from fastgpu.process.config import CountOrZero, Section
 from fastgpu.process.launch import UserError
-from fastgpu.rows.classes import MAX_UNUSED_CLASSES, read_classes
-from fastgpu.rows.contract import Dataset
-from fastgpu.rows.rows import Rows
-
-DTYPES = ("uint8", "float16", "float32")
-"""Types of images that this workload trains on, without conversion."""
-CHANNELS = (1, 3, 4)
-"""Usual numbers of channels."""
+from fastgpu.rows import Dataset, Rows
 
 
 class Workload(workloads.Workload):
-    """Trains on `images`, (N, C, H, W) or (N, H, W) of one of `DTYPES`, and `labels`.
+    """Trains on `images`, (N, C, H, W) or (N, H, W) of uint8, float16 or float32, and `labels`.
 
-    Integers (N,) from 0 on are classes, integers 0 and 1 (N, K) are attributes. The training data
-    may have the attributes `class_names` or `n_classes`, and `mean` and `std` of each channel, in
-    the units of the file.
+    Labels are the numbers of classes, integers (N,) from 0 on. The training data may have the
+    attributes `class_names` or `n_classes`, and `mean` and `std` of each channel, in the units of
+    the file.
     """
 
     class Options(Section):
@@ -67,26 +60,18 @@ class Workload(workloads.Workload):
     inputs: tuple[str, ...] = ("images",)
 
     def __init__(self, options: Options, train: Dataset, val: Dataset):
-        """Raises UserError if the rows are not images with labels, or not alike."""
+        """Raises UserError if the rows are not images with classes, or not alike."""
         check_images(train, val)
         labels = train.fields["labels"]
-        # (N, 1) is more often classes with an axis too many than a single attribute.
-        is_column = labels.shape == (1,)
-        if labels.is_ragged or labels.dtype.kind not in "ui" or len(labels.shape) > 1 or is_column:
+        if labels.is_ragged or labels.dtype.kind not in "ui" or labels.shape:
             raise UserError(
-                f"{train.name}: labels are {labels}; allowed are integers, (N,) for classes or 0 and 1 (N, K) for "
-                "attributes: write (N, 1) as labels[:, 0] and one-hot rows as labels.argmax(1)"
+                f"{train.name}: labels are {labels}; allowed are integers (N,), the class of each image: write (N, 1) "
+                "as labels[:, 0], and one-hot rows as labels.argmax(1); 0 and 1 (N, K) are for workload=attributes"
             )
         self.set_up(options, train)
-        self.class_names = classes_of(train).get("class_names", [])
-        self.has_attributes = bool(labels.shape)
-        self.n_outputs = labels.shape[0] if self.has_attributes else count_classes(train)
-        highest, limit = self.n_outputs - 1, "class_names, n_classes or the labels of data.train"
-        if self.has_attributes:
-            self.best = ("accuracy_pct", "higher")
-            highest, limit = 1, "attributes"
+        self.n_outputs = count_classes(train)
         for source in (train, val):
-            check_range(source, highest, limit)
+            check_labels(source, self.n_outputs - 1, "class_names, n_classes or the labels of data.train")
 
     def set_up(self, options: Options, train: Dataset) -> None:
         """Set what depends on options and images. Raises UserError if these do not fit."""
@@ -139,112 +124,37 @@ class Workload(workloads.Workload):
             self.fill_C = self.fill_C.to(x_BCHW.device)  # copied in the first step
             x_BCHW = augment.cutout(x_BCHW, o.cutout_size, self.fill_C, rng)
         if o.mixup_alpha:
-            target = labels if self.has_attributes else F.one_hot(labels.long(), self.n_outputs)
-            x_BCHW, labels = augment.mixup(x_BCHW, target.float(), o.mixup_alpha, rng)
+            # The workloads that are made of this one have labels (B, K), which can be blended as they are.
+            target_BK = labels if labels.ndim > 1 else F.one_hot(labels.long(), self.n_outputs)
+            x_BCHW, labels = augment.mixup(x_BCHW, target_BK.float(), o.mixup_alpha, rng)
         return Rows({"images": x_BCHW, "labels": labels})
 
     def loss(self, model: nn.Module, batch: Rows) -> Tensor:
-        """Mean cross-entropy. After mixup, labels of classes are floats (B, K)."""
+        """Mean cross-entropy. After mixup, the labels are floats (B, K)."""
         logits_BK = model(batch["images"]).float()
         labels = batch["labels"]
-        smoothing = self.options.label_smoothing
-        if self.has_attributes:
-            target_BK = labels.float() * (1 - smoothing) + smoothing / 2
-            return F.binary_cross_entropy_with_logits(logits_BK, target_BK)
         target = labels if labels.is_floating_point() else labels.long()
-        return F.cross_entropy(logits_BK, target, label_smoothing=smoothing)
+        return F.cross_entropy(logits_BK, target, label_smoothing=self.options.label_smoothing)
 
     def score(self, model: nn.Module, batch: Rows) -> dict[str, Tensor]:
         logits_BK = model(batch["images"]).float()
-        labels = batch["labels"]
-        if self.has_attributes:
-            target_BK = labels.float()
-            loss = F.binary_cross_entropy_with_logits(logits_BK, target_BK, reduction="sum") / self.n_outputs
-            return {"hits": ((logits_BK > 0) == (target_BK > 0)).sum() / self.n_outputs, "loss": loss}
-        labels_B = labels.long()
+        labels_B = batch["labels"].long()
         hits_B5 = logits_BK.topk(min(5, self.n_outputs), dim=1).indices == labels_B[:, None]
         loss = F.cross_entropy(logits_BK, labels_B, reduction="sum")
         return {"top1": hits_B5[:, 0].sum(), "top5": hits_B5.sum(), "loss": loss}
 
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
         """Percentages and the mean loss. top5_pct needs more than five classes to mean anything."""
-        mean = {name: float(value / sums["n"]) for name, value in sums.items() if not value.ndim}
-        if self.has_attributes:
-            return {"accuracy_pct": 100 * mean["hits"], "loss": mean["loss"]}
+        mean = {name: float(sums[name] / sums["n"]) for name in ("top1", "top5", "loss")}
         top5 = {"top5_pct": 100 * mean["top5"]} if self.n_outputs > 5 else {}
         return {"top1_pct": 100 * mean["top1"], **top5, "loss": mean["loss"]}
 
     def predict(self, model: nn.Module, batch: Rows) -> dict[str, Tensor]:
-        """The `probability` of each class, (B, K); of each attribute, (B,), by its name."""
-        logits_BK = model(batch["images"]).float()
-        if self.has_attributes:
-            names = self.class_names or [f"attribute_{number}" for number in range(self.n_outputs)]
-            return dict(zip(names, logits_BK.sigmoid().unbind(1), strict=True))
-        return {"probability": logits_BK.softmax(1)}
+        """The `probability` of each class, (B, K)."""
+        return {"probability": model(batch["images"]).float().softmax(1)}
 
     def card(self) -> dict[str, Any]:
         return {"n_classes": self.n_outputs}
-
-
-# ------------------------------------------------------------------------------ checks of the rows
-
-
-def check_images(train: Dataset, val: Dataset) -> None:
-    """Raise UserError unless both sources have labels and images, alike and of a known layout."""
-    for source in (train, val):
-        if not {"images", "labels"} <= source.fields.keys():
-            has = ", ".join(source.fields)
-            raise UserError(f"data.fields has {has}; this workload needs images and labels")
-        images = source.fields["images"]
-        # Pillow, OpenCV and Keras have the channels in the last axis.
-        axes = images.shape
-        looks_like_nhwc = len(axes) == 3 and axes[-1] in CHANNELS and axes[0] not in CHANNELS
-        is_nhwc = looks_like_nhwc and source.attributes.get("layout") != "nchw"
-        if images.dtype not in DTYPES or len(axes) not in (2, 3) or is_nhwc:
-            raise UserError(
-                f"{source.name}: images are {images}; allowed are {', '.join(DTYPES)} of (N, C, H, W) or "
-                "(N, H, W); write other types with images.astype('float32'), and (N, H, W, C) with "
-                "convert.py arrays ... --layout nhwc; if channels do come first, set the attribute "
-                "layout=nchw"
-            )
-    for name in ("images", "labels"):
-        ours, theirs = train.fields[name], val.fields[name]
-        if ours.shape != theirs.shape or (ours.dtype.kind == "f") != (theirs.dtype.kind == "f"):
-            raise UserError(f"{val.name}: {name} are {theirs}, those of {train.name} are {ours}")
-
-
-def classes_of(source: Dataset) -> dict[str, Any]:
-    """The attributes class_names and n_classes, if there are any. Raises UserError for odd ones."""
-    known = {name: source.attributes.get(name) for name in ("class_names", "n_classes")}
-    return read_classes(source.name, SimpleNamespace(**known))
-
-
-def count_classes(source: Dataset) -> int:
-    """The number of classes: by class_names or n_classes, otherwise the highest label + 1."""
-    known = classes_of(source)
-    if n_classes := len(known.get("class_names", [])) or known.get("n_classes"):
-        return int(n_classes)
-    labels = source.stored_column("labels")
-    if labels is None:
-        raise UserError(f"{source.name}: the number of classes is unknown; give it the attribute n_classes")
-    n_classes = int(labels.max(initial=0)) + 1
-    # Sorting the labels takes seconds if there are many, and few classes need no look.
-    if n_classes > MAX_UNUSED_CLASSES and n_classes > MAX_UNUSED_CLASSES + 10 * (n_used := len(np.unique(labels))):
-        raise UserError(
-            f"{source.name}: labels are {labels.min()} to {labels.max()}, of which {n_used:,} occur: number these, "
-            "np.unique(labels, return_inverse=True)[1] over all files at once, or set the attribute n_classes"
-        )
-    return n_classes
-
-
-def check_range(source: Dataset, highest: int, limit: str) -> None:
-    """Raise UserError if labels that are in memory are below 0 or above `highest`, by a `limit`."""
-    labels = source.stored_column("labels")
-    if labels is not None and (labels.min() < 0 or labels.max() > highest):
-        raise UserError(
-            f"{source.name}: labels are {labels.min()} to {labels.max()}; allowed are 0 to {highest} "
-            f"({limit}): leave other rows out, or number the values from 0 on"
-        )
 
 
 # ------------------------------------------------------------------------------ the network

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 import workloads
 from fastgpu.process.config import Count, CountOrZero, Section
 from fastgpu.process.launch import UserError, warn
-from fastgpu.rows.contract import Dataset
-from fastgpu.rows.rows import Ragged, Rows
+from fastgpu.rows import Dataset, Ragged, Rows
 
 NDCG_AT = 100
 RECALL_AT = (20, 50)
@@ -249,7 +248,9 @@ def rank(scores_BI: Tensor, seen: Ragged, held_out: Ragged, *, recall_at: Sequen
 
     ranks = torch.arange(1, ndcg_at + 1, dtype=scores_BI.dtype, device=scores_BI.device)
     gain_K = 1 / (1 + ranks).log2()
-    ideal_B = gain_K.cumsum(0)[n_held_out_B.clamp(1, ndcg_at) - 1]
+    # Sums of the first gains. `cumsum` of a GPU is an error if run.deterministic=true.
+    ideal_K = gain_K.double().expand(ndcg_at, ndcg_at).tril().sum(1).to(gain_K.dtype)
+    ideal_B = ideal_K[n_held_out_B.clamp(1, ndcg_at) - 1]
     hits_BK = hits_BK[:, :ndcg_at]
     # A product and a sum, because autocast would round a matrix product.
     ndcg_B = (hits_BK * gain_K[: hits_BK.shape[1]]).sum(1) / ideal_B

@@ -14,8 +14,7 @@ from torch.utils.data import Dataset
 
 import workloads
 from fastgpu.dataset.source import ItemDataset
-from fastgpu.feed import Passes, PoolLoader
-from fastgpu.feed.sizes import choose_sizes
+from fastgpu.feed import PoolLoader, Splits, resolve_auto
 from fastgpu.process.config import Config, Data, Tier
 from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
@@ -51,12 +50,12 @@ def items_of(dataset: Dataset, *names: str) -> ItemDataset:
 
 def open_lengths(source: ItemDataset, tier: Tier = "disk", *, n_epochs: int = 100) -> PoolLoader:
     order = BlockSampler(source.block_rows, 4, pool_batches=3, seed=1)
-    return open_feed(source, order, tier, 0, passes=Passes(n_epochs=n_epochs))
+    return open_feed(source, order, tier, 0, n_epochs=n_epochs)
 
 
 def choose_tier(source: ItemDataset, tier: Tier) -> None:
     data = Data(train="x", val="y", fields={"x": "x"}, batch_size=4, tier=tier)
-    choose_sizes(Config(workload="minimal", data=data), source, source, ALONE)
+    resolve_auto(Config(workload="minimal", data=data), Splits(source, source), ALONE)
 
 
 def test_lengths_longer_than_expected_get_more_memory():

@@ -12,11 +12,11 @@ from unittest.mock import Mock, call
 import pytest
 import torch
 
-from fastgpu.dataset.workers import READERS_NICE
-from fastgpu.feed import Passes, prefetch
+from fastgpu.feed import prefetch, readers
 from fastgpu.feed.prefetch import PrefetchLoader
 from fastgpu.process.config import Loader
 from fastgpu.process.launch import HangError, UserError
+from fastgpu.process.machine import READERS_NICE
 from fastgpu.rows import rows as rows_module
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import RaggedArray
@@ -26,11 +26,13 @@ from support import PROJECT
 from support.ranks import CPU, TIMEOUT_S, needs_gpu, no_host_sync, run_to_end, wait_until
 from support.rows import DENSE_FIELDS, RAGGED_FIELDS, is_ragged, numbers_of, open_feed, rows_before
 
+TWO_READERS = Loader(num_readers=2)
+
 
 @pytest.fixture
 def store(dense_file, monkeypatch) -> HDF5Dataset:
     """120 rows in blocks of 5. Each reader is given one block at a time."""
-    monkeypatch.setattr(prefetch, "JOB_BYTES", 1)
+    monkeypatch.setattr(readers, "JOB_BYTES", 1)
     return open_store("data.train", dense_file(120, chunk=5), DENSE_FIELDS)
 
 
@@ -51,9 +53,8 @@ def make_prefetcher(
     if read:
         source.read = read
         source.gathers = lambda *_: []
-    passes = Passes() if order else Passes(n_epochs=1)
-    loader = Loader.model_construct(prefetch_pools=1, timeout_s=timeout_s)
-    return PrefetchLoader(source, order or order_of(store), CPU, n_readers, passes=passes, loader=loader)
+    loader = Loader.model_construct(num_readers=n_readers, prefetch_pools=1, timeout_s=timeout_s)
+    return PrefetchLoader(source, order or order_of(store), CPU, loader, n_epochs=sys.maxsize if order else 1)
 
 
 def feed_threads() -> set[str]:
@@ -83,8 +84,7 @@ def test_prefetch_signal_between_thread_starts_is_not_hidden(store, monkeypatch)
 
 
 def test_prefetch_epochs_past_the_last_are_whole(store):
-    passes = Passes(n_epochs=2)
-    with closing(PrefetchLoader(store, order_of(store), CPU, 2, passes=passes)) as prefetcher:
+    with closing(PrefetchLoader(store, order_of(store), CPU, TWO_READERS, n_epochs=2)) as prefetcher:
         n_rows = [sum(len(rows) for _, rows in prefetcher.pools(epoch)) for epoch in range(6)]
     assert n_rows == [n_rows[0]] * 6
     assert n_rows[0] > 0
@@ -244,7 +244,7 @@ from fastgpu.rows.order import BlockSampler
 from fastgpu.storage.store import open_store
 
 store = open_store("x", sys.argv[1], {"images": "images", "labels": "labels"})
-feed = PrefetchLoader(store, BlockSampler(store.block_rows, 8), torch.device("cpu"), 2)
+feed = PrefetchLoader(store, BlockSampler(store.block_rows, 8), torch.device("cpu"))
 next(feed.pools(0))
 sys.exit(7)
 """
@@ -286,7 +286,7 @@ def test_prefetch_device_without_a_number(store, monkeypatch):
     empty = rows_module.Rows.empty
     monkeypatch.setattr(rows_module.Rows, "empty", lambda fields, n_rows, device, pinned: empty(fields, n_rows, CPU))
     monkeypatch.setattr(rows_module.Rows, "to", lambda rows, device: rows)
-    feed = PrefetchLoader(store, order_of(store), torch.device("cuda"), 2, passes=Passes(n_epochs=1))
+    feed = PrefetchLoader(store, order_of(store), torch.device("cuda"), TWO_READERS, n_epochs=1)
     assert sum(len(batch) for batch in feed.batches(0)) == 120
     feed.close()
     assert devices == [1]

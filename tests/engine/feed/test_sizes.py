@@ -8,14 +8,18 @@ import torch
 from torch.utils.data import TensorDataset
 
 from fastgpu.dataset.source import ItemDataset
-from fastgpu.feed import Passes, sizes
-from fastgpu.feed.sizes import Sizes, choose_sizes, choose_tier
+from fastgpu.feed import Splits, canonical_ranks, describe, resolve_auto, tiers
+from fastgpu.feed.tiers import Memory, choose_tier
+from fastgpu.process import machine
 from fastgpu.process.config import Config, Data, Dist, Loader, Optim, Run, Section
 from fastgpu.process.launch import UserError
 from fastgpu.process.machine import GIB
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Dataset
+from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.rows.rows import Field
+from fastgpu.rows.selection import Groups, Mixture
+from fastgpu.storage.arrays import ArrayDataset
 from support.ranks import ALONE, CPU
 
 
@@ -30,10 +34,10 @@ class Shape(Dataset):
 
 
 @pytest.fixture(autouse=True)
-def machine(monkeypatch) -> None:
+def large_machine(monkeypatch) -> None:
     """32 CPUs, 64 GiB of free memory, and two GPUs with 10 GiB of free memory."""
-    monkeypatch.setattr(sizes, "available_cpus", lambda: 32)
-    monkeypatch.setattr(sizes, "free_host_bytes", lambda: 64 * GIB)
+    monkeypatch.setattr(machine, "available_cpus", lambda: 32)
+    monkeypatch.setattr(tiers, "free_host_bytes", lambda: 64 * GIB)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (10 * GIB, 80 * GIB))
 
@@ -49,39 +53,39 @@ def choose(
     *,
     sections: Mapping[str, Section] = MappingProxyType({}),
     **values: Any,
-) -> Sizes:
+) -> Config:
     """values: of section `data`. sections: other ones."""
     config = Config(workload="images", data=data(**values), **sections)
-    return choose_sizes(config, source, val_source or Shape(0), world)
+    return resolve_auto(config, Splits(source, val_source or Shape(0)), world)
 
 
 @pytest.mark.parametrize(
-    ("number", "chosen", "source", "n_ranks", "settings"),
+    ("key", "chosen", "source", "n_ranks", "settings"),
     [
-        # a multiple of 8 where that is possible
-        ("canonical_ranks", 8, Shape(1000), 1, {"batch_size": 64}),
-        ("canonical_ranks", 24, Shape(1000), 3, {"batch_size": 48}),
-        ("canonical_ranks", 3, Shape(1000), 3, {"batch_size": 51}),
-        ("canonical_ranks", 2, Shape(1000, n_blocks=5), 2, {"batch_size": 64}),
         # 256 MiB, all rows, one batch, or 8 million rows, which are planned quickly
-        ("pool_batches", 7, Shape(50_000), 1, {"batch_size": 64, "pool_batches": 7}),
-        ("pool_batches", 4, Shape(50_000, row_bytes=1 << 20), 1, {"batch_size": 64}),
-        ("pool_batches", 22, Shape(1442, row_bytes=64), 1, {"batch_size": 64}),
-        ("pool_batches", 1, Shape(50_000, row_bytes=1 << 20), 1, {"batch_size": 512}),
-        ("pool_batches", 1024, Shape(10**9, row_bytes=20), 1, {"batch_size": 8192}),
+        ("data.pool_batches", 7, Shape(50_000), 1, {"batch_size": 64, "pool_batches": 7}),
+        ("data.pool_batches", 4, Shape(50_000, row_bytes=1 << 20), 1, {"batch_size": 64}),
+        ("data.pool_batches", 22, Shape(1442, row_bytes=64), 1, {"batch_size": 64}),
+        ("data.pool_batches", 1, Shape(50_000, row_bytes=1 << 20), 1, {"batch_size": 512}),
+        ("data.pool_batches", 1024, Shape(10**9, row_bytes=20), 1, {"batch_size": 8192}),
         # the CPUs of a rank, and at most 8 unless they decode
-        ("n_readers", 8, Shape(1000), 1, {}),
-        ("n_readers", 4, Shape(1000), 8, {}),
-        ("n_readers", 1, Shape(1000), 64, {}),
-        ("n_readers", 3, Shape(1000), 8, {"sections": {"loader": Loader(num_readers=3)}}),
-        ("n_readers", 32, Shape(1000, decoding="decoded"), 1, {}),
+        ("loader.num_readers", 8, Shape(1000), 1, {}),
+        ("loader.num_readers", 4, Shape(1000), 8, {}),
+        ("loader.num_readers", 1, Shape(1000), 64, {}),
+        ("loader.num_readers", 3, Shape(1000), 8, {"sections": {"loader": Loader(num_readers=3)}}),
+        ("loader.num_readers", 32, Shape(1000, decoding="decoded"), 1, {}),
     ],
 )
-def test_sizes_auto_becomes_a_number(number, chosen, source, n_ranks, settings):
-    assert getattr(choose(source, World(0, n_ranks, n_ranks, CPU), **settings), number) == chosen
+def test_sizes_auto_becomes_a_number(key, chosen, source, n_ranks, settings):
+    assert choose(source, World(0, n_ranks, n_ranks, CPU), **settings).flat()[key] == chosen
 
 
-FREE = {"device": 10 * GIB, "host": 32 * GIB}
+@pytest.mark.parametrize(
+    ("n_ranks", "batch_size", "n_blocks", "chosen"),
+    [(1, 64, 50, 8), (3, 48, 50, 24), (3, 51, 50, 3), (2, 64, 5, 2)],
+)
+def test_sizes_canonical_ranks_are_a_multiple_of_8_if_possible(n_ranks, batch_size, n_blocks, chosen):
+    assert canonical_ranks(data(batch_size=batch_size), Shape(1000, n_blocks=n_blocks), n_ranks) == chosen
 
 
 @pytest.mark.parametrize(
@@ -89,7 +93,8 @@ FREE = {"device": 10 * GIB, "host": 32 * GIB}
     [("auto", 4, "device"), ("auto", 6, "host"), ("auto", 17, "disk"), ("disk", 1, "disk"), ("host", 17, "host")],
 )
 def test_sizes_tier_is_the_nearest_with_room(tier, need_gib, chosen):
-    assert choose_tier(data(tier=tier), (Shape(9), Shape(9)), need_gib * GIB, FREE) == chosen
+    memory = Memory(need_gib * GIB, 10 * GIB, 32 * GIB)
+    assert choose_tier(data(tier=tier), (Shape(9), Shape(9)), memory) == chosen
 
 
 ACCUMULATION = {"optim": Optim(accumulation_steps=2)}
@@ -131,7 +136,7 @@ def test_sizes_of_the_ranks_to_come_are_checked(monkeypatch, machines, own, sect
         with pytest.raises(UserError, match=message):
             choose(Shape(1000), world, sections=check, batch_size=63)
     else:
-        assert choose(Shape(1000), world, sections=check, batch_size=63) == chosen
+        assert choose(Shape(1000), world, sections=check, batch_size=63).data == chosen.data
 
 
 def test_sizes_of_ragged_rows_are_not_for_dp():
@@ -145,7 +150,7 @@ def test_sizes_of_a_check_count_the_memory_of_each_rank(monkeypatch):
     monkeypatch.setenv("PET_NNODES", "2")
     monkeypatch.setenv("PET_NPROC_PER_NODE", "2")
     rows = Shape(33 * 1024, row_bytes=1 << 20)
-    assert choose(rows, tier="host").tier == "host"
+    assert choose(rows, tier="host").data.tier == "host"
     with pytest.raises(UserError, match="data.tier is host, .* 33.0 GiB a rank and 32.0 GiB are free"):
         choose(rows, tier="host", sections={"run": Run(check=True)})
 
@@ -153,16 +158,34 @@ def test_sizes_of_a_check_count_the_memory_of_each_rank(monkeypatch):
 def test_sizes_all_together():
     world = World(1, 4, 2, torch.device("cuda", 0))
     source, val_source = Shape(2000, row_bytes=1 << 20), Shape(48, row_bytes=1 << 20)
-    memory = "2.0 GiB for all rows, kept on the device; free for each rank: 10.0 GiB on its device, 32.0 GiB in RAM"
-    chosen = Sizes(16, 8, 4, "device", 8, "num_readers", Passes(1, 20), memory)
-    assert choose(source, world, val_source, sections=ACCUMULATION) == chosen
+    config = choose(source, world, val_source, sections=ACCUMULATION)
+    assert (config.data.tier, config.data.pool_batches, config.loader.num_readers) == ("device", 4, 8)
+    sampler = BlockSampler(source, 16, Shard(1, 4, 8), 4)
+    assert describe(config, Splits(source, val_source), sampler, world).splitlines()[1:] == [
+        "memory: 2.0 GiB for all rows, kept on the device; free for each rank: 10.0 GiB on its device, 32.0 GiB in RAM",
+        "batches: 64 rows over all ranks, 16 on each; 4 are shuffled together",
+        "each epoch: 1,984 of 2,000 rows; the rest does not fill a batch",
+    ]
+
+
+def test_sizes_rows_of_an_epoch():
+    plain, weighted = (ArrayDataset("x.h5", {"x": np.arange(n_rows)}) for n_rows in (1011, 10))
+    groups = Groups(("a.h5", "b.h5"), (1, 3), np.repeat([0, 1], [8, 2]))
+    weighted.selection = Mixture(groups, weighted.block_rows, 4, 0)
+    config = Config(workload="images", data=data(tier="disk"))
+    told = [
+        describe(config, Splits(rows, rows), BlockSampler(rows, 4), ALONE).splitlines() for rows in (plain, weighted)
+    ]
+    assert [lines[-1] for lines in told] == [
+        "each epoch: 1,008 of 1,011 rows; the rest does not fill a batch",
+        "each epoch: 2 rows of a.h5 (0.25 passes), 6 rows of b.h5 (3 passes)",
+    ]
 
 
 def test_sizes_of_a_dataset_with_workers():
     source = ItemDataset("mine", TensorDataset(torch.zeros(400)), {"images": "images"})
     chosen = choose(source, sections={"loader": Loader(num_workers=2)})
-    assert (chosen.tier, chosen.n_readers) == ("disk", 2)
-    assert chosen.chosen["loader"] == {"num_workers": 2}
+    assert (chosen.data.tier, chosen.loader.num_workers, chosen.loader.num_readers) == ("disk", 2, "auto")
 
 
 def test_sizes_of_too_many_values_need_the_disk_tier(monkeypatch):
@@ -170,25 +193,7 @@ def test_sizes_of_too_many_values_need_the_disk_tier(monkeypatch):
     source.fields = {"items": Field(np.dtype(np.int32), (), mean_values=3)}
     source.stored_lengths = {"items": np.full(2000, 3, np.int32)}
     for max_values, tier in ((6000, "device"), (5999, "disk")):
-        monkeypatch.setattr(sizes, "MAX_VALUES", max_values)
-        assert choose(source).tier == tier
+        monkeypatch.setattr(tiers, "MAX_VALUES", max_values)
+        assert choose(source).data.tier == tier
     with pytest.raises(UserError, match="data.tier is host, but x.h5 has more than 5,999 values of items; use data.ti"):
         choose(source, tier="host")
-
-
-@pytest.mark.parametrize(
-    ("labels", "pool_batches", "is_told"),
-    [
-        (np.arange(1000) // 100, 2, True),
-        (np.arange(1000) // 100, "auto", False),  # one pool mixes all rows
-        (np.random.default_rng(0).permutation(1000) // 100, 2, False),
-        (np.zeros(1000, int), 2, False),  # there is only one class
-    ],
-    ids=["sorted", "one pool", "mixed", "one class"],
-)
-def test_sizes_warn_of_a_file_in_class_order(capsys, labels, pool_batches, is_told):
-    source = Shape(1000)
-    source.stored_column = lambda name: labels
-    choose(source, pool_batches=pool_batches)
-    told = "warning: x.h5 is sorted by class: 99% of neighbouring rows share a label"
-    assert (told in capsys.readouterr().out) == is_told

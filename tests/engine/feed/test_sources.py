@@ -9,8 +9,8 @@ import pytest
 from torch.utils.data import Dataset as TorchDataset
 
 from fastgpu.dataset.source import ItemDataset
-from fastgpu.feed.sources import open_splits
-from fastgpu.process.config import Data, Loader
+from fastgpu.feed.sources import open_rows, open_splits
+from fastgpu.process.config import Config, Data, Loader
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.selection import Subset
@@ -101,6 +101,13 @@ def test_sources_column_that_is_not_in_memory():
         ItemDataset("mine", range(10), {"x": "x"}).column("x")
 
 
+def test_sources_error_is_a_value(dense_file):
+    dense_file(9, name="a.h5")
+    for train, message in (("a.h5", "None"), ("b.h5", "data.train: b.h5 does not exist")):
+        splits = open_rows(Config(workload="minimal", data=Data(train=train, val="a.h5", fields=DENSE_FIELDS)))
+        assert str(splits.error).startswith(message)
+
+
 def test_messages_of_sources(compare_messages, dense_file):
     dense_file(90, name="rows.h5")
     dense_file(1, name="one.h5")
@@ -160,7 +167,9 @@ def test_sources_dataset_is_opened_with_its_workers(val, n_workers):
     [
         ("p-*.h5", "p-val.h5", "p-val.h5", {}),
         ({"p-train.h5": 2, "p-val.h5": 1}, "p-val.h5", "p-val.h5", {}),
-        (["groups.h5::train", "./groups.h5::/train"], "10%", "groups.h5/train", {}),  # the rest of a copy is trained on
+        # the rest of a copy is trained on
+        (["groups.h5::train", "./groups.h5::/train"], "10%", "groups.h5::train", {}),
+        ("link.h5", "q.h5", "link.h5", {}),
         ("a", "a", "a", {"dataset": "test_sources:Ten"}),
         ("groups.h5::/train", "groups.h5::/val", "", {}),
         ("p-*.h5", "10%", "", {}),
@@ -171,6 +180,7 @@ def test_sources_dataset_is_opened_with_its_workers(val, n_workers):
 def test_sources_warn_of_shared_validation_rows(dense_file, capsys, train, val, shared, options):
     for name in ("p-train.h5", "p-val.h5", "q.h5"):
         dense_file(20, name=name)
+    Path("link.h5").symlink_to("q.h5")
     with h5py.File("groups.h5", "w") as file:
         file["train/images"] = file["val/images"] = np.arange(20)
     open_both(train, val, {"images": "images"}, **options)

@@ -4,12 +4,11 @@ import h5py
 import numpy as np
 import pytest
 
-from fastgpu.feed.sizes import Sizes, choose_sizes
-from fastgpu.feed.sources import open_splits
+from fastgpu.feed import describe, open_rows, resolve_auto
 from fastgpu.images.column import ImageCodec
 from fastgpu.images.decode import EncodedImage
 from fastgpu.images.parts import centre_box, draw
-from fastgpu.process.config import Config, Data, Loader
+from fastgpu.process.config import Config, Data
 from fastgpu.process.launch import UserError
 from fastgpu.process.machine import available_cpus, format_bytes
 from fastgpu.rows.order import BlockSampler
@@ -59,17 +58,22 @@ def test_encoded_rows_damaged_are_named(path, monkeypatch):
             read_rows(source)
 
 
-def choose(path: str, fields: dict[str, str] = DENSE_FIELDS, **values: object) -> Sizes:
+def choose(path: str, fields: dict[str, str] = DENSE_FIELDS, **values: object) -> tuple[Config, str]:
+    """The config without `auto`, and what is printed of it."""
     data = Data(train=path, val="20%", fields=fields, batch_size=8, **values)
-    return choose_sizes(Config(workload="images", data=data), *open_splits(data, Loader(), 0), ALONE)
+    splits = open_rows(Config(workload="images", data=data))
+    if splits.error:
+        raise splits.error
+    config = resolve_auto(Config(workload="images", data=data), splits, ALONE)
+    return config, describe(config, splits, BlockSampler(splits.train, 8), ALONE)
 
 
 def test_encoded_rows_choose_their_tier(path):
-    fixed = choose(path, image_size=16)
-    random = choose(path, image_size=16, min_crop_scale=0.3)
-    assert (fixed.tier, random.tier) == ("device", "disk")
-    assert fixed.memory.startswith(f"{format_bytes(N_ROWS * (3 * 16 * 16 + 8))} for all rows, kept on the device")
-    assert random.n_readers == available_cpus()
+    fixed, text = choose(path, image_size=16)
+    random, _ = choose(path, image_size=16, min_crop_scale=0.3)
+    assert (fixed.data.tier, random.data.tier) == ("device", "disk")
+    assert f"memory: {format_bytes(N_ROWS * (3 * 16 * 16 + 8))} for all rows, kept on the device" in text
+    assert random.loader.num_readers == available_cpus()
 
 
 def test_encoded_settings_without_effect_are_reported(dense_file, capsys):

@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from fastgpu.convert.images.readers import keep
-from fastgpu.imagefiles.pixels import decode
+from fastgpu.imagefiles.pixels import UprightImage, decode
 from fastgpu.images import decode as module
 from fastgpu.images.decode import EncodedImage
 from fastgpu.images.parts import N_DRAWS, Box, Preprocessing, centre_box, draw, random_box
@@ -27,8 +27,9 @@ def test_decode_gives_the_pixels_of_the_converter(kind, monkeypatch):
     file = file_of(kind)
     image = EncodedImage(bytes_of(file))
     found = [image.decode(box, size).copy() for box, size in PARTS]
-    np.testing.assert_array_equal(found[0], decode(file, Preprocessing()))
-    small = decode(file, Preprocessing((20, 30), "exact")).astype(int)
+    upright = UprightImage(bytes_of(file))
+    np.testing.assert_array_equal(found[0], decode(upright, Preprocessing()))
+    small = decode(upright, Preprocessing((20, 30), "exact")).astype(int)
     assert np.abs(small - found[1]).mean() < 4  # decoded at 1/4 and then resized, not at 1/2
     monkeypatch.setattr(module, "simplejpeg", None)
     for pixels_CHW, (box, size) in zip(found, PARTS, strict=True):
@@ -47,7 +48,10 @@ def test_decode_refuses_truncated_files(kind):
     whole = bytes_of(file_of(kind))
     for share in (0.0, 0.01, 0.3, 0.6, 0.9):
         data = whole[: int(share * len(whole))]
-        for read in (lambda data=data: EncodedImage(data).decode(*PARTS[1]), lambda data=data: keep(data.tobytes())):
+        for read in (
+            lambda data=data: EncodedImage(data).decode(*PARTS[1]),
+            lambda data=data: keep(UprightImage(data)),
+        ):
             with pytest.raises(Exception, match=r"\w"):
                 read()
 

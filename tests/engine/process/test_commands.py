@@ -32,7 +32,7 @@ class Copy(Target):
 
     sources: tuple[str, ...] = argument("files to read", default=())
     how: Literal["fast", "slow"] = flag("speed", default="fast")
-    share: float | None = flag("100 %% of it")
+    share: float | None = flag("100 %% of it", metavar="{0.5,50%}")
     block_rows: int = flag("rows", "-b", "--block", type=even, default=2)
 
 
@@ -43,7 +43,7 @@ def copy(line: str) -> Copy:
 
 def test_parse_gives_each_field_its_type():
     expected = Copy(target=Path("x"), force=True, sources=("a", "b"), how="slow", share=0.5, block_rows=4)
-    assert copy("x --force a b --how slow --share 0.5 -b 4") == expected
+    assert copy("a --force b x --how slow --share 0.5 -b 4") == expected  # the target is inherited, so it comes last
     assert copy("x") == Copy(target=Path("x"), force=False, sources=(), how="fast", share=None, block_rows=2)
 
 
@@ -76,4 +76,6 @@ def test_parse_command_chooses_the_dataclass(capsys: pytest.CaptureFixture[str])
         parse_command(kinds, ["copy", "x", "--no"], program="files.py", text="")
     with pytest.raises(SystemExit, match="0"):
         parse_command(kinds, ["copy", "--help"], program="files.py", text="")
-    assert "100 % of it" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "100 % of it" in shown
+    assert shown.count("[--share {0.5,50%}]") == 1

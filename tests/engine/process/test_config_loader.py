@@ -1,14 +1,16 @@
 import json
 import re
 import shlex
+import sys
 from collections.abc import Callable
+from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import yaml
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from fastgpu.process.config import Config, Count, Section
 from fastgpu.process.config_loader import keys, load_config, read_options
@@ -35,6 +37,8 @@ MISTAKES_IN_A_FILE = (
     "data: {train: {a.h5: 1.0e+308, b.h5: 1.0e-308}}",
     "data: {train: {./~: 1, a.h5: 1}, fields: {x: null}}",
     "model: {label: on, width: 1e3, note: 2024}",
+    "model: {day: 2025-01-01, shares: [.5, .6], widths: [1, x], flip: 1}",
+    "model: {day: soon, shares: [.1, .2, .3]}",
 )
 MISTAKES_IN_WORDS = (
     "data.echo=0.5 data.val=10 optim.lr=-1 optim.warmup_share=2 train.epochs=-1 run.seed=-1 workload=Mine",
@@ -45,12 +49,23 @@ MISTAKES_IN_WORDS = (
     "model.width=0",
     "foo",
     "--nproc-per-node=gpu",
+    "--epochs 3 data.echo=2",
+    "--batch-size=64",
+    "--compile data.echo=2",
+    "--width 8",
     "--config",
     "--config nowhere.yaml",
     "--config binary.yaml",
     "--config bare.yaml",
     "--config empty.yaml",
 )
+
+
+def one_in_all(shares: list[float]) -> list[float]:
+    """A check of a workload's own."""
+    if sum(shares) > 1:
+        raise ValueError("{shares} have a sum of at most 1")
+    return shares
 
 
 class Options(Section):
@@ -62,6 +77,8 @@ class Options(Section):
     anything: Any = None
     note: str | None = "x"
     label: str | int = 0
+    day: Annotated[date, Field(ge=date(2026, 1, 1))] = date(2026, 1, 1)
+    shares: Annotated[list[float], Field(max_length=2), AfterValidator(one_in_all)] = Field(default_factory=list)
 
 
 def bomb(form: str) -> str:
@@ -191,6 +208,13 @@ def test_config_share_of_a_long_number_is_a_name(load):
     assert load(words=(f"data.val={'9' * 200}%",)).data.val_share is None
 
 
+def test_config_help_shows_the_examples_of_the_script(load, capsys, monkeypatch):
+    monkeypatch.setattr(sys.modules["__main__"], "__doc__", "Train.\n\npython train.py data.echo=2   an example")
+    with pytest.raises(SystemExit, match="0"):
+        load_config(["--help"])
+    assert "\npython train.py data.echo=2   an example\n" in capsys.readouterr().out
+
+
 def test_config_flag_of_the_old_launcher_is_ignored(load):
     assert load(words=("--local-rank=1", "optim.lr=1")).optim.lr == 1
 
@@ -247,7 +271,7 @@ def test_messages_of_config(compare_messages, load):
     Path("empty.yaml").touch()
 
     calls = {text: partial(load, text) for text in MISTAKES_IN_A_FILE}
-    calls["nested too deeply"] = partial(load, "{" * 2000)
+    calls["nested too deeply"] = partial(load, "{" * 1000)
     calls["long names"] = partial(load, f"run: {{folder: {'x' * 256}}}\ndata: {{cache: {'é' * 128}}}")
     calls["too large"] = partial(load, "#" * 2**20 + "#")
     calls["aliases of aliases"] = partial(load, bomb("[{}]"))

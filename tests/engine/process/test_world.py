@@ -1,7 +1,9 @@
 import os
+import threading
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -10,10 +12,11 @@ import torch
 import torch.distributed as dist
 
 from fastgpu.diagnose.ceilings import Meter
+from fastgpu.process import world as world_module
 from fastgpu.process.config import Dist
 from fastgpu.process.launch import Launch, SharedError, UserError, warn
 from fastgpu.process.seeds import reseed
-from fastgpu.process.world import World, choose_kernels, init_distributed
+from fastgpu.process.world import HangWarning, World, choose_kernels, init_distributed
 from support.ranks import ALONE, CPU, in_world, needs_gpu, no_host_sync
 
 
@@ -183,6 +186,46 @@ def test_world_ranks_that_never_meet_are_one_line(destroyed, monkeypatch):
     with pytest.raises(UserError, match=f"^timed out; if there is no other cause, {LOST}"), join():
         pass
     assert not destroyed
+
+
+class Ended(BaseException):
+    """Ends a thread that would look on for ever."""
+
+
+@pytest.mark.parametrize(
+    ("asks_until_s", "is_idle", "hangs_at_s"),
+    [
+        (0, lambda now_s: False, 0),  # waits from the start
+        (200, lambda now_s: False, 200),  # trains before
+        (0, lambda now_s: now_s < 300, 300),  # reads rows before
+        (0, lambda now_s: now_s % 30 < 5, None),  # saves, or validates
+        (1000, lambda now_s: False, None),
+    ],
+)
+def test_world_hang_warning_comes_before_the_end(monkeypatch, capsys, asks_until_s, is_idle, hangs_at_s):
+    """A rank that waits for another one, whose process torch would end after 100 s."""
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    hang_warning = None
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+        if hang_warning and clock.now <= asks_until_s:
+            World(0, 2, 2, CPU, hang_warning).start_max(0.0)
+        if clock.now >= 1000:
+            raise Ended
+
+    clock.sleep = sleep
+    stream = SimpleNamespace(query=lambda: is_idle(clock.now))
+    monkeypatch.setattr(world_module, "time", clock)
+    monkeypatch.setattr(dist, "all_reduce", Mock())
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: stream)
+    monkeypatch.setattr(threading, "Thread", Mock())
+    hang_warning = HangWarning(CPU, 100)
+    with suppress(Ended):
+        hang_warning._run()
+    printed = capsys.readouterr().out
+    assert ("torch ends this process: look for a rank that" in printed) == (hangs_at_s is not None)
+    assert hangs_at_s is None or clock.now - hangs_at_s <= 90
 
 
 def test_world_device_without_a_number_is_the_current_one(monkeypatch):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from torch.utils.data import DataLoader, DistributedSampler
@@ -15,7 +15,6 @@ from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.rows.selection import Groups, Mixture, hold_out
 from support.rows import rows_before
 
-many = settings(max_examples=100, deadline=None)
 seeds = st.none() | st.integers(0, 9)
 
 
@@ -67,7 +66,6 @@ def mixed(draw) -> Case:
     return Case(block_rows, Groups(tuple(map(str, names)), weights, groups), *sizes, draw(st.integers(1, 3)))
 
 
-@many
 @given(plain | mixed(), seeds, st.none() | st.booleans(), st.integers(0, 3), st.integers(1, 50))
 def test_sampler_pools_are_filled_once_and_agree_on_ranks(case, seed, drop_last, epoch, part_rows):
     stops = np.cumsum(case.block_rows)
@@ -96,7 +94,6 @@ def test_sampler_pools_are_filled_once_and_agree_on_ranks(case, seed, drop_last,
     assert all(plans == plans_of_ranks[0] for plans in plans_of_ranks)
 
 
-@many
 @given(plain, seeds, st.booleans(), st.integers(0, 3))
 def test_sampler_every_row_once(case, seed, drop_last, epoch):
     samplers = case.samplers(seed=seed, drop_last=drop_last)
@@ -109,7 +106,6 @@ def test_sampler_every_row_once(case, seed, drop_last, epoch):
         assert sorted(real_rows) == list(range(case.n_rows))
 
 
-@many
 @given(plain | mixed(), st.integers(0, 9))
 def test_sampler_same_batches_for_any_world(case, seed):
     def global_batches(world_size: int) -> np.ndarray:
@@ -121,7 +117,6 @@ def test_sampler_same_batches_for_any_world(case, seed):
         np.testing.assert_array_equal(global_batches(world_size), global_batches(1))
 
 
-@many
 @given(plain | mixed(), st.data())
 def test_sampler_resumes_where_it_stopped(case, data):
     sampler = case.samplers()[-1]
@@ -207,7 +202,6 @@ def test_sampler_memory_for_a_billion_rows():
 # ---------------------------------------------------------------------------------------------- shares and groups
 
 
-@many
 @given(st.lists(st.integers(1, 40), min_size=2, max_size=30), st.floats(0.01, 0.99), st.integers(0, 9))
 def test_share_is_exact_and_leaves_the_other_rows(block_rows, share, seed):
     n_rows = sum(block_rows)
@@ -244,7 +238,6 @@ def test_share_rows_never_change():
         assert val.rows().tolist() == held_out
 
 
-@many
 @given(mixed(), st.integers(0, 9))
 def test_mixture_quotas_are_exact_and_even(case, seed):
     samplers = case.samplers(seed=seed)
@@ -264,7 +257,6 @@ def test_mixture_quotas_are_exact_and_even(case, seed):
                 assert counts.max() - counts.min() <= 1
 
 
-@many
 @given(mixed(), st.integers(0, 3))
 def test_mixture_repeats_of_a_row_are_numbered(case, epoch):
     times = []

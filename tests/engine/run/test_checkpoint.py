@@ -18,7 +18,7 @@ from torch import nn
 from fastgpu.process.config import Run
 from fastgpu.process.launch import UserError
 from fastgpu.run import checkpoint
-from fastgpu.run.checkpoint import Progress, find_intact, load, newest_first, not_finite, save
+from fastgpu.run.checkpoint import Progress, find_intact, load, newest_first, not_finite, save, take_snapshot
 from fastgpu.run.run import lock_folder
 from fastgpu.training.average import AveragedModel
 
@@ -38,9 +38,17 @@ def with_frozen_bias() -> dict[str, Any]:
     return state | {"optimizer": torch.optim.AdamW([state["model"].weight])}
 
 
-def save_step(run: Path, kind: checkpoint.Kind, step: int, **progress: int) -> bool:
+def save_step(
+    run: Path, kind: checkpoint.Kind, step: int, *, same_model: Path | None = None, **progress: int
+) -> Path | None:
     """Save a checkpoint whose weights are the number of its step."""
-    return save(run, kind, Progress(step=step, **progress), parts(step), card={"order": ORDER})
+    snapshot, card = take_snapshot(parts(step)), {"order": ORDER}
+    return save(run, kind, Progress(step=step, **progress), snapshot, card=card, same_model=same_model)
+
+
+def save_both(run: Path, step: int) -> Path | None:
+    """Save a step that is the best one and the last one. Returns the path of the last one."""
+    return save_step(run, "last", step, same_model=save_step(run, "best", step))
 
 
 def resume(run: Path, state: dict[str, Any] | None = None, order: dict[str, Any] = ORDER) -> tuple[int, float]:
@@ -56,9 +64,9 @@ def run(tmp_path) -> Path:
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
-    """Write a state.json that was changed, with its new digest."""
+    """Write a state.json that was changed, with its new checksum."""
     state.pop("digest", None)
-    path.write_text(json.dumps(state | {"digest": checkpoint.digest_of(state)}))
+    path.write_text(json.dumps(state | {"digest": checkpoint.checksum_of(state)}))
 
 
 def names(run: Path) -> list[str]:
@@ -74,6 +82,46 @@ def test_checkpoint_look_for_nan_reads_once(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "item", Mock(side_effect=AssertionError))
     assert not_finite(state) == {"['model']['bias']"}
     assert not_finite({}) == set()
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_checkpoint_best_and_last_share_the_model(run, monkeypatch, has_links):
+    """It is written once. Each outlives the other. A file system without hard links has a copy."""
+    monkeypatch.setattr(checkpoint, "save_model", Mock(side_effect=checkpoint.save_model))
+    if not has_links:
+        monkeypatch.setattr(os, "link", Mock(side_effect=PermissionError(1, "Operation not permitted")))
+    last = save_both(run, 1)
+    (best,) = newest_first(run, "best")
+    assert checkpoint.save_model.call_count == 1
+    for name in ("model.json", "model.safetensors"):
+        assert (last / name).stat().st_nlink == (2 if has_links else 1)
+        assert (last / name).stat().st_mode == (best / name).stat().st_mode
+    shutil.rmtree(best)
+    assert read(last)[1]["bias"][0] == 1 == resume(run)[1]
+
+
+def test_checkpoint_links_to_nothing_on_a_full_disk(run, monkeypatch, capsys):
+    save_both(run, 1)
+    monkeypatch.setattr(os, "link", Mock(side_effect=OSError(95, "Operation not supported")))
+    monkeypatch.setattr(shutil, "copy", Mock(side_effect=OSError(28, "No space left on device")))
+    assert save_both(run, 2) is None
+    assert "last-000004 was not written: [Errno 28] No space left" in capsys.readouterr().out
+    assert names(run) == ["best-000003", "last-000002"]
+    assert resume(run) == (1, 1.0)
+
+
+def test_checkpoint_snapshot_copies_once():
+    """Weights that two modules share are one tensor, and what torch adds to a state_dict is kept."""
+    layers = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2), nn.Linear(2, 2))
+    layers[2].weight = layers[1].weight
+    state = {"model": layers, "ema": AveragedModel(layers, 0.9)}
+    snapshot = take_snapshot(state)
+    weights = snapshot.state_dicts["model"]
+    assert weights["1.weight"] is weights["2.weight"]
+    assert weights._metadata == layers.state_dict()._metadata
+    assert snapshot.model_to_use.keys() == weights.keys()
+    assert snapshot.model_to_use["1.bias"] is snapshot.state_dicts["ema"]["module.1.bias"]
+    assert snapshot.classes == {"model": "Sequential", "ema": "AveragedModel"}
 
 
 def test_checkpoint_keeps_the_newest_of_a_kind(run):
@@ -92,7 +140,7 @@ def test_checkpoint_keeps_the_newest_of_a_kind(run):
 def read(path: Path) -> tuple[int, dict[str, torch.Tensor]]:
     """The step of a checkpoint of any kind, and the model to use. Fails if a file does not match its checksum."""
     content = checkpoint._read_state(path)
-    assert {name: checkpoint.sha256_of(path / name) for name in content["sha256"]} == content["sha256"]
+    assert {name: checkpoint.checksum_of_file(path / name) for name in content["sha256"]} == content["sha256"]
     return content["progress"]["step"], load_file(path / checkpoint.WEIGHTS)
 
 
@@ -108,15 +156,22 @@ class Killed(BaseException):
     """Stands for SIGKILL: no handler catches it."""
 
 
-CALLS = ((torch, "save"), (Path, "write_text"), (Path, "rename"), (Path, "replace"), (os, "fsync"), (os, "rmdir"))
+CALLS = (
+    *((torch, "save"), (Path, "write_text"), (Path, "rename"), (Path, "replace")),
+    *((os, "link"), (os, "fsync"), (os, "rmdir")),
+)
+KINDS = {"last": ["last"], "best": ["best"], "both": ["best", "last"]}
 
 
-@pytest.mark.parametrize("kind", ["last", "best"])
-def test_checkpoint_survives_a_kill_at_any_call(tmp_path, monkeypatch, kind):
+@pytest.mark.parametrize("case", KINDS)
+def test_checkpoint_survives_a_kill_at_any_call(tmp_path, monkeypatch, case):
+    def save_case(run: Path, step: int) -> Path | None:
+        return save_both(run, step) if case == "both" else save_step(run, case, step)
+
     for at in count():
         run = tmp_path / str(at)
         (run / "checkpoints").mkdir(parents=True)
-        save_step(run, kind, 1)
+        save_case(run, 1)
         calls = Mock(side_effect=[None] * at + [Killed] + [None] * 99)
 
         def deadly(function, calls=calls):
@@ -126,13 +181,17 @@ def test_checkpoint_survives_a_kill_at_any_call(tmp_path, monkeypatch, kind):
             for owner, name in CALLS:
                 patch.setattr(owner, name, deadly(getattr(owner, name)))
             with suppress(Killed):
-                save_step(run, kind, 2)
-        step, weights = read(newest_first(run, kind)[0])
-        assert weights["bias"][0] == step in (1, 2)
+                save_case(run, 2)
+        steps = []
+        for kind in KINDS[case]:
+            step, weights = read(newest_first(run, kind)[0])
+            assert weights["bias"][0] == step in (1, 2)
+            steps.append(step)
+        assert steps == sorted(steps, reverse=True)  # the best one is never older than the last one
         lock_folder(Run(folder=str(tmp_path), name=run.name, resume="auto"))[1].close()  # as the next start does
         for later in (2, 3):  # the next saves work, and nothing is left over
-            assert save_step(run, kind, later)
-        assert len(names(run)) == checkpoint.KEPT[kind]
+            assert save_case(run, later)
+        assert len(names(run)) == sum(checkpoint.KEPT[kind] for kind in KINDS[case])
         if calls.call_count <= at:
             assert at > 8
             return
@@ -176,10 +235,10 @@ def test_checkpoint_damage_is_found(run, capsys, file, damage):
         "flip": content[:middle] + bytes([content[middle] ^ 255]) + content[middle + 1 :],
         "cut": content[:middle],
         "nested": b"[" * 99_999,
-        "another format": content.replace(b'"format": 4', b'"format": 5'),
+        "another format": content.replace(b'"format": 5', b'"format": 6'),
     }
     path.write_bytes(damaged.get(damage, b""))
-    if damage in ("no files", "a file elsewhere"):  # with a digest that fits
+    if damage in ("no files", "a file elsewhere"):  # with a checksum that fits
         write_state(path, json.loads(content) | {"sha256": {"/dev/zero": ""} if damage == "a file elsewhere" else {}})
     if damage in ("remove", "endless"):
         path.unlink()
@@ -220,10 +279,9 @@ def test_checkpoint_folder_is_made_again(run):
 
 def test_checkpoint_none_intact_or_of_another_version(run):
     save_step(run, "last", 1)
-    for content in ({}, {"format": 2, "digest": checkpoint.digest_of({"format": 2})}):  # 0.1.0 wrote neither of them
-        (run / "checkpoints/last-000001/state.json").write_text(json.dumps(content))
-        with pytest.raises(UserError, match=r"last-000001 is of another version: resume it with that version"):
-            resume(run)
+    write_state(run / "checkpoints/last-000001/state.json", {"format": 2})
+    with pytest.raises(UserError, match=r"last-000001 is of another version: resume it with that version"):
+        resume(run)
     (run / "checkpoints/last-000001/state.json").unlink()
     with pytest.raises(UserError, match="none of its checkpoints is intact; restore one, or use another run.name"):
         resume(run)
@@ -239,7 +297,7 @@ def test_checkpoint_code_is_not_run(run):
     torch.save({"weight": Attack()}, path)
     state = path.with_name("state.json")
     content = json.loads(state.read_text())
-    write_state(state, content | {"sha256": content["sha256"] | {"model.pt": checkpoint.sha256_of(path)}})
+    write_state(state, content | {"sha256": content["sha256"] | {"model.pt": checkpoint.checksum_of_file(path)}})
     with pytest.raises(UserError, match=r"model.pt does not fit: .*[Ww]eights"):
         resume(run)
     assert not (run / "ran").exists()
@@ -265,32 +323,20 @@ def test_checkpoint_of_another_model_is_one_line(run, state, message):
 def test_checkpoint_read_errors_are_no_damage(run, monkeypatch):
     save_step(run, "last", 1)
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "sha256_of", Mock(side_effect=OSError(errno.EIO, "Input/output error", "x")))
+        patch.setattr(checkpoint, "checksum_of_file", Mock(side_effect=OSError(errno.EIO, "Input/output error", "x")))
         with pytest.raises(UserError, match=r"cannot read x \(Input/output error\); start again"):
             find_intact(run)
-        patch.setattr(checkpoint, "sha256_of", Mock(side_effect=MemoryError))
+        patch.setattr(checkpoint, "checksum_of_file", Mock(side_effect=MemoryError))
         with pytest.raises(MemoryError):
             find_intact(run)
     assert resume(run)[0] == 1
-
-
-def test_checkpoint_buffers_belong_to_ranks(run):
-    def state() -> dict[str, Any]:
-        return {"model": nn.BatchNorm1d(1)}
-
-    own = [{"model.running_mean": torch.tensor([value])} for value in (1.0, 2.0)]
-    save(run, "last", Progress(), state(), card={"order": ORDER}, buffers=own)
-    for rank, world_size, expected in ((0, 2, 1.0), (1, 2, 2.0), (1, 4, 0.0)):
-        loaded = state()
-        load(find_intact(run), loaded, ORDER, rank=rank, world_size=world_size)
-        assert loaded["model"].running_mean.item() == expected
 
 
 @pytest.mark.parametrize(("was_fp16", "is_fp16", "scale"), [(False, True, 65536), (True, False, 1), (True, True, 8)])
 def test_checkpoint_of_another_precision(run, was_fp16, is_fp16, scale):
     """Such as by train.precision=auto on an older GPU: fp16 begins with its first scale."""
     scalers = [torch.amp.GradScaler("cpu", 8.0, enabled=was_fp16), torch.amp.GradScaler("cpu", enabled=is_fp16)]
-    save(run, "last", Progress(), parts() | {"scaler": scalers[0]}, card={"order": ORDER})
+    save(run, "last", Progress(), take_snapshot(parts() | {"scaler": scalers[0]}), card={"order": ORDER})
     load(find_intact(run), parts() | {"scaler": scalers[1]}, ORDER)
     assert scalers[1].get_scale() == scale
 

@@ -6,14 +6,13 @@ import torch
 from safetensors.torch import load_model
 from torch import nn
 
-from fastgpu.feed import Data, Sizes
+from fastgpu.feed import Splits
 from fastgpu.predict.model import training_rows
 from fastgpu.rows.order import BlockSampler
-from fastgpu.rows.selection import Groups, Mixture
 from fastgpu.run import checkpoint
 from fastgpu.run.record import describe_model, identify_job
 from fastgpu.storage.arrays import ArrayDataset
-from support.runs import SHORT_CONFIG, SHORT_SIZES, SHORT_SOURCE
+from support.runs import SHORT_CONFIG, SHORT_SOURCE
 
 
 class Tied(nn.Module):
@@ -30,10 +29,12 @@ class Tied(nn.Module):
 def test_record_model_comes_back_with_its_description(tmp_path):
     attributes = {"mean": np.array([1.5], np.float32), "class_names": ["a", "b"], "count": np.int64(3)}
     source = ArrayDataset("made up", {"x": np.zeros((3, 4), np.uint8), "y": np.zeros(3, np.int64)}, attributes)
-    card = describe_model(SHORT_CONFIG.flat(), Data(source, source, SHORT_SIZES), {"classes": ["a", "b"]}, {})
+    card = describe_model(SHORT_CONFIG.flat(), Splits(source, source), {"classes": ["a", "b"]}, {})
     model = Tied()
     (tmp_path / "checkpoints").mkdir()
-    checkpoint.save(tmp_path, "last", checkpoint.Progress(step=7), {"model": model}, card=card)
+    checkpoint.save(
+        tmp_path, "last", checkpoint.Progress(step=7), checkpoint.take_snapshot({"model": model}), card=card
+    )
     path = tmp_path / "checkpoints/last-000001"
     description = json.loads((path / "model.json").read_text())
     assert description["attributes"] == {"mean": [1.5], "class_names": ["a", "b"], "count": 3, "classes": ["a", "b"]}
@@ -51,7 +52,7 @@ def job_of(**sections: dict[str, object]) -> dict[str, object]:
     """What identifies a job with these settings."""
     return identify_job(
         SHORT_CONFIG.resolved(**sections).flat(),
-        (SHORT_SOURCE, SHORT_SOURCE),
+        Splits(SHORT_SOURCE, SHORT_SOURCE),
         BlockSampler(SHORT_SOURCE, 4).fingerprint,
     )
 
@@ -69,15 +70,3 @@ def test_record_job_is_what_decides_the_weights():
         assert [name for name in other if job.get(name) != other[name]] == [f"{section}.{key}"]
     data = {"train": "/node/a.h5", "val": "/node/b.h5", "tier": "host"}
     assert job_of(data=data, loader={"num_readers": 3}) == job
-
-
-def test_record_rows_of_an_epoch():
-    sizes = Sizes(4, 1, 10, "device", 2, False, 100, {"device": 1 << 30, "host": 1 << 30})
-    plain, weighted = (ArrayDataset("x.h5", {"x": np.arange(n_rows)}) for n_rows in (1011, 10))
-    groups = Groups(("a.h5", "b.h5"), (1, 3), np.repeat([0, 1], [8, 2]))
-    weighted.selection = Mixture(groups, weighted.block_rows, 4, 0)
-    told = [Data(rows, rows, sizes).describe(BlockSampler(rows, 4)).splitlines() for rows in (plain, weighted)]
-    assert [lines[-1] for lines in told] == [
-        "each epoch: 1,008 of 1,011 rows; the rest does not fill a batch",
-        "each epoch: 2 rows of a.h5 (0.25 passes), 6 rows of b.h5 (3 passes)",
-    ]

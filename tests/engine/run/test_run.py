@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastgpu.feed import Data
+from fastgpu.feed import Splits
 from fastgpu.process import config, files
 from fastgpu.process.files import FolderLock
 from fastgpu.process.launch import UserError
@@ -28,9 +28,9 @@ from fastgpu.run import run as run_module
 from fastgpu.run.record import describe_model, write_or_warn
 from fastgpu.run.run import Run, lock_folder
 from fastgpu.storage.arrays import ArrayDataset
-from fastgpu.training.step import note_groups
+from fastgpu.training.step import prepare_optimizer
 from support.ranks import ALONE, CPU, fork, in_world
-from support.runs import SHORT_CONFIG, SHORT_ORDER, SHORT_SIZES, SHORT_SOURCE, SHORT_STEPS, at_call, newest, step_of
+from support.runs import SHORT_CONFIG, SHORT_ORDER, SHORT_SOURCE, SHORT_STEPS, at_call, newest, step_of
 
 
 def started_run(
@@ -45,7 +45,7 @@ def started_run(
 ) -> Run:
     """A run of this process. settings: of section `run`. state: more than the model."""
     cfg = SHORT_CONFIG.resolved(run={"folder": str(folder), "name": "a", **settings})
-    card = describe_model(cfg.flat(), Data(*splits, SHORT_SIZES), {"classes": ["a", "b"]}, SHORT_ORDER.fingerprint)
+    card = describe_model(cfg.flat(), Splits(*splits), {"classes": ["a", "b"]}, SHORT_ORDER.fingerprint)
     state = {"model": model or nn.Linear(2, 2), **(state or {})}
     return Run(cfg.run, world, state, card, values=cfg.model_dump(), best=best)
 
@@ -134,6 +134,7 @@ def test_run_saves_inside_and_after_an_epoch(tmp_path):
         train_epoch(run, score=2.0, save_every=3)
         # the best one first: a kill between the two repeats the epoch, and misses no best one
         assert checkpoints(tmp_path / "a") == ["best-000002", "last-000001", "last-000003"]
+        assert (tmp_path / "a/checkpoints/best-000002/model.safetensors").stat().st_nlink == 2
         inside = json.loads((tmp_path / "a/checkpoints/last-000001/state.json").read_text())["progress"]
         assert (inside["epoch"], inside["epoch_step"], inside["step"]) == (0, 3, 3)
         train_epoch(run, score=1.0)
@@ -149,7 +150,7 @@ def test_run_state_comes_back(tmp_path):
     model = nn.Linear(2, 2)
     for epoch in range(2):
         second = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5 * epoch, momentum=0.9)
-        note_groups(model, second)
+        prepare_optimizer(model, second)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(second, 0.5)
         with started_run(tmp_path, model, resume="auto", state={"second": second, "scheduler": scheduler}) as run:
             assert (scheduler.last_epoch, second.param_groups[0]["lr"]) == (epoch, 0.1 * 0.5**epoch)
@@ -317,11 +318,11 @@ def test_run_full_disk_costs_the_description(tmp_path, monkeypatch, capsys):
         train_epoch(run)
         assert {path.name for path in tmp_path.rglob("*")} == {"a", "checkpoints", "lock"}  # and no part of a file
         with pytest.raises(UserError, match="last checkpoint is not in .*/a: make room, and resume the run"):
-            run.finish()
+            run.end()
     with run:
         train_epoch(run)
         assert "done:" not in capsys.readouterr().out
-        assert run.finish() == 0
+        assert run.end() == 0
 
 
 def test_run_file_that_is_not_needed_costs_a_warning(tmp_path, monkeypatch, capsys):

@@ -30,7 +30,7 @@ def test_clock_waits_and_rates(time):
 
     for _ in clock.timed(batches()):
         time.now += 0.375  # training
-    throughput = clock.take()
+    throughput = clock.interval()
     assert throughput == (3, 0.75, 30, 60, 6)
     assert throughput.scalars() == {
         "train/step_ms": 500,
@@ -43,7 +43,7 @@ def test_clock_waits_and_rates(time):
     next(clock.timed(batches()))
     clock.restart()
     time.now += 1
-    assert clock.take() == (1, 0, 0, 0, 0)
+    assert clock.interval() == (1, 0, 0, 0, 0)
 
 
 def test_clock_wait_is_that_of_the_slowest_rank(time):
@@ -54,7 +54,7 @@ def test_clock_wait_is_that_of_the_slowest_rank(time):
     clock = Clock(Slower(0, 2, 2, torch.device("cpu")), 8)
     next(clock.timed([0]))
     time.now += 4
-    assert clock.take().scalars()["data/wait_pct"] == 25
+    assert clock.interval().scalars()["data/wait_pct"] == 25
 
 
 def test_clock_events_are_recorded_again(time, monkeypatch):
@@ -85,7 +85,7 @@ def test_clock_events_are_recorded_again(time, monkeypatch):
     for batch in clock.timed(batches()):
         time.now += 0.75  # training
         if batch % 3 == 2:
-            assert clock.take()[:2] == (3, 0.75)
+            assert clock.interval()[:2] == (3, 0.75)
     assert len(made) == 2 * 3
 
 
@@ -115,7 +115,7 @@ def test_clock_wait_on_a_gpu_is_that_of_a_trace(read_s):
         for _ in clock.timed(pools()):
             work()
         torch.cuda.synchronize()
-        throughput = clock.take()
+        throughput = clock.interval()
     on_device = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     kernels = sorted((event.time_range.start, event.time_range.end) for event in on_device)
     gaps_s = sum(max(0, later[0] - earlier[1]) for earlier, later in pairwise(kernels)) / 1e6

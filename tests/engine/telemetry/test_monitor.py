@@ -142,7 +142,7 @@ def test_monitor_host_values_of_psutil(monkeypatch):
     monkeypatch.setattr(psutil, "disk_io_counters", Mock(side_effect=disk_counters))
     monkeypatch.setattr(monitor_module, "time", SimpleNamespace(monotonic=Mock(side_effect=[100.0, 102.0])))
     with Monitor(ALONE) as monitor:  # the first value of psutil is about the time before
-        values = monitor.take()
+        values = monitor.means()
     assert values.pop("host/rss_gib") == pytest.approx(psutil.Process().memory_info().rss / (1 << 30), rel=0.5)
     assert values.pop("host/available_gib") > 0
     assert values == {"host/cpu_user_pct": 10.0, "host/cpu_system_pct": 12.0, "host/disk_read_mb_per_s": 15.0}
@@ -151,7 +151,7 @@ def test_monitor_host_values_of_psutil(monkeypatch):
 def test_monitor_without_disks(monkeypatch, capsys):
     monkeypatch.setattr(psutil, "disk_io_counters", lambda: None)
     with Monitor(ALONE) as monitor:
-        assert "host/disk_read_mb_per_s" not in monitor.take()
+        assert "host/disk_read_mb_per_s" not in monitor.means()
     assert capsys.readouterr().out.count("warning: host/disk_read_mb_per_s is not measured here (") == 1
 
 
@@ -159,7 +159,7 @@ def test_monitor_host_counters_that_fail_later(monkeypatch, capsys):
     with Monitor(ALONE) as monitor:
         monkeypatch.setattr(psutil, "disk_io_counters", lambda: None)
         monkeypatch.setattr(psutil, "virtual_memory", Mock(side_effect=OSError("no /proc")))
-        assert [monitor.take(), monitor.take()] == [{}, {}]
+        assert [monitor.means(), monitor.means()] == [{}, {}]
     printed = capsys.readouterr().out
     for what in ("use of CPUs and memory is not measured here (no /proc)", "disk_read_mb_per_s is not measured here ("):
         assert printed.count(what) == 1
@@ -171,8 +171,8 @@ def test_monitor_means_and_minima_between_calls(counters, told):
     with Monitor(ALONE, poll_s=0.01) as monitor, Monitor(World(1, 1, 1, CPU)) as of_another_rank:
         for _ in range(2):
             told.get(timeout=TIMEOUT_S)  # a counter has no more values
-        taken, later = monitor.take(), monitor.take()
-        assert of_another_rank.take() == {}
+        taken, later = monitor.means(), monitor.means()
+        assert of_another_rank.means() == {}
     expected = {"gpu0/util_pct": 72.5, "gpu0/util_min_pct": 70, "gpu0/power_w": 300}
     assert {tag: value for tag, value in taken.items() if tag.startswith("gpu")} == expected
     assert not expected.keys() & later.keys()
@@ -187,8 +187,8 @@ def test_monitor_counter_that_breaks_is_reported_once(counters, told, refuse):
         assert told.get(timeout=TIMEOUT_S) == text.format("power_w", "nvmlDeviceGetPowerUsage")
         refuse("nvmlDeviceGetMemoryInfo")
         assert told.get(timeout=TIMEOUT_S) == text.format("mem_used_gib", "nvmlDeviceGetMemoryInfo")
-        monitor.take()
-        wait_until(lambda: "gpu0/util_pct" in monitor.take())  # the other counters are read on
+        monitor.means()
+        wait_until(lambda: "gpu0/util_pct" in monitor.means())  # the other counters are read on
     assert told.empty()
 
 
@@ -205,7 +205,7 @@ def test_monitor_counters_of_a_real_gpu():
             busy = busy @ busy / 4096
             torch.cuda.synchronize()
         free_bytes, all_bytes = torch.cuda.mem_get_info(0)
-        scalars = monitor.take()
+        scalars = monitor.means()
     assert scalars["gpu0/util_pct"] > 50
     assert 0 < scalars["gpu0/mem_used_gib"] == pytest.approx((all_bytes - free_bytes) / GIB, abs=1)
 

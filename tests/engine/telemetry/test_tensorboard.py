@@ -38,12 +38,12 @@ def clock(monkeypatch) -> SimpleNamespace:
 
 @pytest.fixture
 def board(tmp_path) -> Iterator[Callable[..., TensorBoard]]:
-    """board(row=0, step=0, ...) -> the log of a run in tmp_path that begins at this row and step."""
+    """board(step=0, ...) -> the log of a run in tmp_path that begins at this step."""
     with ExitStack() as stack:
 
-        def make(n_steps: int = 100, step: int = 0, world: World = ALONE, **config: Any):
+        def make(step: int = 0, world: World = ALONE, **config: Any):
             settings = {"log.wandb": "", "train.epochs": 1, **config}
-            return stack.enter_context(TensorBoard(tmp_path, settings, world, step=step, n_left=n_steps - step))
+            return stack.enter_context(TensorBoard(tmp_path, settings, world, step=step))
 
         yield make
 
@@ -126,13 +126,13 @@ def test_log_is_a_file_of_its_own(board, tmp_path, capsys, kind):
 
 
 def test_log_progress_lines(board, clock, capsys):
-    log = board(n_steps=20, step=2)
+    log = board(step=2)
     for second in range(11):
         clock.now = second
-        log.count()
+        log.count(second + 3, (second + 2.5) / 20)
         log.write(second, {"train/loss": 1.0}, STEP)
     lines = capsys.readouterr().out.splitlines()
-    assert [re.sub(":.*,", " ...", line) for line in lines] == ["step 5 ... 40 % done", "step 10 ... 65 % done"]
+    assert [re.sub(":.*,", " ...", line) for line in lines] == ["step 5 ... 38 % done", "step 10 ... 62 % done"]
 
 
 @pytest.mark.parametrize(("waits_s", "is_bound"), [((0.9, 0.3), True), ((0.15, 0.02), False)])
@@ -149,14 +149,14 @@ def test_log_epoch_line_means_and_waiting(board, capsys, waits_s, is_bound):
     assert "epoch 2/2 val/score 1\n" in printed
 
 
-def test_log_bar_ends_at_the_planned_rows(board, monkeypatch):
+def test_log_bar_ends_at_the_last_step(board, monkeypatch):
     terminal = io.StringIO()
     terminal.isatty = lambda: True
     monkeypatch.setattr(tensorboard.sys, "stderr", terminal)
-    log = board(n_steps=300)
-    for _ in range(300):
-        log.count()
-    assert log._bar.n == log._bar.total
+    log = board(step=100)
+    for step in range(101, 301):
+        log.count(step, (step - 0.5) / 300)
+    assert log._bar.n == log._bar.total == 300
     assert "Warning" not in terminal.getvalue()  # that of tqdm, if the rows are more than planned
 
 

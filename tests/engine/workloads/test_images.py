@@ -1,4 +1,4 @@
-"""The workload `images`: one class of many, or any number of attributes."""
+"""The workloads `images`, one class of many, and `attributes`, any number of labels of an image."""
 
 import shutil
 import signal
@@ -21,12 +21,14 @@ from fastgpu.storage.arrays import ArrayDataset
 from support.ranks import needs_gpu, run_train
 from support.rows import numbered
 from support.runs import at_call, metrics_of, same_weights, signalled, train, weights_of
+from workloads import attributes
 from workloads.images import Normalize, Workload, resnet
 
 EACH = {"flip": True, "crop_padding": 2, "min_crop_scale": 0.3, "cutout_size": 3, "mixup_alpha": 0.4}
 OFF = {"flip": False, "crop_padding": 0, "min_crop_scale": 1, "cutout_size": 0, "mixup_alpha": 0, "label_smoothing": 0}
 PIXELS = numbered(40, (3, 8, 8))
 CLASSES = np.arange(40) % 4
+ATTRIBUTES = np.random.default_rng(0).integers(0, 2, (40, 5))
 
 
 def image_rows(pixels: np.ndarray = PIXELS, labels: np.ndarray = CLASSES, **attributes: Any) -> ArrayDataset:
@@ -34,9 +36,10 @@ def image_rows(pixels: np.ndarray = PIXELS, labels: np.ndarray = CLASSES, **attr
 
 
 def make_workload(source: ArrayDataset | None = None, **options: Any) -> Workload:
-    """A small network without augmentation, unless the options say otherwise."""
+    """A small network without augmentation, unless the options say otherwise. Labels of two axes are attributes."""
     source = source or image_rows()
-    return Workload(Workload.Options(**({"width": 4} | OFF | options)), source, source)
+    kind = attributes.Workload if source.fields["labels"].shape else Workload
+    return kind(kind.Options(**({"width": 4} | OFF | options)), source, source)
 
 
 def rng(seed: int = 0) -> torch.Generator:
@@ -136,7 +139,7 @@ def test_images_cutout_is_0_for_the_network():
     assert not workload.normalize()(cut)[cut != 200].any()
 
 
-@pytest.mark.parametrize("labels", [CLASSES[:12], np.ones((12, 5), np.uint8)], ids=["classes", "attributes"])
+@pytest.mark.parametrize("labels", [CLASSES[:12], ATTRIBUTES[:12]], ids=["classes", "attributes"])
 @pytest.mark.parametrize("options", [{}, EACH], ids=["plain", "augmented"])
 @pytest.mark.parametrize("shape", [(3, 8, 8), (8, 8)])
 @pytest.mark.parametrize("dtype", ["uint8", "float16", "float32"])
@@ -170,12 +173,12 @@ def test_images_loss_and_scores_of_classes(n_classes):
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16"])
-def test_images_loss_and_scores_of_attributes(dtype):
-    attributes = np.random.default_rng(0).integers(0, 2, (40, 5), dtype=dtype)
-    workload = make_workload(image_rows(labels=attributes), label_smoothing=0.1)
+def test_attributes_loss_and_scores(dtype):
+    labels = ATTRIBUTES.astype(dtype)
+    workload = make_workload(image_rows(labels=labels), label_smoothing=0.1)
     logits = torch.randn(40, 5, generator=rng())
-    truth = torch.from_numpy(attributes).float()
-    batch = Rows({"images": logits, "labels": torch.from_numpy(attributes)})
+    truth = torch.from_numpy(labels).float()
+    batch = Rows({"images": logits, "labels": torch.from_numpy(labels)})
     cross_entropy = torch.nn.functional.binary_cross_entropy_with_logits
     expected = cross_entropy(logits, truth * 0.9 + 0.05)
     torch.testing.assert_close(workload.loss(lambda _: logits, batch), expected)
@@ -188,9 +191,19 @@ def test_images_loss_and_scores_of_attributes(dtype):
     ("attributes", "n_outputs"), [({}, 4), ({"class_names": list("abcdefg")}, 7), ({"n_classes": 7}, 7)]
 )
 def test_images_number_of_classes(attributes, n_outputs):
-    workload = make_workload(image_rows(**attributes))
-    assert workload.n_outputs == n_outputs
-    assert workload.class_names == attributes.get("class_names", [])
+    assert make_workload(image_rows(**attributes)).n_outputs == n_outputs
+
+
+@pytest.mark.parametrize(
+    ("described", "names"),
+    [({}, ["attribute_0", "attribute_1"]), ({"class_names": ["hat", "smile"]}, ["hat", "smile"])],
+)
+def test_attributes_are_predicted_by_their_names(described, names):
+    logits = torch.randn(3, 2, generator=rng())
+    workload = make_workload(image_rows(labels=ATTRIBUTES[:, :2], **described))
+    predicted = workload.predict(lambda _: logits, Rows({"images": logits}))
+    assert [*predicted] == names
+    torch.testing.assert_close(torch.stack([*predicted.values()], 1), logits.sigmoid())
 
 
 def test_images_channels_first_and_label_types():
@@ -199,7 +212,7 @@ def test_images_channels_first_and_label_types():
     assert Workload(Workload.Options(), train, val).shape_CHW == (2, 8, 4)
 
 
-@pytest.mark.parametrize("labels", [CLASSES, np.ones((40, 3), int)], ids=["classes", "attributes"])
+@pytest.mark.parametrize("labels", [CLASSES, ATTRIBUTES], ids=["classes", "attributes"])
 def test_images_model_from_its_card(labels):
     store = image_rows(labels=labels)
     workload = make_workload(store)

@@ -12,7 +12,7 @@ from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Field
 from fastgpu.storage.arrays import ArrayDataset
 from support.rows import numbered
-from workloads import images, minimal, recsys
+from workloads import attributes, images, minimal, recsys
 
 IMAGES = numbered(5, (1, 8, 8))
 CLASSES = np.arange(5)
@@ -25,11 +25,13 @@ def rows(name: str, pixels: np.ndarray, labels: np.ndarray, **attributes: Any) -
 
 
 def refuse(
-    train: tuple[np.ndarray, np.ndarray], val: tuple[np.ndarray, np.ndarray] | None = None, **options: Any
+    train: tuple[np.ndarray, np.ndarray],
+    val: tuple[np.ndarray, np.ndarray] | None = None,
+    kind: type[images.Workload] = images.Workload,
+    **options: Any,
 ) -> Any:
-    """Make the workload `images` of such rows: (pixels, labels)."""
-    settings = images.Workload.Options(**options)
-    return lambda: images.Workload(settings, rows("train.h5", *train), rows("val.h5", *(val or train)))
+    """Make a workload of such rows: (pixels, labels)."""
+    return lambda: kind(kind.Options(**options), rows("train.h5", *train), rows("val.h5", *(val or train)))
 
 
 def refuse_users(train: dict[str, int], val: dict[str, int]) -> Callable[[], object]:
@@ -57,7 +59,12 @@ def test_messages_of_workloads(compare_messages):
             "validation has other classes": refuse(GOOD, (numbered(10, (1, 8, 8)), np.arange(10))),
             "validation has another shape": refuse(GOOD, (numbered(5, (1, 8, 4)), CLASSES)),
             "validation has labels that are floats": refuse(GOOD, (IMAGES, np.arange(5.0))),
-            "validation has attributes of 0 to 2": refuse((IMAGES, BITS), (IMAGES, 2 * BITS)),
+            "labels that are attributes": refuse((IMAGES, BITS)),
+            "attributes that are classes": refuse(GOOD, kind=attributes.Workload),
+            "validation has attributes of 0 to 2": refuse((IMAGES, BITS), (IMAGES, 2 * BITS), attributes.Workload),
+            "fewer names than attributes": lambda: attributes.Workload(
+                images.Workload.Options(), *2 * [rows("a.h5", IMAGES, BITS, class_names=["hat"])]
+            ),
             "images are not named": lambda: images.Workload(images.Workload.Options(), other, other),
             **{
                 f"{name} of {value!r}": partial(images.Normalize, {name: value}, 1, np.dtype("uint8"))

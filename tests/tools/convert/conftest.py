@@ -3,8 +3,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import convert as convert_script
 import pytest
+
+from fastgpu.convert.command import parse, run
+from fastgpu.process.launch import exit_with_message
 
 
 @pytest.fixture
@@ -13,14 +15,15 @@ def convert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     `err`. It ends with the exit code `code`."""
     monkeypatch.chdir(tmp_path)
 
-    def run(*arguments: str | Path, code: int = 0) -> Any:
+    def convert(*arguments: str | Path, code: int = 0) -> Any:
         capsys.readouterr()
         try:
-            found = convert_script.main(convert_script.parse(shlex.split(" ".join(map(str, arguments)))))
+            with exit_with_message(OSError):
+                found = run(parse(shlex.split(" ".join(map(str, arguments)))))
         except SystemExit as error:
             found = error.code
         printed = capsys.readouterr()
         assert found == code, printed.err
         return printed
 
-    return run
+    return convert

@@ -11,19 +11,17 @@ from functools import partial
 from pathlib import Path
 from typing import get_args
 
-import convert as script
 import h5py
 import numpy as np
 import pytest
 from PIL import Image
 from scipy import sparse
 
-from fastgpu.convert import commands
 from fastgpu.convert.arrays import open_arrays
-from fastgpu.convert.images import commands as image_commands
+from fastgpu.convert.command import SUFFIXES, commands, parse, run, shares
+from fastgpu.convert.images.command import max_broken, size
 from fastgpu.convert.images.readers import ImageFolder, ImageTable, Masks, PixelTable
 from fastgpu.convert.reader import read_splits, split_rows
-from fastgpu.convert.recsys import commands as events_commands
 from fastgpu.convert.recsys.events import read_events
 from fastgpu.convert.recsys.interactions import hold_out_users
 from fastgpu.convert.tables import Table, parse_labels
@@ -86,6 +84,7 @@ def of_tables() -> Mistakes:
         "a label over two lines": 'path,label\na,1\nb,"2\nc,3\nd,4"\ne,5\n',
         "no label": "path,label\na,1\n\nb, \n",
         "empty": "",
+        "no rows": "path,label\n",
         "another column": "path,kind\na,1\n",
         "a column twice": "path,label,label\na,1,2\n",
         "no header": "a/1.png,cat\na/2.png,dog\n",
@@ -167,14 +166,14 @@ def of_events() -> Mistakes:
 def of_images() -> Mistakes:
     for folder in ("photos", "coloured", "others", "turned", "lossy"):
         Path(folder).mkdir()
-    for mode, size, path in (
+    for mode, shape, path in (
         ("RGB", (40, 30), "photos/x.png"),
         ("RGB", (40, 30), "coloured/x.png"),
         ("L", (40, 30), "others/y.png"),
         ("L", (30, 40), "turned/x.png"),
         ("L", (40, 30), "lossy/x.jpg"),
     ):
-        Image.new(mode, size).save(path)
+        Image.new(mode, shape).save(path)
     masks = ("coloured", "others", "turned", "lossy")
     made: Mistakes = {f"masks, {each}": partial(Masks, "photos", each) for each in masks}
     made["a folder without classes"] = partial(ImageFolder, "photos")
@@ -197,13 +196,8 @@ def of_commands() -> Mistakes:
         images photos x.h5 --binary-masks; images photos x.h5 --split-by Usage; images x.csv x.h5 --masks m;
         events x.csv x.h5 --columns who,what --above 3; events x.npz x.h5 --above 3; events counts.npz x.h5"""
 
-    def run(line: str) -> None:
-        args = script.parse(line.split())
-        module = {"images": image_commands, "events": events_commands}.get(line.split()[0], commands)
-        getattr(module, args.run.rpartition(".")[2])(args)
-
     source = ArrayDataset("x", {"labels": np.arange(5)})
-    made: Mistakes = {line.strip(): partial(run, line) for line in lines.split(";")}
+    made: Mistakes = {line.strip(): lambda line=line: run(parse(line.split())) for line in lines.split(";")}
     made["--split of few rows"] = partial(split_rows, source, (0.9, 0.1), 0)
     target = Path("rows.h5").absolute()
     made["a target that exists"] = partial(write_files, {"": source}, target)
@@ -229,39 +223,54 @@ def test_messages_of_convert(tmp_path, monkeypatch, compare_messages):
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("arrays x=x.npy y=y.npy --split 0.9 out.h5", "unrecognized arguments: out.h5"),
-        ("images photos x.h5 --size 0", "0 should be HxW, such as 218x178, or one number for both"),
-        ("images photos x.h5 --seed -1", "-1 should be a whole number of at least 0"),
+        ("arrays x=x.npy y=y.npy --split 0.9 out.h5", "error: x.npy does not exist"),
+        ("images photos x.h5 --size 0", "error: --size: 0 should be HxW, such as 218x178, or one number for both"),
+        ("images photos x.h5 --seed -1", "error: --seed: -1 should be a whole number of at least 0"),
+        ("images . data/photos", "error: target is data/photos; it should end in .h5 or .hdf5"),
         ("images . x.h5 --no-header", "error: --no-header has no meaning for ."),
         ("repack absent.h5 x.h5", "error: absent.h5 does not exist"),
     ],
 )
 def test_convert_mistakes_have_exit_code_2(convert, command, message):
-    assert message in convert(command, code=2).err
+    shown = convert(command, code=2).err
+    assert shown.startswith(message)
+    assert shown.count("\n") == 1
+
+
+def test_convert_targets_are_ignored_by_git():
+    ignored = (PROJECT / ".gitignore").read_text().splitlines()
+    assert {f"*{suffix}" for suffix in (*SUFFIXES, ".broken.txt", ".skipped.txt")} <= {*ignored}
 
 
 def test_convert_commands_have_help(convert):
-    for run in script.COMMANDS:
-        shown = convert(run.rpartition(".")[2], "--help").out
+    for name in commands():
+        shown = convert(name, "--help").out
         assert "--compression" not in shown or f"--compression {{{','.join(get_args(Compression))}}}" in shown
         assert "--resize" not in shown or f"--resize {{{','.join(get_args(Resize))}}}" in shown
 
 
-def test_convert_help_needs_no_torch():
-    code = (
-        "import sys, convert; convert.parse(['info', 'x']); sys.exit(any(n in sys.modules for n in ('torch', 'h5py')))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], cwd=PROJECT, check=False).returncode == 0
+@pytest.mark.parametrize("line", ["info nowhere.h5", "images nowhere x.h5", "events --help"])
+def test_convert_help_and_mistakes_need_no_torch(line):
+    code = f"""
+import sys
+from fastgpu.convert.command import main
+try:
+    main({line.split()})
+finally:
+    assert not {{"torch", "h5py", "numpy"}} & {{*sys.modules}}
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == ((0, 0) if "--help" in line else (2, 1)), done.stderr
 
 
 def test_convert_shares_and_sizes():
-    assert [script.shares(text) for text in ("0.75", "0.8,0.1,0.1")] == [(0.75, 0.25), (0.8, 0.1, 0.1)]
-    assert [script.size(text) for text in ("64", "218x178")] == [(64, 64), (218, 178)]
-    found = [script.max_broken(text) for text in ("stop", "skip", "skip=10%", "skip=0.5%", "skip=100%")]
+    assert [shares(text) for text in ("0.75", "0.8,0.1,0.1")] == [(0.75, 0.25), (0.8, 0.1, 0.1)]
+    assert [size(text) for text in ("64", "218x178")] == [(64, 64), (218, 178)]
+    found = [max_broken(text) for text in ("stop", "skip", "skip=10%", "skip=0.5%", "skip=100%")]
     assert found == [0, 0.01, 0.1, 0.005, 1]
-    wrong = [(script.shares, each) for each in ("1", "-0.5", "half", "0.5,0.6", "0.4,0.2,0.2,0.2", "nan")]
-    wrong += [(script.max_broken, each) for each in ("", "skip=10", "stop=1%", "skip=0%", "skip=101%", "skip=x%")]
-    wrong += [(script.size, each) for each in ("", "-1", "1.5", "3x32x32", "99999")]
-    for parse, text in wrong:
-        with pytest.raises((ArgumentTypeError, ValueError)):  # argparse makes a message of each
-            parse(text)
+    wrong = [(shares, each) for each in ("", "1", "-0.5", "half", "0.5,0.6", "0.4,0.2,0.2,0.2", "nan")]
+    wrong += [(max_broken, each) for each in ("", "10%", "skip=10", "stop=1%", "skip=0%", "skip=101%", "skip=x%")]
+    wrong += [(size, each) for each in ("", "-1", "1.5", "32,32", "3x32x32", "99999")]
+    for parse_word, text in wrong:
+        with pytest.raises(ArgumentTypeError, match=f"^{text} should be "):
+            parse_word(text)

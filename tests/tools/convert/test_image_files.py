@@ -348,7 +348,7 @@ def test_images_that_lose_something_are_counted(tmp_path, convert, flags):
     of = "of 9 images"
     assert sorted(line.strip() for line in shown.splitlines() if line.startswith("  changed")) == [
         f"changed  16 bits to 8 (to keep them: a float32 array of the images, `convert.py arrays`): 1 {of}",
-        *([f"changed  encoded anew: too large, not upright, or neither RGB nor grey: 1 {of}"] if flags else []),
+        *([f"changed  re-encoded: too large, not upright, or neither RGB nor grey: 1 {of}"] if flags else []),
         f"changed  the first of several frames or pages, without the others: 4 {of}",
         f"changed  without the transparency: 1 {of}",
     ]
@@ -384,6 +384,6 @@ def test_pixels_label_column(tmp_path, header, end, options):
     rows = [f"{row}{end}" for row in ("very sad,1 2 3 4", "very sad,5 6 7 8", "glad,9 10 11 12")]
     (tmp_path / "x.csv").write_text(header + "\n".join(rows))
     source = PixelTable(tmp_path / "x.csv", **options)
-    assert source.images.reshape(3, 4).tolist() == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]
+    assert np.ravel([source[row]["images"] for row in range(3)]).tolist() == [*range(1, 13)]
     assert source.labels.tolist() == [1, 1, 0]
     assert source.class_names == ["glad", "very sad"]

@@ -32,6 +32,14 @@ def test_csv_warns_of_line_breaks(table, capsys):
         made.check(pl.Series("x", [0, 1, 2, 3]), np.array([True, True, True, False]), "odd")
 
 
+def test_csv_lists_wrong_lines(table):
+    made = table("n\n1\n\n" + "x\n" * 13 + "2\ny\n")
+    with pytest.raises(UserError) as told:
+        made.whole_numbers("n", 9)
+    lines = ", ".join(map(str, range(4, 14)))
+    assert f"x.csv:4: n is 'x' (wrong lines: {lines} and 4 more); it should be" in str(told.value)
+
+
 @pytest.mark.parametrize(
     ("columns", "labels", "dtype", "attributes"),
     [

@@ -13,7 +13,7 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fastgpu.convert import writer as writer_module
@@ -189,7 +189,6 @@ def parts_of(rows: int, part_rows: int) -> Iterator[dict[str, Any]]:
         images[:], labels[:], items.values[:], items.offsets[:], words.values[:] = 0, -1, -1, -1, 0
 
 
-@settings(max_examples=20, deadline=None)
 @given(
     came=st.integers(1, 300),
     more=st.integers(0, 40),

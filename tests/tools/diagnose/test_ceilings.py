@@ -21,7 +21,7 @@ from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.store import open_store
 from support.ranks import ALONE, CPU, in_world, needs_gpu
-from support.rows import DENSE_FIELDS, RAGGED_FIELDS, numbers_of, sizes_of
+from support.rows import DENSE_FIELDS, RAGGED_FIELDS, config_of, numbers_of
 from workloads import minimal
 
 BATCH_SIZE = 16
@@ -43,8 +43,9 @@ def ragged_rows(ragged_file):
 
 
 def loop_of(step: Callable[[Rows], object], source: Dataset, echo: float = 1.0, tier: Tier = "disk") -> Loop:
-    batch = read_pool(source, BlockSampler(source.block_rows, BATCH_SIZE), 1)
-    return Loop(lambda rows: rows, step, step, batch, source, sizes_of(tier, 2), CPU, Loader(prefetch_pools=2), echo)
+    config = config_of(tier, echo=echo)
+    batch = read_pool(source, BlockSampler(source.block_rows, BATCH_SIZE), config.loader)
+    return Loop(lambda rows: rows, step, step, batch, source, config, CPU)
 
 
 @pytest.mark.parametrize("passes", [1, 2])
@@ -69,10 +70,10 @@ def test_ceilings_small_pools_ask_workers_as_often(run_batches, n_asks):
     """Otherwise some of them would wait, and more workers would seem to gain less than they do."""
     source = ItemDataset("made up", TensorDataset(torch.zeros(16_000, 1)), {"x": "x"})
     order = BlockSampler(source.block_rows, BATCH_SIZE)
-    sizes = sizes_of("disk", 0)._replace(pool_batches=run_batches)
-    supply = Supply(loop_of(lambda _: None, source)._replace(sizes=sizes), order)
+    config = config_of(n_readers=0).resolved(data={"pool_batches": run_batches})
+    supply = Supply(loop_of(lambda _: None, source)._replace(config=config), order)
     plan = next(supply.feed.order.pools(0))
-    assert len([*plan.reads.split(supply.feed._rows_per_job)]) == n_asks
+    assert len([*plan.reads.split(supply.feed.readers.rows_per_job)]) == n_asks
     np.testing.assert_array_equal(plan.row_ids, next(order.pools(0)).row_ids)
     supply.feed.close()
 
@@ -80,7 +81,7 @@ def test_ceilings_small_pools_ask_workers_as_often(run_batches, n_asks):
 def test_ceilings_first_blocks(ragged_rows):
     few = first_blocks(ragged_rows, BlockSampler(ragged_rows.block_rows, 8, seed=None))
     assert 2 * 8 <= few.n_rows < len(ragged_rows)
-    batch = read_pool(ragged_rows, BlockSampler(few.selection, few.n_rows, seed=None), 1)
+    batch = read_pool(ragged_rows, BlockSampler(few.selection, few.n_rows, seed=None), Loader())
     assert batch["number"].tolist() == list(range(few.n_rows))
     np.testing.assert_array_equal(batch["items"].offsets.diff(), ragged_rows.stored_lengths["items"][: few.n_rows])
 
@@ -116,7 +117,7 @@ def test_ceilings_work_of_a_real_gpu():
 @pytest.mark.gpu
 @needs_gpu
 def test_ceilings_pools_are_copied_to_a_gpu(ragged_rows):
-    pool = read_pool(ragged_rows, BlockSampler(ragged_rows.block_rows, BATCH_SIZE, pool_batches=4), 1)
+    pool = read_pool(ragged_rows, BlockSampler(ragged_rows.block_rows, BATCH_SIZE, pool_batches=4), Loader())
     work = copies(loop_of(lambda _: None, ragged_rows)._replace(device=torch.device("cuda", 0)), pool)
     before = torch.cuda.memory_allocated()
     assert work(3) == 12
@@ -153,7 +154,7 @@ def test_bench_keeps_the_weights(config, tmp_path):
     assert measured.batch_size == 32
     assert measured.supply
     assert measured.cached
-    assert setting == f"loader.num_readers={2 * bench.sizes.n_readers}"
+    assert setting == f"loader.num_readers={2 * bench.config.loader.num_readers}"
     assert step_s > 0
     assert (tmp_path / "new" / "trace.json").read_text().count('"Optimizer.step') == 3
 

@@ -1,27 +1,34 @@
 """Causes planted in a real feed in front of a simulated device are named, and the gain of the cure is right.
 
-The device is simulated by sleeps, so the times of all parts are known.
+The device is simulated by sleeps, so the times of all parts are known. The rows are those of a file or of a Dataset
+with worker processes, and two ranks are two processes.
 """
 
+import fcntl
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import pytest
+from torch.utils.data import Dataset as TorchDataset
 
+from fastgpu.dataset.source import ItemDataset
 from fastgpu.diagnose.ceilings import Loop, Meter, measure, read_pool, repeat
 from fastgpu.diagnose.result import ceilings
 from fastgpu.diagnose.verdict import Cause, Measured, judge
-from fastgpu.process.config import Loader
+from fastgpu.process.world import World
 from fastgpu.rows.contract import Dataset, PoolPlan, Reads
-from fastgpu.rows.order import BlockSampler
+from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.store import open_store
-from support.ranks import ALONE, CPU
-from support.rows import DENSE_FIELDS, sizes_of
+from support.ranks import ALONE, CPU, in_world
+from support.rows import DENSE_FIELDS, config_of
 
+N_ROWS = 2048
 BATCH_SIZE = 16
 POOL_BATCHES = 4
 MAX_TRIES = 3
@@ -33,8 +40,8 @@ LOADED_NOISE = 0.05
 class SimulatedDevice(Meter):
     """A device that works off its queue while the host goes on. The host is at most one kernel ahead."""
 
-    def __init__(self) -> None:
-        super().__init__(ALONE, 0.15)
+    def __init__(self, world: World) -> None:
+        super().__init__(world, 0.15)
         self._end = 0.0
         self._worked_s = 0.0
         self._waited_at: list[str] = []
@@ -82,50 +89,111 @@ def slow_down(source: Dataset, disk_s: float, decode_s: float) -> None:
     source.read = read
 
 
+class Items(TorchDataset):
+    """Items that wait, as for a disk; that wait in line, so that workers do not help; or that compute."""
+
+    def __init__(self, path: str, kind: str, item_s: float):
+        self.path, self.kind, self.item_s = path, kind, item_s
+
+    def __len__(self) -> int:
+        return N_ROWS
+
+    def __getitem__(self, row: int) -> tuple[np.ndarray, np.int64]:
+        if self.kind == "compute":
+            t0 = time.thread_time()
+            while time.thread_time() - t0 < self.item_s:
+                pass
+        elif self.kind == "wait":
+            time.sleep(self.item_s)
+        else:
+            with Path(self.path).open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                time.sleep(self.item_s)
+        return np.zeros((1, 4, 2), np.uint8), np.int64(row)
+
+
 class Times(NamedTuple):
     """Seconds that each part of the loop takes. A batch of twice the rows takes the device twice as long."""
 
     step_s: float = 0.004
+    slow_rank: int = -1  # whose steps take the device 2.5 times as long
+    transform_s: float = 0.0  # of a batch, for the device
+    exchange_s: float = 0.0  # of a step, to average the gradients of all ranks
     launch_s: float = 0.0  # for the host to queue the kernels of a step
     reads_value: bool = False  # in each step, from the device
     disk_s: float = 0.0  # to read a block that is not in the page cache
     decode_s: float = 0.0  # of a block
     copy_s: float = 0.0  # of a batch, to the device
-    n_readers: int = 1
+    items: Literal["", "wait", "wait in line", "compute"] = ""  # of a Dataset, in place of a file
+    item_s: float = 0.002
+    n_readers: int = 1  # threads, or worker processes of a Dataset
     batch_size: int = BATCH_SIZE
     echo: float = 1.0
+    ranks: int = 1
 
 
-def measure_simulated(path: str, times: Times) -> Measured:
-    """Every part of a loop that takes these times, in three rounds."""
-    device = SimulatedDevice()
-    factor = times.batch_size / BATCH_SIZE
+def open_rows(path: str, times: Times) -> Dataset:
+    """The rows of the file, or those of a Dataset."""
+    if times.items:
+        return ItemDataset("mine", Items(path, times.items, times.item_s), {"images": "0", "labels": "1"})
     source = open_store("data.train", path, DENSE_FIELDS)
     slow_down(source, times.disk_s, times.decode_s + times.copy_s)  # a block has the rows of a batch
-    order = BlockSampler(source.block_rows, times.batch_size, pool_batches=max(1, int(POOL_BATCHES / factor)))
+    return source
 
-    def step(_: Rows) -> None:
+
+def measure_rank(world: World, path: str, times: Times) -> Measured:
+    """Every part of a loop that takes these times, in three rounds."""
+    device = SimulatedDevice(world)
+    factor = times.batch_size / BATCH_SIZE
+    step_s = times.step_s * factor * (2.5 if world.rank == times.slow_rank else 1.0)
+    source = open_rows(path, times)
+    shard = Shard(world.rank, world.world_size)
+    order = BlockSampler(source, times.batch_size, shard, max(1, int(POOL_BATCHES / factor)))
+
+    def transform(rows: Rows) -> Rows:
+        device.queue(times.transform_s * factor)
+        return rows
+
+    def local_step(_: Rows) -> None:
         time.sleep(times.launch_s)
-        device.queue(times.step_s * factor)
+        device.queue(step_s)
         if times.reads_value:
             device.item("mine.py:12")
 
-    batch = read_pool(source, order, 1).slice(0, times.batch_size)
-    sizes, loader = sizes_of("disk", times.n_readers), Loader(prefetch_pools=2)
-    loop = Loop(lambda rows: rows, step, step, batch, source, sizes, CPU, loader, times.echo)
+    def step(rows: Rows) -> None:
+        local_step(rows)
+        device.queue(times.exchange_s)
+
+    config = config_of(n_readers=times.n_readers, echo=times.echo)
+    batch = read_pool(source, order, config.loader).slice(0, times.batch_size)
+    loop = Loop(transform, step, local_step, batch, source, config, CPU)
     copy = partial(repeat, lambda: time.sleep(times.copy_s)) if times.copy_s else None
-    return measure(device, loop, order, copy, stop=lambda m: len(m.loop) == 3)
+    measured = measure(device, loop, order, copy, stop=lambda m: len(m.loop) == 3)
+    source.close()
+    return measured
 
 
-MORE_READERS = "loader.num_readers=2"
+def measure_simulated(path: str, times: Times) -> Measured:
+    if times.ranks == 1:
+        return measure_rank(ALONE, path, times)
+    return in_world(times.ranks, measure_rank, path, times)[0]
+
+
+SLOW_RANK = "look at the machine of rank 1"
 LARGE = 4 * BATCH_SIZE
 PLANTED: dict[str, tuple[Times, Cause, str, dict[str, Any]]] = {
     # what is planted: (its times, the cause, how the advice begins, the times that the change has an effect on)
-    "a slow disk": (Times(disk_s=0.012), "READ", MORE_READERS, {"n_readers": 2}),
-    "slow decoding": (Times(decode_s=0.012), "DECODE", MORE_READERS, {"n_readers": 2}),
-    "a slow bus": (Times(copy_s=0.024), "COPY", "data.echo=4", {"echo": 4.0}),
+    "a slow disk": (Times(disk_s=0.012), "READ", "loader.num_readers=2", {"n_readers": 2}),
+    "slow decoding": (Times(decode_s=0.012), "DECODE", "loader.num_readers=2", {"n_readers": 2}),
+    "items that wait": (Times(items="wait"), "READ", "loader.num_workers=2", {"n_readers": 2}),
+    "items that wait in line": (Times(items="wait in line", step_s=0.02), "READ", "data.echo=", {}),
+    "items that compute": (Times(items="compute"), "DECODE", "loader.num_workers=2", {"n_readers": 2}),
+    "a slow bus": (Times(copy_s=0.024), "COPY", "data.echo=4", {}),
+    "a transform": (Times(transform_s=0.004), "AUGMENT", "make `transform` lighter", {"transform_s": 0.0}),
     "a value read": (Times(launch_s=0.004, reads_value=True), "HOST", "leave the value", {"reads_value": False}),
     "a small model": (Times(step_s=0.002, launch_s=0.009), "HOST", f"data.batch_size={LARGE}", {"batch_size": LARGE}),
+    "a slow rank": (Times(slow_rank=1, ranks=2), "RANKS", SLOW_RANK, {"slow_rank": -1}),
+    "many gradients": (Times(exchange_s=0.004, ranks=2), "RANKS", "data.batch_size=64", {"batch_size": 32}),
     "nothing": (Times(step_s=0.008, disk_s=0.002), "COMPUTE", "", {}),
 }
 
@@ -133,7 +201,14 @@ PLANTED: dict[str, tuple[Times, Cause, str, dict[str, Any]]] = {
 @pytest.fixture
 def path(dense_file, monkeypatch):
     monkeypatch.setattr("fastgpu.feed.prefetch.JOB_BYTES", 1)  # a block is a job, however small the rows are
-    return dense_file(2048, (1, 4, 2), chunk=BATCH_SIZE)
+    return dense_file(N_ROWS, (1, 4, 2), chunk=BATCH_SIZE)
+
+
+def try_readers(path: str, times: Times) -> tuple[str, float]:
+    """Twice as many readers as a setting, and the seconds per step of the supply with them, as diagnose.py tries it."""
+    n_readers = 2 * times.n_readers
+    name = "num_workers" if times.items else "num_readers"
+    return f"loader.{name}={n_readers}", measure_simulated(path, times._replace(n_readers=n_readers)).supply.median
 
 
 @pytest.mark.nightly
@@ -143,16 +218,17 @@ def test_planted_cause_and_gain_are_right(path, planted):
     """And the loop takes as long as the longer one of compute and supply. A measurement that another program may have
     spoiled is repeated: an error of ours spoils every try."""
     times, cause, change, cure = PLANTED[planted]
-    readers = (MORE_READERS, 0.006) if change == MORE_READERS else None
-
     notes: list[str] = []
     n_quiet = 0
     while n_quiet < MAX_TRIES and len(notes) < MAX_TRIES_UNDER_LOAD:
-        slow, cured = measure_simulated(path, times), measure_simulated(path, times._replace(**cure))
-        verdict = judge(slow, readers=readers)
+        slow = measure_simulated(path, times)
+        verdict = judge(slow, readers=try_readers(path, times) if cause in ("READ", "DECODE") else None)
+        is_named = verdict.cause == cause and verdict.change.startswith(change)
+        if is_named and change.startswith("data.echo="):
+            cure = {"echo": float(verdict.change.partition("=")[2])}
+        cured = measure_simulated(path, times._replace(**cure))
         gain = cured.batch_size / cured.loop.median / (slow.batch_size / slow.loop.median)
         feed_ratios = [(1 - m.lost.median, min(1.0, m.compute.median / m.supply.median)) for m in (slow, cured)]
-        is_named = verdict.cause == cause and verdict.change.startswith(change)
         is_predicted = gain == pytest.approx(verdict.gain, rel=0.15)
         if is_named and is_predicted and all(found == pytest.approx(theory, rel=0.05) for found, theory in feed_ratios):
             return

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from fastgpu.convert.images.readers import Masks, keep, read_mask
-from fastgpu.imagefiles.pixels import UprightImage, decode, read_preprocessing
+from fastgpu.imagefiles.pixels import UprightImage, decode, open_upright, read_preprocessing
 from fastgpu.images.decode import EncodedImage
 from fastgpu.images.parts import Box, Preprocessing
 from fastgpu.process.launch import UserError
@@ -20,6 +20,11 @@ def exif_of(orientation: int) -> Image.Exif:
     return exif
 
 
+def pixels_of(file: io.BytesIO, preprocessing: Preprocessing = Preprocessing()) -> np.ndarray:  # noqa: B008 (immutable)
+    """The pixels of an image file, as convert.py prepares them."""
+    return decode(UprightImage(bytes_of(file)), preprocessing)
+
+
 @pytest.mark.parametrize("mode", ["RGB", "L", "RGBA", "LA", "P", "CMYK", "1", "I;16"])
 def test_pixels_of_every_mode_are_rgb(mode):
     rgb = Image.fromarray(pixels())
@@ -29,7 +34,7 @@ def test_pixels_of_every_mode_are_rgb(mode):
     else:
         image = rgb.convert(mode)
         expected = np.asarray(image.convert("RGB")).transpose(2, 0, 1)
-    found = decode(encoded(image, "TIFF" if mode == "CMYK" else "PNG"), Preprocessing())
+    found = pixels_of(encoded(image, "TIFF" if mode == "CMYK" else "PNG"))
     assert found.dtype == np.uint8
     np.testing.assert_array_equal(found, expected)
 
@@ -40,7 +45,7 @@ def test_pixels_stand_upright(orientation, size):
     upright = Image.fromarray(pixels(60, 80))
     undo = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}  # EXIF orientation -> Image.Transpose that it asks to undo
     stored = upright.transpose(Image.Transpose(undo[orientation])) if orientation in undo else upright
-    found = decode(encoded(stored, "JPEG", exif=exif_of(orientation), quality=95), Preprocessing(size, "exact"))
+    found = pixels_of(encoded(stored, "JPEG", exif=exif_of(orientation), quality=95), Preprocessing(size, "exact"))
     expected = np.asarray(upright.resize((size or (60, 80))[::-1], Image.Resampling.BILINEAR)).transpose(2, 0, 1)
     assert found.shape == expected.shape
     assert np.abs(found.astype(int) - expected).mean() < 4
@@ -55,7 +60,7 @@ def test_pixels_stand_upright(orientation, size):
     ],
 )
 def test_pixels_resized_from_the_right_part(shape, box):
-    found = decode(encoded(Image.fromarray(pixels())), shape)
+    found = pixels_of(encoded(Image.fromarray(pixels())), shape)
     height, width = shape.size
     expected = Image.fromarray(pixels()).crop(box).resize((width, height), Image.Resampling.BILINEAR)
     assert found.shape == (3, height, width)
@@ -67,7 +72,7 @@ def test_pixels_resized_from_the_right_part(shape, box):
 def test_pixels_of_a_box_are_upright(orientation, kind):
     options = {"icc_profile": b"x" * 40_000, **KINDS["full color"][2]}  # EXIF need not come first
     file = encoded(Image.fromarray(pixels(60, 80)), kind, exif=exif_of(orientation), **options)
-    upright = decode(file, Preprocessing())
+    upright = pixels_of(file)
     image = UprightImage(bytes_of(file))
     assert (3, image.height, image.width) == upright.shape
     box = Box(5, 12, 40, 30)
@@ -78,7 +83,7 @@ def test_pixels_of_a_box_are_upright(orientation, kind):
     assert np.abs(half.astype(int) - expected).mean() < 3
     as_stored = EncodedImage(bytes_of(file))
     assert (as_stored.height, as_stored.width) == (60, 80)
-    kept = EncodedImage(np.frombuffer(keep(file.getvalue()), np.uint8))
+    kept = EncodedImage(keep(image))
     found = kept.decode(Box(0, 0, kept.height, kept.width), upright.shape[1:]).astype(int)
     assert np.abs(found - upright).mean() < 6
 
@@ -99,7 +104,7 @@ def test_png_ending_in_zeros_is_damaged(n_zeros, tmp_path):
     path.write_bytes(data)
     readers = (
         lambda: EncodedImage(np.frombuffer(data, np.uint8)).decode(Box(0, 0, 30, 40), (30, 40)),
-        lambda: decode(io.BytesIO(data), Preprocessing()),
+        lambda: pixels_of(io.BytesIO(data)),
         lambda: read_mask(path, is_binary=False),
     )
     for read in readers:
@@ -123,7 +128,7 @@ def test_mask_stays_on_its_image(tmp_path, preprocessing, mode):
     mask.save(tmp_path / "masks/x.png")
     item = Masks(tmp_path / "images", tmp_path / "masks", prepared=preprocessing)[0]
     found_CHW, mask_HW = item["images"], item["masks"]
-    np.testing.assert_array_equal(found_CHW, decode((tmp_path / "images/x.jpg").open("rb"), preprocessing))
+    np.testing.assert_array_equal(found_CHW, decode(open_upright(tmp_path / "images/x.jpg"), preprocessing))
     assert mask_HW.dtype == np.uint8
     assert mask_HW.shape == found_CHW.shape[1:] == (preprocessing.size or (40, 30))
     assert set(np.unique(mask_HW).tolist()) == {0, 7}
@@ -133,13 +138,13 @@ def test_mask_stays_on_its_image(tmp_path, preprocessing, mode):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_keep_makes_files_smaller_once(kind):
-    data = file_of(kind).getvalue()
-    kept = keep(data, 150)
+    image = UprightImage(bytes_of(file_of(kind)))
+    kept = keep(image, 150)
     is_upright_rgb = KINDS[kind][0] in ("RGB", "L") and kind != "BMP"
-    assert (kept == data) == is_upright_rgb
+    assert (kept is image.data) == is_upright_rgb
     assert is_upright_rgb or Image.open(io.BytesIO(kept)).mode == "RGB"
-    smaller = keep(data, 60)
+    smaller = keep(image, 60)
     assert Image.open(io.BytesIO(smaller)).format == "JPEG"
     for found, size in ((kept, (150, 200)), (smaller, (60, 80))):
-        pixels_CHW = decode(io.BytesIO(found), Preprocessing()).astype(int)
-        assert np.abs(pixels_CHW - decode(file_of(kind), Preprocessing(size, "exact"))).mean() < 6
+        pixels_CHW = pixels_of(io.BytesIO(found)).astype(int)
+        assert np.abs(pixels_CHW - pixels_of(file_of(kind), Preprocessing(size, "exact"))).mean() < 6

@@ -11,7 +11,6 @@ import sys
 from functools import partial
 from pathlib import Path
 
-import convert as convert_script
 import h5py
 import numpy as np
 import predict
@@ -22,6 +21,7 @@ from PIL import Image
 from predict import to_columns, write_rows
 from scipy import sparse
 
+from fastgpu.convert import command as convert
 from fastgpu.predict.answers import Answers
 from fastgpu.predict.model import load_model, open_inputs
 from fastgpu.process.launch import UserError
@@ -262,7 +262,7 @@ def test_predict_photos_as_converted(tmp_path, monkeypatch, run):
         photo.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(rng.integers(0, 256, (20 + number, 40 - number // 2, 3)).astype(np.uint8)).save(photo)
     words = ("images", "photos", "x.h5", "--size", "8", "--split", "0.5", "--keep-order")
-    convert_script.main(convert_script.parse(words))
+    convert.run(convert.parse(words))
     words = "data.train=x-train.h5 data.val=x-val.h5 data.batch_size=8 model.width=4 run.name=a train.epochs=1"
     train("--config", f"{PROJECT}/config.yaml", *words.split(), "dist.device=cpu")
     # Rows know the photos that they were made of, and those that the model takes for another class are listed.

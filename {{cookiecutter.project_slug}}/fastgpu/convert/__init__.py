@@ -1,2 +1,13 @@
-"""What convert.py is made of: other data into HDF5 files that are read fastest. Training does not import this room. A
-`Reader` is a source of rows and a map-style Dataset. writing.py reads rows in their order, writer.py writes them."""
+"""What convert.py is made of: other data into HDF5 files that are read fastest. Training does not import this room.
+
+command.py    the command line: a dataclass for each command, without torch
+program.py    what the commands for files, arrays and Datasets do
+reader.py     a source of rows, whose items may be broken, and its splits
+arrays.py     NumPy arrays and sparse matrices as rows
+tables.py     CSV files
+writing.py    from a source to files: rows are read in their order, written and counted
+writer.py     the layout of a file
+summary.py    what files hold, and which of their blocks are damaged
+
+A folder has the same for one kind of data: its commands and its readers.
+"""

@@ -8,6 +8,7 @@ from zipfile import ZipInfo
 import h5py
 import numpy as np
 
+from fastgpu.convert.command import split_name
 from fastgpu.convert.reader import explain_errors, list_first
 from fastgpu.process.content import describe_content, open_regular
 from fastgpu.process.launch import UserError, warn
@@ -37,9 +38,7 @@ def open_arrays(sources: Sequence[str], *, channels_last: bool = False) -> Array
     columns: dict[str, Any] = {}
     fields: dict[str, Field] = {}
     for source in sources:
-        name, equals, path = source.partition("=")
-        if not equals or Path(source).exists():  # a folder may be called year=2024
-            name, path = "", source
+        name, path = split_name(source)
         content = load(path)
         if isinstance(content, dict) == bool(name):
             allowed = "name=file.npy, name=file.npz::array, name=file.npz of a sparse matrix, or file.npz alone"

@@ -3,12 +3,14 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fastgpu.dataset.items import Columns
 from fastgpu.dataset.source import ItemSource
+from fastgpu.process.files import not_found
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Field, RaggedArray
@@ -163,13 +165,13 @@ def list_first(items: Sequence[str], separator: str = ", ") -> str:
 
 
 @contextmanager
-def explain_errors(path: object, expected: str) -> Iterator[None]:
+def explain_errors(path: str | Path, expected: str) -> Iterator[None]:
     """Turn the errors of a file that is missing or damaged into a UserError. expected: what the file should be."""
     try:
         yield
     except (UserError, ModuleNotFoundError):
         raise
     except FileNotFoundError:
-        raise UserError(f"{path} does not exist; check its name") from None
+        raise not_found(path) from None
     except Exception as error:  # parsers raise anything for damaged bytes
         raise UserError(f"{path} cannot be read as {expected}: {' '.join(str(error).split())[:200]}") from None

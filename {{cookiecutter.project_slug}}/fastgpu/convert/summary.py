@@ -13,24 +13,34 @@ import numpy as np
 from tqdm import tqdm
 
 from fastgpu.convert.reader import list_first
+from fastgpu.feed import sizes
 from fastgpu.process.launch import UserError
-from fastgpu.process.machine import available_cpus
+from fastgpu.process.machine import MIB, available_cpus, format_bytes
+from fastgpu.rows.classes import MAX_UNUSED_CLASSES, classes_of
 from fastgpu.rows.contract import Dataset
 from fastgpu.storage.chunks import CHECKSUMS
 from fastgpu.storage.file import OpenFile, split_group
 from fastgpu.storage.filters import filters_of
 from fastgpu.storage.hdf5 import SOURCES, dtype_of, find, look_up, open_file
 from fastgpu.storage.layout import Layout, open_layout
+from fastgpu.storage.store import open_store
 
 
 class Stored(NamedTuple):
-    """A dataset of a file: its path, how its rows lie, or why it is left out, in words, and whether its blocks have
-    checksums."""
+    """A dataset of a file."""
 
     path: PurePosixPath
     text: str
+    """Its layout, or why it is left out."""
     has_checksums: bool = False
+    """Whether its blocks have checksums."""
     is_left_out: bool = False
+    kind: str = ""
+    """Its type and shape."""
+
+    def holds(self, place: PurePosixPath) -> bool:
+        """Whether it has the values of a field, which is at this place in its file."""
+        return self.path == place or (self.path.parent == place and self.path.name in ("indices", "values"))
 
 
 class Contents(NamedTuple):
@@ -91,10 +101,12 @@ def inspect(path: str) -> list[Stored]:
             has_checksums = look_up(data.parent, f"{CHECKSUMS}/{data.name.rpartition('/')[2]}", place) is not None
             chunk = data.chunks or data.shape
             filters = " + ".join(name for _, _, name in filters_of(data)) or "plain"
-            blocks = f"blocks {chunk} of {prod(chunk) * data.dtype.itemsize / 2**20:.2f} MiB, {filters}"
-            checksums = "SHA-256" if has_checksums else "no checksums (`python convert.py repack` writes them)"
-            text = f"{place}  {data.dtype} {data.shape}  {blocks}, {checksums}"
-            stored.append(Stored(PurePosixPath(place), text, has_checksums))
+            n_bytes = prod(chunk) * data.dtype.itemsize
+            size = format_bytes(n_bytes) if n_bytes >= MIB else f"{n_bytes / 1024:.1f} KiB"
+            checksums = "SHA-256" if has_checksums else "no checksums"
+            text = f"blocks {chunk} of {size}, {filters}, {checksums}"
+            kind = f"{data.dtype} {data.shape}"
+            stored.append(Stored(PurePosixPath(place), text, has_checksums, kind=kind))
     return sorted(stored)
 
 
@@ -127,7 +139,7 @@ def damaged(path: str) -> list[str]:
         try:
             layout.read([(start, range(n_rows))], out)
             if layout.checksums is not None and sha256(out.data).digest() != layout.checksums[block].tobytes():
-                raise UserError(f"{layout.name}: block {block} is damaged: its SHA-256 is another one")
+                raise UserError(f"{layout.name}: block {block} is damaged: checksum mismatch")
             if block % 64 == 0 and Layout.read_chunk(layout, block).astype(out.dtype).tobytes() != out.tobytes():
                 raise UserError(f"{layout.name}: block {block} has other values than h5py reads")
         except (UserError, OSError) as error:
@@ -153,17 +165,69 @@ def damaged(path: str) -> list[str]:
         return damages + [line for line in lines if line]
 
 
-def describe_rows(parts: Mapping[str, Dataset]) -> Iterator[str]:
-    """Lines of text about the rows of each split, {name: rows}. The name is empty if there is one split."""
+def check_rows(path: str) -> Iterator[str]:
+    """A line for each fault of the labels in a file, or below a group of it, which training would refuse or not mix."""
+    for group, fields in sorted(fields_of(inspect(path)).items()):
+        try:
+            source = open_store("FILE", f"{path.partition('::')[0]}::{group}", fields)
+            labels = source.stored_column("labels")
+        except UserError:  # they are damaged, or cannot be trained on
+            continue
+        if labels is not None:
+            yield from (f"{group.rstrip('/')}/labels: {fault}" for fault in _faults_of_labels(labels, source))
+
+
+def _faults_of_labels(labels: np.ndarray, source: Dataset) -> Iterator[str]:
+    """labels: (rows,) or (rows, K)."""
+    is_wrong, allowed = np.zeros(1, bool), ""
+    if labels.dtype.kind == "f":
+        is_wrong, allowed = ~np.isfinite(labels), "finite numbers"
+    elif labels.ndim == 2:
+        is_wrong, allowed = (labels < 0) | (labels > 1), "0 and 1, for attributes"
+    elif labels.ndim == 1:
+        try:
+            classes = classes_of(source)
+        except UserError as error:
+            yield str(error)
+            return
+        n_classes = len(classes.get("class_names", ())) or classes.get("n_classes") or int(labels.max()) + 1
+        is_wrong, allowed = (labels < 0) | (labels >= n_classes), f"0 to {n_classes - 1:,}, for classes"
+        if not classes and n_classes > MAX_UNUSED_CLASSES + (n_used := len(np.unique(labels))):
+            cure = "if they are ids, number them: np.unique(labels, return_inverse=True)[1] over all files at once"
+            yield f"numbers up to {n_classes - 1:,}, of which {n_used:,} occur; {cure}"
+        # A single pool, if it holds all rows, mixes them.
+        if len(source) * source.row_bytes > sizes.POOL_BYTES:
+            yield from _class_order(labels)
+    if len(rows := np.unique(np.nonzero(is_wrong)[0])):
+        yield f"{len(rows):,} rows have other values than {allowed}; the first is row {rows[0]:,}"
+
+
+def _class_order(labels: np.ndarray) -> Iterator[str]:
+    """A line if neighbouring rows share their label far more often than by chance."""
+    sample = np.random.default_rng(0).integers(0, len(labels) - 1, 100_000)
+    shared = float((labels[sample] == labels[sample + 1]).mean())
+    by_chance = float((labels[sample] == np.roll(labels[sample], 1)).mean())
+    if shared > (1 + by_chance) / 2:
+        yield (
+            f"sorted by class: {shared:.0%} of neighbouring rows share a label. Pools cannot mix that: `python "
+            "convert.py repack` writes the rows in random order"
+        )
+
+
+def describe_rows(parts: Mapping[str, Dataset], layouts: Mapping[str, str] | None = None) -> Iterator[str]:
+    """Lines of text about the rows of each split, {name: rows}. The name is empty if there is one split.
+
+    layouts: {field: how it is stored}.
+    """
     source = next(iter(parts.values()))
     yield "  rows     " + ", ".join(f"{len(part):,} {name}".strip() for name, part in parts.items())
     for name, field in source.fields.items():
-        yield f"  {name:<8} {field}"
+        yield f"  {name:<8} {', '.join(filter(None, (str(field), (layouts or {}).get(name))))}"
     labels = source.stored_column("labels")
     if labels is not None and labels.ndim <= 2:
         names = list(map(str, source.attributes.get("class_names", ())))
         for name, part in parts.items():
-            yield f"  {name or 'labels':<8} {_describe_labels(part.column('labels'), names)}"
+            yield f"  {name:<8} {_describe_labels(part.column('labels'), names)}"
     for name, value in source.attributes.items():
         yield f"  {name}: {' '.join(str(value).split())[:100]}"
 

@@ -18,6 +18,8 @@ from fastgpu.rows.classes import MAX_UNUSED_CLASSES
 
 SEPARATORS = (",", ";", "\t", "|")
 MAX_COLUMNS = (1 << 16) + 100  # pixels of 256x256 images, and others; reading takes minutes for more
+MAX_LISTED = 10
+"""Wrong lines that a message lists."""
 NO_NAME = re.compile(r"[./]|^\d")
 """What names of columns rarely have, but paths and numbers do."""
 NUMBER_WITH_COMMAS = r"^[-+]?\d[\d,]*,[\d.]+$"
@@ -70,18 +72,30 @@ class Table:
 
     def texts(self, name: str) -> pl.Series:
         """A column of text without the spaces around it. Raises UserError with the line of a value that is missing."""
-        if self.names.count(name) != 1 or not len(self._rows):
-            found = f"{len(self._rows):,} rows of the columns {list_first(self.names) or 'none'}"
-            cure = f"it should have rows, and one column {name} (--columns, --label or --split-by names another)"
-            if self._has_header:
-                has_names = not any(map(NO_NAME.search, self.names))
-                cure += "; if it has no header" if has_names else "; it seems to have no header"
-                cure += ": --no-header calls the columns 1, 2, ..."
-            raise UserError(f"{self.path} has {found}; {cure}")
-        column = self._rows[:, self.names.index(name)].alias(name).str.strip_chars().replace("", None)
+        column = self._find(name).str.strip_chars().replace("", None)
         self.check(column, column.is_not_null(), "it is missing")
         self.check(column, ~column.str.contains("\n", literal=True), "remove the line break or stray quote")
         return column
+
+    def _find(self, name: str) -> pl.Series:
+        """The column of this name. Raises UserError unless there is one, and rows."""
+        n_found = self.names.count(name)
+        if n_found == 1 and len(self._rows):
+            return self._rows[:, self.names.index(name)].alias(name)
+        if not self.names:
+            raise UserError(f"{self.path} is empty; it should have a line for each row")
+        listed = list_first(self.names)
+        if n_found > 1:
+            raise UserError(f"{self.path} has {n_found} columns called {name}, of {listed}; rename all but one of them")
+        found, cure = f"no column {name}, but {listed}", "--columns, --label or --split-by names another"
+        if n_found:
+            found, cure = f"no row below its header, {listed}", "write a line for each row"
+        if self._has_header:
+            is_row = any(map(NO_NAME.search, self.names))
+            cure += (
+                f"; {'it seems to have' if is_row else 'if it has'} no header: --no-header calls the columns 1, 2, ..."
+            )
+        raise UserError(f"{self.path} has {found}; {cure}")
 
     def whole_numbers(self, name: str, highest: int, cure: str = "") -> np.ndarray:
         """A column as int64. Raises UserError with the line, and the cure, of what is no number from 0 to `highest`."""
@@ -92,13 +106,17 @@ class Table:
         return numbers.to_numpy()
 
     def check(self, values: pl.Series, is_right: pl.Series | np.ndarray, cure: str) -> None:
-        """Raise UserError with the line of the first value of a column that is not right, if there is one."""
+        """Raise UserError with the lines of the values of a column that are not right, if there are any."""
         wrong = np.flatnonzero(~np.asarray(is_right))
-        if len(wrong):
-            row = int(wrong[0])
-            line = next(islice(self._lines(), row, None))
-            value = "" if values[row] is None else str(values[row])
-            raise UserError(f"{self.path}:{line}: {values.name} is {value[:40]!r}; {cure}")
+        if not len(wrong):
+            return
+        rows = wrong[:MAX_LISTED].tolist()
+        line_of = dict(enumerate(islice(self._lines(), rows[-1] + 1)))
+        lines = [str(line_of[row]) for row in rows]
+        value = "" if values[rows[0]] is None else str(values[rows[0]])
+        more = f" and {len(wrong) - len(rows):,} more" if len(wrong) > len(rows) else ""
+        listed = f" (wrong lines: {', '.join(lines)}{more})" if len(wrong) > 1 else ""
+        raise UserError(f"{self.path}:{lines[0]}: {values.name} is {value[:40]!r}{listed}; {cure}")
 
     def _lines(self) -> Iterator[int]:
         """The line of each row, as the csv module reads it: slowly, and only to find a mistake."""
@@ -131,7 +149,9 @@ def parse_labels(table: Table, names: Sequence[str]) -> tuple[np.ndarray, dict[s
         classes, labels = np.unique(texts[0].to_list(), return_inverse=True)
         return labels, {"class_names": classes.tolist()}
     for text, is_number in zip(texts, are_numbers, strict=True):
-        table.check(text, is_number, "labels are numbers (not too large) in all rows, or one column of names")
+        table.check(
+            text, is_number, "labels should be numbers in all rows, none too large, or one column of names alone"
+        )
     whole = [text.cast(pl.Int64, strict=False) for text in texts]
     if any(column.has_nulls() for column in whole):
         targets = np.stack(numbers, axis=1)
@@ -139,7 +159,7 @@ def parse_labels(table: Table, names: Sequence[str]) -> tuple[np.ndarray, dict[s
     if len(names) == 1:
         labels = whole[0].to_numpy()
         table.check(
-            texts[0], ~has_zero, "as a class number it has no zero before; as a name it is as long as the others"
+            texts[0], ~has_zero, "class numbers have no leading zero; if these are names, pad them to one length"
         )
         cure = "classes are numbered from 0 on; for targets, write decimals such as 2.0"
         table.check(whole[0], whole[0].is_between(0, len(labels) + MAX_UNUSED_CLASSES), cure)

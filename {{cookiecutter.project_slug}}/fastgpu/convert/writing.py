@@ -15,7 +15,7 @@ from fastgpu.convert.reader import SPLITS, Reader, list_first, rows_of
 from fastgpu.convert.writer import Compression, write_attributes, write_rows, write_sources
 from fastgpu.dataset.items import Columns
 from fastgpu.dataset.source import ItemDataset
-from fastgpu.feed import Passes, PrefetchLoader
+from fastgpu.feed import PrefetchLoader
 from fastgpu.process.config import Loader
 from fastgpu.process.files import flush, new_file
 from fastgpu.process.launch import ESCAPES, UserError, warn
@@ -115,10 +115,9 @@ def _read(
     batch_size = max(1, BLOCK_BYTES // source.row_bytes)
     pool_batches = -(-pool_rows // batch_size)
     order = BlockSampler(source, batch_size, pool_batches=pool_batches, seed=seed, drop_last=False)
-    n_readers = source.n_workers if isinstance(source, ItemDataset) else available_cpus()
-    feed = PrefetchLoader(
-        source, order, torch.device("cpu"), n_readers, passes=Passes(n_epochs=1), loader=Loader(prefetch_pools=1)
-    )
+    n_workers = source.n_workers if isinstance(source, ItemDataset) else 0
+    loader = Loader(num_readers=available_cpus(), num_workers=n_workers, prefetch_pools=1)
+    feed = PrefetchLoader(source, order, torch.device("cpu"), loader, n_epochs=1)
     with closing(feed), tqdm(total=len(source), unit="rows", unit_scale=True, desc=name, disable=None) as bar:
         for pool in feed.pools(0):
             columns = pool.rows.numpy()

@@ -29,17 +29,16 @@ from torch.utils.data._utils.worker import WorkerInfo
 
 from fastgpu.process.config import MAX_THREADS
 from fastgpu.process.launch import UserError, end_with_parent, warn
+from fastgpu.process.machine import READERS_NICE
 from fastgpu.process.signals import STOP
 
-READERS_NICE = 5
-"""Workers and reader threads have a lower priority than the training loop, by so many steps of nice(1)."""
 SLOW_S = 30.0
 """After this time, a person is told that a worker may hang. Only `loader.timeout_s` ends the run."""
 START_S, START_TRIES = 10.0, 3
 """A fork that has not begun to work after this time is killed, and made again, so often at most. Where other threads of
 this process hold a lock of Python, such as those of autograd, a fork waits for it for ever."""
 CLOSE_S = 3.0
-"""How long closing waits for the end of workers and threads. Those that hang are left behind."""
+"""How long closing waits for the end of each worker. Those that hang are left behind."""
 Answer = Callable[..., object]
 """What a worker calls with each request, which begins with the numbers of rows."""
 

@@ -10,9 +10,8 @@ import train
 from fastgpu.diagnose import ceilings
 from fastgpu.diagnose.ceilings import Loop, Meter, Supply, open_supplies, read_pool, repeat
 from fastgpu.diagnose.verdict import Measured
-from fastgpu.feed import PoolLoader, open_splits
-from fastgpu.process.config import Config
-from fastgpu.process.launch import attempt
+from fastgpu.feed import PoolLoader, canonical_ranks, open_rows
+from fastgpu.process.config import MAX_THREADS, Config
 from fastgpu.process.seeds import reseed
 from fastgpu.process.world import World
 from fastgpu.rows.order import BlockSampler, Shard
@@ -33,51 +32,52 @@ class Bench:
         """
         self.world = world
         self.meter = Meter(world, seconds)
-        opened = attempt(open_splits, config.data, config.loader, config.run.seed)
-        parts = train.build(config, opened, world)
+        parts = train.build(config, open_rows(config), world)
         parts.val_loader.close()
         self._other = None if isinstance(parts.loader, PoolLoader) else parts.loader
         if not self._other:
             parts.loader.close()  # measurements open feeds of their own
         # What a closed loader keeps on the device would count twice.
         self.parts = parts._replace(loader=None, val_loader=None)  # type: ignore[arg-type]
-        self.sizes = parts.data.sizes
-        world.check_same({"data.tier": self.sizes.tier}, "set data.tier: free memory differs")
+        self.config = parts.config
+        world.check_same({"data.tier": self.config.data.tier}, "set data.tier: free memory differs")
         self._seed = config.run.seed
         self._pool_batches = 1
         if self._other:
             first = next(iter(self._other.batches(0)))
             batch = first.take(torch.arange(len(first)))  # a loader may use the memory of a batch again
         else:
-            batch = read_pool(parts.data.train, self._next_order(), self.sizes.n_readers).to(world.device)
+            batch = read_pool(parts.splits.train, self._next_order(), self.config.loader).to(world.device)
         self.loop = _make_loop(self.parts, batch, world)._replace(other=self._other)
         self.loop.step()  # DDP needs a step before the bare model runs, so this is the first
         self.loop.local_step(self.loop.transform(self.loop.batch))
         slowest_s = max(self.meter.run(partial(repeat, self.loop.step))[2])
-        if self.sizes.tier == "disk" and not self._other:
-            slowest_s = max(slowest_s, self._supply_s(self.sizes.n_readers))
-        self._pool_batches = min(self.sizes.pool_batches, max(1, round(POOL_S / slowest_s)))
+        if self.loop.tier == "disk" and not self._other:
+            slowest_s = max(slowest_s, self._supply_s(self.loop))
+        self._pool_batches = min(int(self.config.data.pool_batches), max(1, round(POOL_S / slowest_s)))
 
     def measure(self) -> Measured:
         """Every part of the training loop."""
         copy = None
-        if self.world.device.type == "cuda" and self.sizes.tier != "device" and not self._other:
-            copy = ceilings.copies(self.loop, read_pool(self.loop.source, self._next_order(), self.sizes.n_readers))
+        if self.world.device.type == "cuda" and self.loop.tier != "device" and not self._other:
+            copy = ceilings.copies(self.loop, read_pool(self.loop.source, self._next_order(), self.config.loader))
         return ceilings.measure(self.meter, self.loop, self._next_order(), copy)
 
     def try_readers(self) -> tuple[str, float]:
         """Twice as many readers, as a setting, and the seconds per step of the supply with them."""
-        n_readers = max(1, 2 * self.sizes.n_readers)
-        setting = f"loader.{self.sizes.readers_key}={n_readers}"
-        self.world.print_once(f"trying {setting}")
-        return setting, self._supply_s(n_readers)
+        key, n_readers = self.loop.readers
+        more = min(MAX_THREADS, max(1, 2 * n_readers))
+        self.world.print_once(f"trying loader.{key}={more}")
+        loop = self.loop._replace(config=self.config.resolved(loader={key: more}))
+        return f"loader.{key}={more}", self._supply_s(loop)
 
     def describe(self) -> str:
         """What is measured, for the title of the table."""
         rows = f"{self.parts.config.data.batch_size} rows per step"
         if self._other:
             return f"{rows}, {type(self._other).__name__} as the loader"
-        return f"{rows}, {self.sizes.tier} tier, loader.{self.sizes.readers_key}={self.sizes.n_readers}"
+        key, n_readers = self.loop.readers
+        return f"{rows}, {self.loop.tier} tier, loader.{key}={n_readers}"
 
     def trace(self, n_steps: int, path: Path) -> None:
         """Write a profile of some steps of the loop, on rank 0."""
@@ -92,10 +92,9 @@ class Bench:
             path.parent.mkdir(parents=True, exist_ok=True)
             profile.export_chrome_trace(str(path))
 
-    def _supply_s(self, n_readers: int) -> float:
-        """Seconds per step of the supply with that many readers, after the pools that lie ready."""
-        sizes = self.sizes._replace(n_readers=n_readers)
-        supply = Supply(self.loop._replace(sizes=sizes), self._next_order())
+    def _supply_s(self, loop: Loop) -> float:
+        """Seconds per step of the supply of that loop, after the pools that lie ready."""
+        supply = Supply(loop, self._next_order())
         supply.drain(supply.n_ready)
         _, _, ranks_s = self.meter.run(supply.drain, 4 * supply.n_joint)
         supply.close()
@@ -104,9 +103,9 @@ class Bench:
     def _next_order(self) -> BlockSampler:
         """Another order each time: what is measured second must not find its blocks in the page cache."""
         self._seed += 1
-        sizes = self.sizes
-        shard = Shard(self.world.rank, self.world.world_size, sizes.canonical_ranks)
-        return BlockSampler(self.parts.data.train, sizes.batch_size, shard, self._pool_batches, seed=self._seed)
+        data, rows, n_ranks = self.config.data, self.parts.splits.train, self.world.world_size
+        shard = Shard(self.world.rank, n_ranks, canonical_ranks(data, rows, n_ranks))
+        return BlockSampler(rows, data.batch_size // n_ranks, shard, self._pool_batches, seed=self._seed)
 
 
 def _make_loop(parts: train.Training, batch: Rows, world: World) -> Loop:
@@ -120,9 +119,7 @@ def _make_loop(parts: train.Training, batch: Rows, world: World) -> Loop:
         train_step=lambda rows: train.train_step(parts, rows, 0.0),  # a learning rate of 0 keeps the weights
         local_step=lambda rows: train.train_step(local_parts, rows, 0.0),
         batch=batch,
-        source=parts.data.train,
-        sizes=parts.data.sizes,
+        source=parts.splits.train,
+        config=parts.config,
         device=world.device,
-        loader=parts.config.loader,
-        echo=parts.config.data.echo,
     )

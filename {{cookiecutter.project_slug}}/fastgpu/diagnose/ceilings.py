@@ -22,10 +22,10 @@ import torch
 
 from fastgpu.dataset.source import ItemDataset
 from fastgpu.diagnose.verdict import MAX_ROUNDS, N_ROUNDS, Measured, Rounds, is_enough
-from fastgpu.feed.loader import Loader, Passes
+from fastgpu.feed.loader import Loader
 from fastgpu.feed.prefetch import PrefetchLoader
-from fastgpu.feed.sizes import Sizes
-from fastgpu.feed.tiers import open_loaders
+from fastgpu.feed.readers import choose_readers
+from fastgpu.feed.tiers import ResidentRows, one_ahead, open_loader
 from fastgpu.process import config
 from fastgpu.process.machine import available_cpus
 from fastgpu.process.world import World
@@ -37,6 +37,7 @@ from fastgpu.storage.store import HDF5Dataset
 MAX_REST_S = 2.0  # maximum rest after a measurement, in which a feed reads ahead as far as it may
 MAX_S = 40.0  # after this time no round begins, unless there are fewer than N_ROUNDS
 PARTS = 8  # for each worker of a Dataset, so that all of them are done with a pool at almost the same time
+MAX_EPOCHS = 10**9  # so that each epoch is read ahead
 OBSERVED_STEPS = 10  # steps under the profiler, and steps in which places that wait for the device are looked for
 
 Work = Callable[[int], float]
@@ -56,12 +57,20 @@ class Loop(NamedTuple):
     batch: Rows
     """One batch, which stays on the device."""
     source: Dataset
-    sizes: Sizes
+    config: config.Config
+    """Without `auto`."""
     device: torch.device
-    loader: config.Loader
-    echo: float = 1.0
     other: Loader | None = None
     """A loader that is not this project's. None: this project's feed is measured, opened anew for each measurement."""
+
+    @property
+    def tier(self) -> str:
+        return self.config.data.tier
+
+    @property
+    def readers(self) -> tuple[str, int]:
+        """(key of section `loader`, number): reader threads, or worker processes of a Dataset."""
+        return choose_readers(self.source, self.config.loader, 1)
 
     def step(self) -> None:
         self.train_step(self.transform(self.batch))
@@ -78,20 +87,20 @@ class Supply:
     """Pools that may arrive at the same time, because as many worker processes started at the same time."""
 
     def __init__(self, loop: Loop, order: BlockSampler):
-        source, sizes = loop.source, loop.sizes
+        source, (_, n_readers) = loop.source, loop.readers
         self._loop = loop
         order_of_run = order
-        if sizes.tier != "device":
-            self.n_ready = loop.loader.prefetch_pools + 1
-        if sizes.tier == "disk" and isinstance(source, ItemDataset):
+        if loop.tier != "device":
+            self.n_ready = loop.config.loader.prefetch_pools + 1
+        if loop.tier == "disk" and isinstance(source, ItemDataset):
             # A pool of a run, which may be larger, has work for all workers: a small one is cut into smaller parts.
             epoch_batches = order.pools_per_epoch * order.pool_batches
-            n_parts = min(PARTS * max(1, sizes.n_readers), sizes.pool_batches, epoch_batches)
+            n_parts = min(PARTS * max(1, n_readers), int(loop.config.data.pool_batches), epoch_batches)
             order = copy(order)
             order.batch_size = min(order.batch_size, max(1, order.max_pool_rows // n_parts))
-            self.n_joint = max(1, min(self.n_ready, ceil(sizes.n_readers / n_parts)))
-        sizes = sizes._replace(passes=Passes(loop.echo))
-        (self.feed,) = open_loaders([source], [order], sizes, loop.device, loader=loop.loader)
+            self.n_joint = max(1, min(self.n_ready, ceil(n_readers / n_parts)))
+        settings = loop.config.resolved(train={"epochs": MAX_EPOCHS})
+        self.feed = open_loader(source, order, ResidentRows([source], settings, loop.device), settings)
         self.feed.order = order_of_run
         self.feed.prepare()  # rows that stay in memory are not read while it is measured
         self.n_first = self.n_ready + order_of_run.pools_per_epoch
@@ -152,7 +161,7 @@ def open_supplies(loop: Loop, order: BlockSampler) -> Supplies:
         return {"real": OtherSupply(loop, loop.other)}
     supplies: dict[str, Supply | OtherSupply] = {"real": Supply(loop, order)}
     reads_apart = isinstance(loop.source, HDF5Dataset) and not loop.source.file.is_direct  # from decoding
-    if loop.sizes.tier == "disk" and reads_apart:
+    if loop.tier == "disk" and reads_apart:
         supplies["cached"] = Supply(loop, first_blocks(loop.source, order))
     return supplies
 
@@ -165,9 +174,9 @@ def first_blocks(source: Dataset, order: BlockSampler) -> BlockSampler:
     return BlockSampler(block_rows, order.batch_size, order.shard, order.pool_batches, seed=order.seed)
 
 
-def read_pool(source: Dataset, order: BlockSampler, n_readers: int) -> Rows:
+def read_pool(source: Dataset, order: BlockSampler, loader: config.Loader) -> Rows:
     """The first pool of epoch 0 on the host, in memory of its own, without gaps between ragged values."""
-    feed = PrefetchLoader(source, order, torch.device("cpu"), n_readers, loader=config.Loader(prefetch_pools=1))
+    feed = PrefetchLoader(source, order, torch.device("cpu"), one_ahead(loader))
     rows = next(feed.pools(0)).rows
     pool = rows.take(torch.arange(len(rows)))
     feed.close()
@@ -179,7 +188,7 @@ def copies(loop: Loop, pool: Rows) -> Work:
     lengths = {name: np.diff(each.host_offsets) for name, each in pool.columns.items() if isinstance(each, Ragged)}
     host = Rows.empty(loop.source.fields, len(pool), torch.device("cpu"), pinned=True, lengths=lengths)
     on_device = host.to(loop.device)
-    n_steps = loop.echo * ceil(len(pool) / len(loop.batch))
+    n_steps = loop.config.data.echo * ceil(len(pool) / len(loop.batch))
     return lambda n_pools: n_steps * repeat(partial(on_device.copy_, host, non_blocking=True), n_pools)
 
 
@@ -274,8 +283,8 @@ def measure(
     step_s: dict[str, list[list[float]]] = {name: [] for name in tasks}  # of each round: of each rank
     cpu_shares = []
     waiting: list[float] = []
-    has_workers = isinstance(loop.source, ItemDataset) and loop.sizes.tier == "disk" and not loop.other
-    n_workers = loop.sizes.n_readers if has_workers else 0
+    has_workers = isinstance(loop.source, ItemDataset) and loop.tier == "disk" and not loop.other
+    n_workers = loop.readers[1] if has_workers else 0
     deadline = time.perf_counter() + MAX_S
     n_requests = loop.source.n_requests
     for number in range(MAX_ROUNDS):

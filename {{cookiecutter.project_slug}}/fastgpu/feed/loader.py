@@ -8,11 +8,10 @@ then cut into views. `PoolLoader` cuts them; its two subclasses read pools from 
 rows that stay on the device (tiers.py).
 """
 
-import sys
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain, islice
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,7 +30,7 @@ class Loader(Protocol):
 
     @property
     def fingerprint(self) -> Mapping[str, object]:
-        """What decides which rows are in the batch of a step: the seed, the batch size, a digest of the rows, ...
+        """What decides which rows are in the batch of a step: seed, batch size, a fingerprint of the rows, ...
 
         JSON values, the same on every rank, and for world sizes that see the same global batches. A run that was saved
         inside an epoch is resumed only if they have not changed.
@@ -51,15 +50,6 @@ class Loader(Protocol):
         """End the threads and processes that read. It is safe to call this twice."""
 
 
-class Passes(NamedTuple):
-    """How many times a run trains on its rows."""
-
-    echo: float = 1.0
-    """Passes over each pool before the next one is used. 2.5 means 2, 3, 2, 3, ..."""
-    n_epochs: int = sys.maxsize
-    """Number of epochs. Pools are read ahead for the next epoch, but not past the last one."""
-
-
 class PoolLoader(Loader):
     """A `Loader` that reads pools, and cuts each into batches once or several times.
 
@@ -68,22 +58,23 @@ class PoolLoader(Loader):
     about 4 with random augmentation, less without.
     """
 
-    def __init__(self, order: BlockSampler, passes: Passes, rows: Dataset):
-        """order: plans the pools. rows: the source of the rows, for `fingerprint`.
+    def __init__(self, source: Dataset, order: BlockSampler, echo: float = 1.0):
+        """order: plans the pools. echo: passes over each pool before the next one; 2.5 means 2, 3, 2, 3, ...
 
         Raises ValueError if batches that are not all full should be echoed.
         """
+        self.source = source
         self.order = order
-        self.rows = rows
-        self.prepare: Callable[[], None] = lambda: None
-        """Reads the rows that stay in memory, if there are any and it has not done so. `pools` calls it."""
-        self._milli_echo = round(1000 * passes.echo)
+        self._milli_echo = round(1000 * echo)
         if self._milli_echo > 1000 and not order.drop_last:
             raise ValueError("batches are echoed of a sampler with drop_last=True only: all of them are full")
 
     @property
     def fingerprint(self) -> Mapping[str, object]:
-        return {**self.order.fingerprint, "echo": self._milli_echo / 1000, "content": self.rows.fingerprint}
+        return {**self.order.fingerprint, "echo": self._milli_echo / 1000, "content": self.source.fingerprint}
+
+    def prepare(self) -> None:
+        """Read the rows that stay in memory, if there are any, unless it has been done. `pools` calls it, too."""
 
     @abstractmethod
     def pools(self, epoch: int, first_pool: int = 0) -> Iterator[Pool]:

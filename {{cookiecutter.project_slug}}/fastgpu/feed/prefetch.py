@@ -21,7 +21,6 @@ the device, or calls `record_stream`. On a CPU, host and device memory are the s
 
 import atexit
 import faulthandler
-import os
 import sys
 import threading
 import time
@@ -31,29 +30,28 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from queue import Empty, SimpleQueue
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from fastgpu.dataset.source import ItemDataset, ItemSource, rows_per_ask
-from fastgpu.dataset.workers import CLOSE_S, READERS_NICE
-from fastgpu.feed.loader import Loader, Passes, PoolLoader
-from fastgpu.feed.sizes import count_readers
+from fastgpu.dataset.source import ItemSource
+from fastgpu.feed.loader import Loader, PoolLoader
+from fastgpu.feed.readers import Readers
 from fastgpu.process import config
-from fastgpu.process.launch import HangError, read_launch
+from fastgpu.process.launch import HangError
 from fastgpu.process.world import with_index
 from fastgpu.rows.contract import Dataset, Out, Pool, PoolPlan, Reads
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import RaggedArray, Rows
-from fastgpu.storage.filters import DECODING
 from fastgpu.storage.store import HDF5Dataset
 
-JOB_BYTES = 1 << 20
-"""A job of a reader thread is at least so large, and a pool has at most 8 jobs for each thread."""
 WAITS = 100
 """`loader.timeout_s` is waited for in so many parts, since clocks go on while a run is suspended (Ctrl-Z, `scontrol
 suspend`): when it wakes up, one of the parts has passed, and the others are left."""
 POLL_S = 0.01
+CLOSE_S = 3.0
+"""How long closing waits for the end of the threads. Those that hang are left behind."""
 
 
 @dataclass(eq=False)
@@ -65,9 +63,21 @@ class _Slot:
     plan: PoolPlan = field(init=False)
     """The pool that it holds, or that is read into it."""
     n_jobs: int = 0
-    """Jobs that have still to read a part of it. 0: it is free, or has been read."""
+    """Jobs that have still to read a part of it."""
     items: list[tuple[np.ndarray, dict[str, RaggedArray]]] = field(default_factory=list)
     """Items that were read: their places in the pool and their ragged fields, which wait for the lengths of all."""
+
+
+class _Free(NamedTuple):
+    """Message to the feeder: the loop has taken the last batch of a slot, or none was read into it yet."""
+
+    slot: _Slot
+
+
+class _Done(NamedTuple):
+    """Message to the feeder: a reader has done a job of a slot."""
+
+    slot: _Slot
 
 
 class PrefetchLoader(PoolLoader):
@@ -81,72 +91,32 @@ class PrefetchLoader(PoolLoader):
         source: Dataset,
         order: BlockSampler,
         device: torch.device,
-        n_readers: int,
+        loader: config.Loader = config.Loader(),  # noqa: B008 (immutable)
         *,
-        passes: Passes = Passes(),  # noqa: B008 (an immutable tuple)
-        loader: config.Loader = config.Loader(),  # noqa: B008 (immutable, too)
+        echo: float = 1.0,
+        n_epochs: int = sys.maxsize,
     ):
-        """n_readers: threads that read. For a torch Dataset without worker processes, so many are started (0: none).
+        """loader: its num_readers threads read; or its num_workers processes, for a torch Dataset (0: the loop reads).
 
-        loader: prefetch_pools and timeout_s are used. Raises UserError if the processes cannot be started.
+        echo: see `PoolLoader`. n_epochs: epochs of the run: pools of the next epoch are read ahead, but not past the
+        last one. Raises UserError if the processes cannot be started.
         """
-        super().__init__(order, passes, source)
-        self._n_epochs = passes.n_epochs
+        super().__init__(source, order, echo)
+        self._n_epochs = n_epochs
         self._timeout_s = loader.timeout_s
         self._hang_error = HangError(f"no rows have come from {source.name} in loader.timeout_s ({loader.timeout_s} s)")
-        self._n_threads = max(1, n_readers)
         self._device = device = with_index(device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._slots = [self._make_slot(source) for _ in range(loader.prefetch_pools + 1)]
         if self._stream:
             # Kernels of a previous owner of the slots' memory may still run on the loop's stream.
             self._stream.wait_stream(torch.cuda.current_stream(device))
-        job_rows = JOB_BYTES // max(1, source.row_bytes)
-        self._rows_per_job = max(1, job_rows, order.max_pool_rows // (8 * self._n_threads))
-        if isinstance(source, ItemDataset):
-            self._rows_per_job = rows_per_ask(source, order)
-            if n_readers and not source.n_workers:  # a training run has started them when it opened the Dataset
-                source = source.with_workers(n_readers, self._timeout_s)
-            # While one thread of a worker copies rows to their places, the worker reads for the other. Without workers,
-            # the loop itself reads: a Dataset may belong to its thread, as a connection to SQLite does.
-            self._n_threads = 2 * source.n_workers
-        self._source = source
-        self._n_local_threads = self._n_threads
-        if loader.num_readers == "auto" and not source.is_local:
-            # Those that have waited for the network would wait for a CPU when all rows are on this machine.
-            self._n_local_threads = min(self._n_threads, count_readers("auto", read_launch().local_world_size))
-        self._busy_lock = threading.Lock()
-        self._busy_since = time.perf_counter()
-        self._reading_s = self._decoding_s = 0.0  # of all threads
-        self._n_requests = source.n_requests
+        self.readers = Readers(source, order, loader)
         self._threads: list[threading.Thread] = []
         self._next: tuple[int, int] | None = None  # (epoch, number) of the pools that are being read now
         # The threads are daemons, so that one that hangs does not keep Python from ending. One that runs C++ while
         # Python ends would abort the process, so they are asked to end before.
         atexit.register(self.close)
-
-    def bottleneck(self) -> str:
-        """The stage that took most of the readers' time since the last call, and what to try first, in words.
-
-        Empty if they were idle for half of the time or more: they were not the reason why the loop had to wait.
-        """
-        now, n_readers = time.perf_counter(), max(1, self._n_threads)
-        with self._busy_lock:
-            reading_s, decoding_s, elapsed_s = self._reading_s, self._decoding_s, now - self._busy_since
-            self._reading_s = self._decoding_s = 0.0
-            self._busy_since = now
-        n_before, self._n_requests = self._n_requests, self._source.n_requests
-        if reading_s + decoding_s < n_readers * elapsed_s / 2:
-            return ""
-        if isinstance(self._source, ItemDataset):
-            cure = f"try loader.num_workers={2 * self._source.n_workers or 'auto'}"
-            return f"the Dataset's items; {cure}, or write them to an HDF5 file once"
-        if decoding_s > reading_s:
-            return "decoding; try to decode once, into pixels without compression, or more CPUs"
-        cure = f"try loader.num_readers={2 * n_readers}"
-        if self._n_requests > n_before:
-            return f"the network, from which each block comes once, to data.cache; {cure}"
-        return f"reading; {cure}, or a faster disk"
 
     def _make_slot(self, source: Dataset) -> _Slot:
         host = Rows.empty(source.fields, self.order.max_pool_rows, torch.device("cpu"), pinned=bool(self._stream))
@@ -165,10 +135,10 @@ class PrefetchLoader(PoolLoader):
             self._start(chain(self.order.pools(epoch, first_pool), chain.from_iterable(later)))
         self._next = None  # until all pools of this epoch have been taken
         while True:
-            while not self._n_threads and self._ready.empty():
+            while not self.readers.n_threads and self._ready.empty():
                 with suppress(Empty):
                     if item := self._jobs.get(timeout=POLL_S):
-                        self._do(*item)
+                        self.readers.do(*item, self._inbox)
             slot = self._ready.get()
             if not isinstance(slot, _Slot):
                 self._ready.put(slot)  # for a caller that asks again
@@ -192,15 +162,16 @@ class PrefetchLoader(PoolLoader):
         if self._threads:  # they may yet write to the slots
             raise self._hang_error
         self._closing = threading.Event()
-        # What the feeder, the readers and the loop wait for: slots that are free or of which a job has ended, or the
-        # error of a job; jobs; slots with a pool, or the error that ended the feeder. None ends the one that takes it.
-        self._inbox: SimpleQueue[_Slot | BaseException | None] = SimpleQueue()
-        self._jobs: SimpleQueue[tuple[Callable[[], None], _Slot] | None] = SimpleQueue()
+        # The feeder, the readers and the loop each wait at a queue of their own: for messages, or the error of a job;
+        # for jobs; for slots with a pool, or the error that ended the feeder. None ends the one that takes it.
+        self._inbox: SimpleQueue[_Free | _Done | BaseException | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[Callable[[], None], _Done] | None] = SimpleQueue()
         self._ready: SimpleQueue[_Slot | BaseException | None] = SimpleQueue()
         for slot in self._slots:
             slot.n_jobs = 0
             self._release(slot)
-        work: dict[str, Callable[[], None]] = {f"reader_{n}": self._read_rows for n in range(self._n_threads)}
+        read = partial(self.readers.work, self._jobs, self._inbox, self._closing)
+        work: dict[str, Callable[[], None]] = {f"reader_{n}": read for n in range(self.readers.n_threads)}
         work["feeder"] = partial(self._feed, plans)
         self._threads = [threading.Thread(target=each, name=name, daemon=True) for name, each in work.items()]
         for thread in self._threads:
@@ -209,7 +180,7 @@ class PrefetchLoader(PoolLoader):
     def close(self) -> None:
         """End the threads and processes for good. It is safe to call this twice, and while a pool is in use."""
         atexit.unregister(self.close)
-        self._source.close()
+        self.readers.source.close()
         self._end_threads(CLOSE_S)
 
     def _end_threads(self, timeout_s: float) -> None:
@@ -231,7 +202,7 @@ class PrefetchLoader(PoolLoader):
     def _release(self, slot: _Slot) -> None:
         if slot.used:
             slot.used.record(torch.cuda.current_stream(self._device))
-        self._inbox.put(slot)
+        self._inbox.put(_Free(slot))
 
     def _feed(self, plans: Iterator[PoolPlan]) -> None:
         """Keep every free slot filling, and hand over the filled ones in order."""
@@ -241,19 +212,20 @@ class PrefetchLoader(PoolLoader):
                 torch.cuda.set_device(self._device)
             has_more = True
             while has_more or filling:
-                message = self._next_message() if filling and self._n_threads else self._inbox.get()
+                message = self._next_message() if filling and self.readers.n_threads else self._inbox.get()
                 # While the loader is being closed, readers leave jobs out.
                 if message is None or self._closing.is_set():
                     break
-                if isinstance(message, BaseException):
-                    raise message
-                if message.n_jobs:
-                    message.n_jobs -= 1
-                elif plan := next(plans, None):
-                    self._fill(message, plan)
-                    filling.append(message)
-                else:
-                    has_more = False
+                match message:
+                    case BaseException():
+                        raise message
+                    case _Done(slot):
+                        slot.n_jobs -= 1
+                    case _Free(slot) if plan := next(plans, None):
+                        self._fill(slot, plan)
+                        filling.append(slot)
+                    case _Free():
+                        has_more = False
                 while filling and not filling[0].n_jobs:
                     self._hand_over(filling.pop(0))
         except Empty:
@@ -264,7 +236,7 @@ class PrefetchLoader(PoolLoader):
         else:
             self._ready.put(None)
 
-    def _next_message(self) -> _Slot | BaseException | None:
+    def _next_message(self) -> _Free | _Done | BaseException | None:
         """The next message of the readers. Raises Empty if they hang."""
         for _ in range(WAITS - 1):
             with suppress(Empty):
@@ -274,7 +246,7 @@ class PrefetchLoader(PoolLoader):
     def _fill(self, slot: _Slot, plan: PoolPlan) -> None:
         if slot.copied:
             slot.copied.synchronize()  # afterwards the readers may overwrite the staging memory
-        source, n_rows = self._source, self._rows_per_job
+        source, n_rows = self.readers.source, self.readers.rows_per_job
         row_ids = plan.row_ids if source.stored_lengths else None
         for name, lengths in source.stored_lengths.items():
             self._set_lengths(slot, name, lengths[row_ids])
@@ -286,32 +258,13 @@ class PrefetchLoader(PoolLoader):
         read = partial(_read_items, source, slot) if isinstance(source, ItemSource) else partial(source.read, plan)
         jobs = jobs or [partial(read, reads, out) for reads in plan.reads.split(n_rows)]
         slot.n_jobs = len(jobs)
+        done = _Done(slot)
         for job in jobs:
-            self._jobs.put((job, slot))
-
-    def _read_rows(self) -> None:
-        if sys.platform == "linux":  # elsewhere, the priority of a thread is that of its process
-            os.nice(READERS_NICE)  # so that the loop wakes up to queue a step that the device is waiting for
-        while (item := self._jobs.get()) and not self._closing.is_set():
-            self._do(*item)
-
-    def _do(self, job: Callable[[], None], slot: _Slot) -> None:
-        t0, decoding_s = time.perf_counter(), DECODING.seconds
-        try:
-            job()
-            decoding_s = DECODING.seconds - decoding_s
-            with self._busy_lock:
-                self._reading_s += time.perf_counter() - t0 - decoding_s
-                self._decoding_s += decoding_s
-            self._inbox.put(slot)
-        except BaseException as error:
-            self._inbox.put(error)
+            self._jobs.put((job, done))
 
     def _hand_over(self, slot: _Slot) -> None:
-        if self._n_threads > self._n_local_threads and self._source.is_local:
-            for _ in range(self._n_local_threads, self._n_threads):
-                self._jobs.put(None)
-            self._n_threads = self._n_local_threads
+        for _ in range(self.readers.dismiss()):
+            self._jobs.put(None)
         if slot.items:
             self._write_ragged(slot)
         if self._stream and slot.copied and slot.used:
@@ -355,5 +308,5 @@ def _read_items(source: ItemSource, slot: _Slot, reads: Reads, out: Mapping[str,
 
 
 def bottleneck(loader: Loader) -> str:
-    """See `PrefetchLoader.bottleneck`. Empty for any other loader."""
-    return loader.bottleneck() if isinstance(loader, PrefetchLoader) else ""
+    """See `Readers.bottleneck`. Empty for any other loader."""
+    return loader.readers.bottleneck() if isinstance(loader, PrefetchLoader) else ""

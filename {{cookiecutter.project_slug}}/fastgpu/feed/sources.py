@@ -1,27 +1,43 @@
 """The source that the config names: HDF5 files, or a Dataset of your own. To read another file format, add it here."""
 
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Literal
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from fastgpu.dataset.source import open_dataset
-from fastgpu.feed.sizes import class_labels, count_readers
-from fastgpu.process.config import Data, Loader
+from fastgpu.process.config import Config, Data, Loader
 from fastgpu.process.launch import UserError, read_launch, warn
+from fastgpu.process.machine import cpus_of_rank
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.selection import Groups, Mixture, Subset, hold_out
 from fastgpu.storage.columns import Codec
-from fastgpu.storage.file import is_url
 from fastgpu.storage.hdf5 import expand
 from fastgpu.storage.meaning import check_meaning
 from fastgpu.storage.store import HDF5Dataset, open_store
 
-Splits = Callable[[], tuple[Dataset, Dataset]]
-"""Returns what `open_splits` opened, or raises its error where all ranks end together: see `attempt` in launch.py."""
+
+class Splits(NamedTuple):
+    """The rows to train on and those to validate on."""
+
+    train: Dataset
+    val: Dataset
+    error: UserError | None = None
+    """Why they could not be opened, see `open_rows`. Then there are no rows."""
+
+
+def open_rows(config: Config) -> Splits:
+    """What `open_splits` opens. Its error is kept, so that it can be raised where all ranks end together.
+
+    Rows are opened before the ranks know each other: the workers of a Dataset are forks.
+    """
+    try:
+        return Splits(*open_splits(config.data, config.loader, config.run.seed))
+    except UserError as error:
+        return Splits(Dataset(), Dataset(), error)
 
 
 def open_splits(data: Data, loader: Loader, seed: int) -> tuple[Dataset, Dataset]:
@@ -52,7 +68,8 @@ def _open(data: Data, loader: Loader, seed: int, split: Literal["train", "val"])
     elif isinstance(named, dict):
         raise UserError("data.train has weights, which work for HDF5 files only; use data.dataset=none")
     else:
-        n_workers = count_readers(loader.num_workers, read_launch().local_world_size)
+        n_local = read_launch().local_world_size
+        n_workers = cpus_of_rank(n_local) if loader.num_workers == "auto" else loader.num_workers
         workers_key = "loader.num_workers" if n_workers else ""
         source = items = open_dataset(key, named, fields, factory=data.dataset, seed=seed, workers_key=workers_key)
         if n_workers:
@@ -81,7 +98,7 @@ def _check_images(data: Data, source: Dataset) -> None:
             warn(f"data.image_size and data.min_crop_scale have no effect: {source.name} has no encoded images")
         return
     if not find_spec("simplejpeg"):
-        warn("without simplejpeg, JPEG files take longer to decode (pip install -c constraints.txt simplejpeg)")
+        warn("without simplejpeg, JPEG files take longer to decode; install it")
     masks = [f"{name}, {field}" for name, field in source.fields.items() if len(field.shape) == 2]
     if masks and data.min_crop_scale < 1:
         raise UserError(
@@ -92,19 +109,27 @@ def _check_images(data: Data, source: Dataset) -> None:
 
 def _warn_of_shared_rows(data: Data, train: Dataset, val: Dataset) -> None:
     """Say that validation rows are trained on, as with the pattern `photos-*.h5`, which also matches photos-val.h5."""
-    names, val_names = [str(data.train)], [str(data.val)]
-    if isinstance(train, HDF5Dataset) and isinstance(val, HDF5Dataset):
-        names, val_names = (
-            ["/".join(file) if is_url(file[0]) else os.path.relpath("/".join(file)) for file in rows.files]
-            for rows in (train, val)
-        )
+    if data.val_fields not in ({}, data.fields):  # other fields of the same rows
+        return
+    names = _names_of_files(data.train, train)
+    shared = names.keys() & _names_of_files(data.val, val).keys()
     if data.val_share is not None:  # a row that is held out of one copy is trained on in the other
-        val_names = [name for name in names if names.count(name) > 1]
-    if (shared := {*names} & {*val_names}) and data.val_fields in ({}, data.fields):
+        shared = {file for file, copies in names.items() if len(copies) > 1}
+    if shared:
         warn(
-            f"data.val ({data.val}) has rows of {', '.join(sorted(shared))} that are trained on, too: its metrics are "
-            "too good; name each file once, and hold rows out by data.val=10%"
+            f"data.val ({data.val}) has rows of {', '.join(sorted(names[file][0] for file in shared))} that are "
+            "trained on, too: its metrics are too good; name each file once, and hold rows out by data.val=10%"
         )
+
+
+def _names_of_files(named: object, rows: Dataset) -> dict[tuple[Path, str], list[str]]:
+    """{(path, group) of each file, whatever link or relative path leads to it: how it is named}"""
+    files = rows.files if isinstance(rows, HDF5Dataset) else [(str(named), "/")]
+    names: dict[tuple[Path, str], list[str]] = {}
+    for path, group in files:
+        text = path if group == "/" else f"{path}::{group}"
+        names.setdefault((Path(path).resolve(), group.strip("/")), []).append(text)
+    return names
 
 
 def _hold_out(data: Data, rows: Dataset) -> tuple[Dataset, Dataset]:
@@ -148,6 +173,12 @@ def _group_by_file(weights: Mapping[str, float], source: Dataset) -> Groups:
     n_files = [len(expand("data.train", path)) for path in weights]
     group_of_file = np.repeat(np.arange(len(n_files), dtype=np.int16), n_files)
     return Groups(tuple(weights), tuple(weights.values()), group_of_file.repeat(source.part_rows))
+
+
+def class_labels(source: Dataset) -> np.ndarray | None:
+    """(rows,) whole numbers: the field `labels` of all rows. None: there is no such field in memory."""
+    labels = source.stored_column("labels")
+    return labels if labels is not None and labels.ndim == 1 and labels.dtype.kind in "bui" else None
 
 
 def _group_by_class(source: Dataset) -> Groups:

@@ -1,40 +1,153 @@
-"""Loaders for the three tiers: rows that stay on the device, stay in host memory, or are read from disk in each epoch.
+"""Where rows are kept: they stay on the device, stay in host memory, or are read from disk in each epoch.
 
-All three give the same batches, bit for bit.
+All three tiers give the same batches, bit for bit.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from fastgpu.feed.loader import Passes, PoolLoader
+from fastgpu.dataset.source import ItemDataset
+from fastgpu.feed.loader import PoolLoader
 from fastgpu.feed.prefetch import PrefetchLoader
-from fastgpu.feed.sizes import Sizes
-from fastgpu.process.config import Loader
+from fastgpu.process.config import Config, Data, Loader, Tier
+from fastgpu.process.launch import UserError, warn
+from fastgpu.process.machine import format_bytes, free_host_bytes
 from fastgpu.rows.contract import Dataset, Pool
 from fastgpu.rows.order import BlockSampler
-from fastgpu.rows.rows import Rows
+from fastgpu.rows.rows import MAX_VALUES, Rows
 from fastgpu.storage.arrays import ArrayDataset
+
+RESIDENT_SHARE = 0.5
+"""Share of the free memory that data.tier=auto fills with rows. The rest is for the model and its gradients."""
+
+
+class Memory(NamedTuple):
+    """The memory of a rank, in bytes: what all rows need, and what is free on its device and on the host."""
+
+    need: int
+    device: int
+    host: int
+
+    def describe(self, tier: str) -> str:
+        """What the rows need, where they are kept, and what is free, in words."""
+        kept = {"device": "kept on the device", "host": "kept in RAM", "disk": "read from disk"}[tier]
+        text = f"{format_bytes(self.host)} in RAM"
+        if self.device != self.host:  # the device is not the CPU
+            text = f"{format_bytes(self.device)} on its device, {text}"
+        return f"{format_bytes(self.need)} for all rows, {kept}; free for each rank: {text}"
+
+
+def measure_memory(sources: Sequence[Dataset], device: torch.device, n_local: int) -> Memory:
+    """n_local: ranks that share the memory of this machine."""
+    host = free_host_bytes() // n_local
+    on_device = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host
+    return Memory(sum(len(source) * source.row_bytes for source in sources), on_device, host)
+
+
+def choose_tier(data: Data, sources: Sequence[Dataset], memory: Memory) -> Tier:
+    """auto: the nearest tier of which the rows fill at most half. All tiers give the same batches: ranks may differ.
+
+    sources: the training rows, then those to validate on. Raises UserError if the rows cannot be kept as asked.
+    """
+    tier, train = data.tier, sources[0]
+    if tier == "disk":
+        return tier
+    reason = next(filter(None, (_why_not_kept(source, data) for source in sources)), "")
+    free: Mapping[Tier, int] = {"device": memory.device, "host": memory.host}
+    if tier == "auto":
+        may_stay = not reason and not isinstance(train, ItemDataset)  # whose items may be drawn anew in each epoch
+        return next((each for each in free if may_stay and memory.need <= RESIDENT_SHARE * free[each]), "disk")
+    if memory.need > free[tier]:
+        reason = f"{train.name} needs {format_bytes(memory.need)} a rank and {format_bytes(free[tier])} are free"
+    if reason:
+        raise UserError(f"data.tier is {tier}, but {reason}; use data.tier=disk")
+    if isinstance(train, ItemDataset):
+        warn(
+            f"data.tier is {tier}: the items of {train.name} are read once, so what they draw at random is the same "
+            "in each epoch; data.tier=disk reads them anew"
+        )
+    return tier
+
+
+def _why_not_kept(source: Dataset, data: Data) -> str:
+    """Why the rows cannot stay on the device or the host. Empty: they can."""
+    if source.decoding and data.min_crop_scale < 1:
+        return f"each epoch decodes other parts of the images of {source.name} (data.min_crop_scale)"
+    for name, field in source.fields.items():
+        if field.is_ragged and name not in source.stored_lengths:
+            return f"nobody knows how many values {name} of {source.name} have before they are read"
+        if field.is_ragged and source.stored_lengths[name].sum(dtype=np.int64) > MAX_VALUES:
+            return f"{source.name} has more than {MAX_VALUES:,} values of {name}"
+    return ""
+
+
+class ResidentRows:
+    """All rows of a run, in memory that its loaders share: on the device or on the host, or none on the disk tier.
+
+    The memory is allocated now, and filled when a loader is first asked for rows, so that run.check=true is quick.
+    """
+
+    def __init__(self, sources: Sequence[Dataset], cfg: Config, device: torch.device):
+        """sources: of all loaders. Parts of one source share its rows. device: where the batches are needed."""
+        self.device = device
+        self._loader = one_ahead(cfg.loader)
+        self._rows: dict[Dataset, Rows] = {}
+        home = device if cfg.data.tier == "device" else torch.device("cpu")
+        for whole in dict.fromkeys(source.whole or source for source in sources) if cfg.data.tier != "disk" else ():
+            n_rows = int(whole.block_rows.sum())  # also those that are not selected
+            self._rows[whole] = Rows.empty(whole.fields, n_rows, home, lengths=whole.stored_lengths)
+        self._unread = list(self._rows)
+
+    def rows(self, source: Dataset) -> Rows:
+        """The stored rows of that source, or of the one that it is a part of. They are there after `load`."""
+        return self._rows[source.whole or source]
+
+    def load(self) -> None:
+        """Read the rows of all sources, unless it has been done."""
+        while self._unread:
+            _read_all(self._unread[0], self._rows[self._unread[0]], self._loader)
+            del self._unread[0]
+
+
+def one_ahead(loader: Loader) -> Loader:
+    """The settings with one pool ahead, which saves memory."""
+    return loader.model_copy(update={"prefetch_pools": 1})
+
+
+def _read_all(source: Dataset, rows: Rows, loader: Loader) -> None:
+    """Read all rows of the files in their order. Two pools of host memory are enough."""
+    # A worker process of a Dataset is asked for one batch at a time: 4 MiB.
+    batch_size = min(len(rows), max(1, (4 << 20) // source.row_bytes))
+    order = BlockSampler(source.block_rows, batch_size, pool_batches=16, seed=None)
+    start = 0
+    with closing(PrefetchLoader(source, order, rows.device, loader, n_epochs=1)) as feed:
+        for plan, part in feed.pools(0):
+            rows.slice(start, start + plan.n_real_rows).copy_(part.slice(0, plan.n_real_rows))
+            start += plan.n_real_rows
 
 
 class ResidentLoader(PoolLoader):
     """All rows stay on the device, where one gather makes a pool. An epoch reads neither disk nor host memory."""
 
-    def __init__(self, rows: Rows, source: Dataset, order: BlockSampler, passes: Passes):
-        """rows: those of `source`, on the device."""
-        super().__init__(order, passes, source)
-        self._rows = rows
+    def __init__(self, memory: ResidentRows, source: Dataset, order: BlockSampler, echo: float):
+        super().__init__(source, order, echo)
+        self._memory = memory
+        self._rows = memory.rows(source)
         # Memory for one pool is enough: kernels that fill and use it run in order.
-        self._pool = Rows.empty(source.fields, order.max_pool_rows, rows.device)
+        self._pool = Rows.empty(source.fields, order.max_pool_rows, self._rows.device)
+
+    def prepare(self) -> None:
+        self._memory.load()
 
     def pools(self, epoch: int, first_pool: int = 0) -> Iterator[Pool]:
         self.prepare()
         for plan in self.order.pools(epoch, first_pool):
             row_ids = plan.row_ids
-            for name, lengths in self.rows.stored_lengths.items():
+            for name, lengths in self.source.stored_lengths.items():
                 self._pool.make_room(name, int(lengths[row_ids].sum(dtype=np.int64)))
             yield Pool(plan, self._rows.take(torch.from_numpy(row_ids), out=self._pool))
 
@@ -42,56 +155,34 @@ class ResidentLoader(PoolLoader):
         """Nothing to end."""
 
 
-def open_loaders(
-    sources: Sequence[Dataset], orders: Sequence[BlockSampler], sizes: Sizes, device: torch.device, *, loader: Loader
-) -> list[PoolLoader]:
-    """A loader for each source, whose rows come in the given order and are kept on the tier that `sizes` names.
+class HostLoader(PrefetchLoader):
+    """All rows stay in host memory, from which pools are copied to the device ahead of the loop."""
 
-    Memory for the rows is allocated now. All sources are read into it when a loader is first asked for rows, so that
-    run.check=true is quick. loader: prefetch_pools and timeout_s are used.
-    """
-    loaders: list[PoolLoader] = []
-    kept: dict[Dataset, Rows] = {}
-    home = device if sizes.tier == "device" else torch.device("cpu")
-    one_ahead = loader.model_copy(update={"prefetch_pools": 1})
-    for source, order in zip(sources, orders, strict=True):
-        # Validation, which is not shuffled, takes each row once. One pool ahead is enough for it, and saves memory.
-        passes = sizes.passes if order.shuffle else sizes.passes._replace(echo=1.0)
-        ahead = loader if order.shuffle else one_ahead
-        whole = source.whole or source
-        if sizes.tier != "disk" and whole not in kept:
-            n_rows = int(whole.block_rows.sum())  # also those that are not selected
-            kept[whole] = Rows.empty(whole.fields, n_rows, home, lengths=whole.stored_lengths)
-        if sizes.tier == "device":
-            loaders.append(ResidentLoader(kept[whole], source, order, passes))
-            continue
-        read = source
-        if sizes.tier == "host":
-            arrays = kept[whole].numpy()
-            read = ArrayDataset(source.name, arrays, block_rows=source.block_rows, fields=source.fields)
-        feed = PrefetchLoader(read, order, device, sizes.n_readers, passes=passes, loader=ahead)
-        feed.rows = source  # its fingerprint has a digest of the rows, which arrays do not have
-        loaders.append(feed)
+    def __init__(
+        self, memory: ResidentRows, source: Dataset, order: BlockSampler, loader: Loader, *, echo: float, n_epochs: int
+    ):
+        arrays = memory.rows(source).numpy()
+        kept = ArrayDataset(source.name, arrays, block_rows=source.block_rows, fields=source.fields)
+        super().__init__(kept, order, memory.device, loader, echo=echo, n_epochs=n_epochs)
+        self._memory = memory
+        self._of = source
 
-    @cache
-    def read_kept() -> None:
-        for source, rows in kept.items():
-            _read_all(source, rows, sizes.n_readers, one_ahead)
+    @property
+    def fingerprint(self) -> Mapping[str, object]:
+        """With that of the rows in the files, which arrays do not have."""
+        return {**super().fingerprint, "content": self._of.fingerprint}
 
-    for each in loaders:
-        each.prepare = read_kept
-    return loaders
+    def prepare(self) -> None:
+        self._memory.load()
 
 
-def _read_all(source: Dataset, rows: Rows, n_readers: int, loader: Loader) -> None:
-    """Read all rows of the files in their order. Two pools of host memory are enough."""
-    n_rows = len(rows)
-    # A worker process of a Dataset is asked for one batch at a time: 4 MiB.
-    batch_size = min(n_rows, max(1, (4 << 20) // source.row_bytes))
-    order = BlockSampler(source.block_rows, batch_size, pool_batches=16, seed=None)
-    feed = PrefetchLoader(source, order, rows.device, n_readers, passes=Passes(n_epochs=1), loader=loader)
-    start = 0
-    with closing(feed):
-        for plan, part in feed.pools(0):
-            rows.slice(start, start + plan.n_real_rows).copy_(part.slice(0, plan.n_real_rows))
-            start += plan.n_real_rows
+def open_loader(source: Dataset, order: BlockSampler, memory: ResidentRows, cfg: Config) -> PoolLoader:
+    """A loader of these rows on the tier that the config names. cfg: without `auto`. memory: made by that config."""
+    echo, loader = cfg.data.echo, cfg.loader
+    if not order.shuffle:  # validation takes each row once, for which one pool ahead is enough
+        echo, loader = 1.0, one_ahead(loader)
+    if cfg.data.tier == "device":
+        return ResidentLoader(memory, source, order, echo)
+    if cfg.data.tier == "host":
+        return HostLoader(memory, source, order, loader, echo=echo, n_epochs=cfg.train.epochs)
+    return PrefetchLoader(source, order, memory.device, loader, echo=echo, n_epochs=cfg.train.epochs)

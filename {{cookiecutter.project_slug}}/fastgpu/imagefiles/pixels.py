@@ -9,13 +9,13 @@ Shapes: C channels, H and W pixels.
 import io
 import json
 from pathlib import Path
-from typing import IO, get_args
+from typing import get_args
 
 import numpy as np
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from fastgpu.images.decode import EncodedImage, open_image, open_whole, resize_pixels, to_rgb
+from fastgpu.images.decode import EncodedImage, open_whole, resize_pixels, to_rgb
 from fastgpu.images.parts import Preprocessing, Resize, centre_box
 from fastgpu.process.content import open_regular
 from fastgpu.process.launch import UserError
@@ -44,8 +44,7 @@ def read_image(path: Path, preprocessing: Preprocessing, shape: tuple[int, ...])
 
     Raises an exception of any kind if the file is damaged, ValueError if its size is another one.
     """
-    with open_regular(path) as file:
-        image_CHW = decode(file, preprocessing)
+    image_CHW = decode(open_upright(path), preprocessing)
     if image_CHW.shape[1:] != shape[-2:]:
         raise ValueError(f"it has {image_CHW.shape[1:]} pixels, the others {shape[-2:]}; resize it")
     if shape[:-2] == (3,):
@@ -53,55 +52,54 @@ def read_image(path: Path, preprocessing: Preprocessing, shape: tuple[int, ...])
     return np.asarray(Image.fromarray(image_CHW.transpose(1, 2, 0)).convert("L")).reshape(shape)
 
 
-def decode(file: IO[bytes], preprocessing: Preprocessing) -> np.ndarray:
-    """Decode an image file and prepare it: uint8 (3, H, W)."""
+class UprightImage(EncodedImage):
+    """An encoded image, turned as its EXIF orientation says: `height` and `width` are those of the turned image."""
+
+    def __init__(self, data: np.ndarray):
+        super().__init__(data)
+        self.orientation = orientation_of(self.header)
+        if self.orientation >= EXIF_ON_ITS_SIDE:
+            self.height, self.width = self.width, self.height
+
+    def decode_whole(self, min_size: tuple[int, int] | None = None) -> Tensor:
+        """All pixels, uint8 (3, H, W). Raises an exception of any kind if the bytes are damaged.
+
+        min_size: (height, width). A larger JPEG file may be decoded at 1/2, 1/4 or 1/8, not below this.
+        """
+        with open_whole(io.BytesIO(self.data.data)) as opened:
+            image: Image.Image = opened
+            if min_size:
+                height, width = min_size
+                image.draft("RGB", (height, width) if self.orientation >= EXIF_ON_ITS_SIDE else (width, height))
+            ImageOps.exif_transpose(image, in_place=True)
+            return to_rgb(image)
+
+    def _decode_whole(self, factor: int) -> np.ndarray:
+        if self.orientation == 1:
+            return super()._decode_whole(factor)
+        return self.decode_whole((self.height // factor, self.width // factor)).permute(1, 2, 0).numpy()
+
+
+def open_upright(path: Path) -> UprightImage:
+    """Read an image file. Raises an exception of any kind if it is none, and ValueError for a FIFO."""
+    with open_regular(path) as file:
+        return UprightImage(np.frombuffer(file.read(), np.uint8))
+
+
+def decode(image: UprightImage, preprocessing: Preprocessing) -> np.ndarray:
+    """Decode an image and prepare it: uint8 (3, H, W)."""
     size = preprocessing.size
     if size and preprocessing.centre_share:
-        image = UprightImage(np.frombuffer(file.read(), np.uint8))
-        box = centre_box(image.height, image.width, size, preprocessing.centre_share)
-        return image.decode(box, size)
+        return image.decode(centre_box(image.height, image.width, size, preprocessing.centre_share), size)
     # A JPEG file is decoded at 1/2, 1/4 or 1/8, to twice the size that is asked for or more.
-    image_CHW = decode_upright(file, size and (2 * size[0], 2 * size[1]))
+    image_CHW = image.decode_whole(size and (2 * size[0], 2 * size[1]))
     return fit(image_CHW, preprocessing).contiguous().numpy()
-
-
-def decode_upright(file: IO[bytes], min_size: tuple[int, int] | None = None) -> Tensor:
-    """All pixels of an image file, uint8 (3, H, W).
-
-    min_size: (height, width). A larger JPEG file may be decoded at 1/2, 1/4 or 1/8, not below this.
-    """
-    with open_whole(file) as opened:
-        image: Image.Image = opened
-        if min_size:
-            height, width = min_size
-            if orientation_of(image) >= EXIF_ON_ITS_SIDE:
-                height, width = width, height
-            image.draft("RGB", (width, height))
-        ImageOps.exif_transpose(image, in_place=True)
-        return to_rgb(image)
 
 
 def orientation_of(image: Image.Image) -> int:
     """The EXIF orientation of an image, 1 to 8. 1 is upright; other values mean nothing, and Pillow turns nothing."""
     orientation: int = image.getexif().get(EXIF_ORIENTATION, 1)
     return orientation if orientation in range(2, 9) else 1
-
-
-class UprightImage(EncodedImage):
-    """An encoded image, turned as its EXIF orientation says."""
-
-    def __init__(self, data: np.ndarray):
-        super().__init__(data)
-        with open_image(io.BytesIO(data.data)) as image:
-            self.orientation = orientation_of(image)
-        if self.orientation >= EXIF_ON_ITS_SIDE:
-            self.height, self.width = self.width, self.height
-
-    def _decode_whole(self, factor: int) -> np.ndarray:
-        if self.orientation == 1:
-            return super()._decode_whole(factor)
-        size = (self.height // factor, self.width // factor)
-        return decode_upright(io.BytesIO(self._data.data), size).permute(1, 2, 0).numpy()
 
 
 def fit(image_CHW: Tensor, preprocessing: Preprocessing, *, is_mask: bool = False) -> Tensor:

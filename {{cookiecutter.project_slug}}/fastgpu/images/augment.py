@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+__all__ = ["cutout", "mixup", "random_crop", "random_flip", "random_resized_crop", "to_dtype"]
+
 
 def random_crop(x_BCHW: Tensor, padding: int, rng: torch.Generator) -> Tensor:
     """Pad each image with zeros on every side, then crop it to its old size at a random place."""
@@ -52,8 +54,8 @@ def random_resized_crop(x_BCHW: Tensor, min_scale: float, rng: torch.Generator) 
 
 
 def _sample_positions(length_B: Tensor, u_B: Tensor, count: int) -> Tensor:
-    """(B, count): the centres, in pixels, of `count` equal pieces of `length_B` pixels that begin where u_B, in [0, 1),
-    says."""
+    """(B, count) positions of `count` equally wide samples over `length_B` pixels, in pixels. u_B, in [0, 1), chooses
+    where they start."""
     start_B = torch.minimum((u_B * (count - length_B + 1)).floor(), count - length_B)
     centers = torch.arange(count, device=length_B.device) + 0.5
     offsets_BN = (centers * (length_B / count)[:, None] - 0.5).clamp(min=0)

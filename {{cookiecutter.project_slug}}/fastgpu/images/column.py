@@ -10,20 +10,20 @@ from fastgpu.rows.contract import PoolPlan
 from fastgpu.rows.rows import Field
 
 CENTRE_SHARE = 224 / 256
-"""Share of the sides that validation keeps where training sees random parts, in which things look larger."""
+"""Share of the sides in the centre crop of validation, where training has random crops: these enlarge objects."""
 
 
 class ImageCodec:
     """Decodes image files to pixels of one size, uint8 (3, H, W). See `Codec` in storage/columns.py.
 
-    Rows of a shuffled order show random parts, others the centre. A part is a function of (seed, epoch, row, how often
-    the row came before) alone: it is the same for every world size, tier and number of readers, and for a resumed run.
+    Shuffled rows get random crops, others the centre crop. A crop is a function of (seed, epoch, row, repeats of the
+    row) alone: it is the same for every world size, tier and number of readers, and for a resumed run.
     """
 
     def __init__(self, size: tuple[int, int], min_scale: float = 1.0, centre_share: float | None = None):
-        """size: (height, width). min_scale: smallest share of the area of a random part; 1: no random parts.
+        """size: (height, width). min_scale: smallest share of the area of a random crop; 1: no random crops.
 
-        centre_share: of the sides of the largest centre. None: CENTRE_SHARE if there are random parts, else all of it.
+        centre_share: share of the sides in the centre crop. None: CENTRE_SHARE if there are random crops, else 1.
         """
         self.field = Field(np.dtype(np.uint8), (3, *size), is_channels_last=True)
         self._size = size
@@ -36,7 +36,7 @@ class ImageCodec:
         return f"decoded by the readers to {height} x {width} pixels; data.min_crop_scale is {self._min_scale:g}"
 
     def draw(self, plan: PoolPlan | None, row_ids: np.ndarray, places: np.ndarray) -> list[list[float]]:
-        """N_DRAWS random numbers for each row, which choose its part. None if it shows the centre."""
+        """N_DRAWS random numbers for each row, which choose its crop; none for a centre crop."""
         if self._min_scale < 1 and plan and plan.is_shuffled:
             return draw((plan.seed, plan.epoch), row_ids, plan.repeats[places]).tolist()
         return [[]] * len(row_ids)

@@ -7,6 +7,7 @@ size, if the part then still has as many pixels as are asked for. Shapes: C chan
 
 import io
 from contextlib import suppress
+from functools import cached_property
 from importlib import import_module
 from importlib.util import find_spec
 from typing import IO, Any
@@ -23,7 +24,7 @@ from fastgpu.storage.file import scratch
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "TGA", "ICO", "PCX", "SGI", "QOI")
 """Formats of pixels that Pillow decodes itself. For others it starts programs: Ghostscript for EPS."""
 MAX_PIXELS = 89_478_485
-"""Pillow warns of images with more pixels, and refuses those of twice as many: they may be made to fill the memory."""
+"""Pillow warns of images with more pixels, and refuses twice as many: a decompression bomb would fill the memory."""
 simplejpeg: Any = import_module("simplejpeg") if find_spec("simplejpeg") else None
 
 
@@ -32,16 +33,20 @@ class EncodedImage:
 
     def __init__(self, data: np.ndarray):
         """data: (bytes,) uint8. Raises an exception of any kind if they are no image, or one of too many pixels."""
-        self._data = data
+        self.data = data
         self.is_plain = False
         """Whether it is a JPEG file that simplejpeg decodes as Pillow does. Pillow decodes all others."""
         if simplejpeg:
-            with suppress(ValueError):  # it is no JPEG file; or Pillow knows better, or says what is wrong
+            with suppress(ValueError):  # not a JPEG file, or a damaged one: Pillow reads it or says what is wrong
                 self.height, self.width, colors, _ = simplejpeg.decode_jpeg_header(data)
                 self.is_plain = colors in ("YCbCr", "Gray", "RGB") and self.height * self.width <= MAX_PIXELS
         if not self.is_plain:
-            with open_image(io.BytesIO(data.data)) as image:
-                self.height, self.width = image.height, image.width
+            self.width, self.height = self.header.size
+
+    @cached_property
+    def header(self) -> ImageFile.ImageFile:
+        """What Pillow knows of the image before it decodes pixels. Raises an exception of any kind."""
+        return open_image(io.BytesIO(self.data.data))
 
     def decode(self, box: Box, size: tuple[int, int]) -> np.ndarray:
         """A part of the image, resized to (height, width): uint8 (3, H, W), channels last in memory.
@@ -67,18 +72,18 @@ class EncodedImage:
         if self.is_plain:
             height, width = -(-self.height // factor), -(-self.width // factor)
             buffer = scratch(height * width * 3, "pixels")
-            with suppress(ValueError):  # it may be harmless: Pillow decides
+            with suppress(ValueError):  # libjpeg-turbo also refuses what Pillow reads
                 return simplejpeg.decode_jpeg(
-                    self._data, min_height=height, min_width=width, min_factor=factor, buffer=buffer
+                    self.data, min_height=height, min_width=width, min_factor=factor, buffer=buffer
                 )
-        with open_whole(io.BytesIO(self._data.data)) as image:
+        with open_whole(io.BytesIO(self.data.data)) as image:
             image.draft("RGB", (image.width // factor, image.height // factor))
             return to_rgb(image).permute(1, 2, 0).numpy()
 
 
 def decode_plain(data: np.ndarray, out_HWC: np.ndarray) -> bool:
-    """Decode a JPEG file of the size of `out_HWC`, uint8 (H, W, 3), right there. False: it is another one."""
-    with suppress(ValueError):  # it is larger, or of other colors, or damaged: the way for all files says it
+    """Decode a JPEG file straight into `out_HWC`, uint8 (H, W, 3). False: it has another size, or is no such file."""
+    with suppress(ValueError):  # of another size or color space, or damaged: the general path reads or reports it
         return bool(simplejpeg) and simplejpeg.decode_jpeg(data, buffer=out_HWC).shape == out_HWC.shape
     return False
 
@@ -87,13 +92,15 @@ def open_image(file: IO[bytes]) -> ImageFile.ImageFile:
     """Read the header of an image. Raises an exception of any kind if it is none, or one of too many pixels."""
     try:
         return Image.open(file, formats=FORMATS)
-    except UnidentifiedImageError:  # which says how the file object is called
+    except UnidentifiedImageError:  # its message has the address of the file object
         raise ValueError("it is not an image that Pillow knows") from None
 
 
 def open_whole(file: IO[bytes]) -> ImageFile.ImageFile:
-    """`open_image` for pixels. Raises an exception of any kind if a PNG file is damaged: its pixels are decoded without
-    a look at their checksums, so bytes of zero at the end of a broken download are pixels, too."""
+    """`open_image` for pixels. Raises an exception of any kind if a PNG file does not match its checksums.
+
+    Pillow decodes its pixels without them, so that zeros at the end of a broken download become pixels.
+    """
     image = open_image(file)
     if image.format != "PNG":
         return image
@@ -117,7 +124,7 @@ def to_rgb(image: Image.Image) -> Tensor:
 
 
 def resize_pixels(image_CHW: Tensor, size: tuple[int, int], *, is_mask: bool = False) -> Tensor:
-    """Resize to (height, width). torch's kernel for bytes gives Pillow's values, up to one level, in a third of the
-    time. The result lies in memory as the image does."""
-    image_1CHW = image_CHW.permute(1, 2, 0)[None].permute(0, 3, 1, 2)  # image_CHW[None] hides how it lies
+    """Resize to (height, width), in the memory layout of the image. torch's kernel for bytes gives the values of Pillow
+    to within one level, in a third of the time."""
+    image_1CHW = image_CHW.permute(1, 2, 0)[None].permute(0, 3, 1, 2)  # image_CHW[None] would lose the layout
     return F.interpolate(image_1CHW, size, mode="nearest-exact" if is_mask else "bilinear", antialias=not is_mask)[0]

@@ -15,7 +15,8 @@ N_DRAWS = 2 * N_TRIES + 2
 """Random numbers for one box: an area and a ratio for each try, and one place."""
 MAX_LOG_RATIO = math.log(4 / 3)
 MAX_ROWS = 1 << 40
-"""More rows than any dataset has. Rows that come again take the numbers from here on, at most 700,000 times."""
+"""More rows than any dataset has: the offset that keeps the random numbers of repeated rows apart, for up to 700,000
+repeats."""
 
 
 class Preprocessing(NamedTuple):
@@ -48,8 +49,8 @@ def draw(seed: tuple[int, int], rows: np.ndarray, repeats: np.ndarray | int = 0)
     seed: (seed of the run, epoch). repeats: how often the epoch has had each row before.
     """
     # SplitMix64 (Steele et al., "Fast splittable pseudorandom number generators", 2014): any rows cost a few array
-    # operations, and each has N_DRAWS steps of its own; NumPy needs a generator a row. A row that comes again has the
-    # steps of a row far behind the last one.
+    # operations, and each has N_DRAWS steps of its own; NumPy would need a generator for each row. A repeated row has
+    # the steps of a row far behind the last one.
     (start,) = np.random.SeedSequence(seed).generate_state(1, np.uint64)
     parts = (rows + repeats * MAX_ROWS).astype(np.uint64)
     steps = parts[:, None] * np.uint64(N_DRAWS) + np.arange(1, N_DRAWS + 1, dtype=np.uint64)

@@ -18,20 +18,24 @@ from safetensors.torch import load_model as fill
 from torch import Tensor, nn
 
 import workloads
-from fastgpu.feed import Passes, PrefetchLoader
+from fastgpu.feed import PrefetchLoader
 from fastgpu.feed.sources import image_codecs
+from fastgpu.process.config import Loader
 from fastgpu.process.files import new_file
 from fastgpu.process.launch import UserError, without_secrets
 from fastgpu.process.machine import available_cpus
+from fastgpu.process.project import install_command
 from fastgpu.rows import BlockSampler
 from fastgpu.rows.contract import Dataset, Out, PoolPlan, Reads
 from fastgpu.rows.rows import Field, Ragged, Rows
-from fastgpu.run.checkpoint import DESCRIPTION, WEIGHTS, newest_first, sha256_of
+from fastgpu.run.checkpoint import DESCRIPTION, WEIGHTS, checksum_of_file, newest_first
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.storage.hdf5 import expand
 from fastgpu.storage.meaning import check_meaning
 from fastgpu.storage.sources import sources_of
 from fastgpu.storage.store import HDF5Dataset, open_store
+
+__all__ = ["Trained", "load_model"]
 
 
 class _Card(BaseModel, extra="allow"):
@@ -87,9 +91,9 @@ def load_model(path: str | Path) -> Trained:
     folder = run if not saved or (run / DESCRIPTION).exists() else saved[0]
     try:
         if (folder / "state.json").exists():  # a copy of two files has no checksums to compare with
-            digests = json.loads((folder / "state.json").read_bytes())["sha256"]
+            checksums = json.loads((folder / "state.json").read_bytes())["sha256"]
             for name in (DESCRIPTION, WEIGHTS):
-                if sha256_of(folder / name) != digests[name]:
+                if checksum_of_file(folder / name) != checksums[name]:
                     raise ValueError(f"{name} does not match its checksum")
         card = _Card.model_validate_json((folder / DESCRIPTION).read_bytes()).model_dump()
         rows = training_rows(card)
@@ -227,7 +231,8 @@ def open_batches(source: Dataset, batch_size: int, device: torch.device) -> Iter
     """All rows once, in their order, read ahead by threads, as batches on the device."""
     pool_batches = max(1, (64 << 20) // (source.row_bytes * batch_size))  # 64 MiB; three pools are in memory
     order = BlockSampler(source, batch_size, pool_batches=pool_batches, seed=None)
-    with closing(PrefetchLoader(source, order, device, available_cpus(), passes=Passes(n_epochs=1))) as feed:
+    loader = Loader(num_readers=available_cpus())
+    with closing(PrefetchLoader(source, order, device, loader, n_epochs=1)) as feed:
         yield feed.batches(0)
 
 
@@ -261,7 +266,7 @@ def export(trained: Trained, path: Path, *, replace: bool = False) -> None:
         except Exception as error:  # the exporters raise errors of many kinds
             cause = error.__cause__ or error
             reason = " ".join(str(cause).split())[:300] or type(error).__name__
-            cure = "; pip install -c constraints.txt -e '.[export]'" if isinstance(cause, ImportError) else ""
+            cure = f"; {install_command('export')}" if isinstance(cause, ImportError) else ""
             raise UserError(f"{path} was not written: {reason}{cure}") from error
 
 

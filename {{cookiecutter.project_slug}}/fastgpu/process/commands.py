@@ -13,7 +13,7 @@
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, field, fields
-from inspect import getdoc
+from inspect import get_annotations, getdoc
 from types import NoneType
 from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
@@ -65,21 +65,30 @@ def parse_known(kind: type[T], argv: Sequence[str], *, program: str, text: str =
 
 
 def parse_command(kinds: Mapping[str, type[T]], argv: Sequence[str], *, program: str, text: str) -> T:
-    """The same of a program with several commands. kinds: {name of the command: its dataclass}."""
-    parser = Parser(prog=program, description=text)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, kind in kinds.items():
-        whole = getdoc(kind) or ""
-        _add_fields(commands.add_parser(name, help=whole.partition("\n")[0], description=whole), kind)
-    given, others = parser.parse_known_args(argv)
-    if others:
-        commands.choices[given.command].error(f"unrecognized arguments: {' '.join(others)}")
-    return _make(kinds[given.command], given)
+    """The same of a program with several commands, whose first word names one. kinds: {name: dataclass}.
+
+    Lines of the docstrings that begin with `python` and the program are shown as examples.
+    """
+    docs = {name: (getdoc(kind) or "").splitlines() for name, kind in kinds.items()}
+    width = max(map(len, kinds))
+    listed = [f"  {name:<{width}}  {lines[0]}" for name, lines in docs.items()]
+    examples = [f"  {line}" for lines in docs.values() for line in lines if line.startswith(f"python {program} ")]
+    parser = Parser(
+        prog=program,
+        usage="%(prog)s COMMAND ...",
+        description="\n".join([text, "", "commands:", *listed]),
+        epilog="\n".join(["examples:", *examples]),
+    )
+    parser.add_argument("command", metavar="COMMAND", choices=[*kinds], help=f"{program} COMMAND --help explains it")
+    name = parser.parse_args(argv[:1]).command
+    return parse(kinds[name], argv[1:], program=f"{program} {name}")
 
 
 def _parser_of(kind: type, program: str, text: str) -> Parser:
     parser = Parser(prog=program, description=text or getdoc(kind))
     _add_fields(parser, kind)
+    # `parse_intermixed_args` takes the usage for a format, in which the % of a metavar would be a mistake.
+    parser.usage = parser.format_usage().removeprefix("usage: ").rstrip().replace("%", "%%")
     return parser
 
 
@@ -89,9 +98,10 @@ def _make(kind: type[T], given: Namespace) -> T:
 
 
 def _add_fields(parser: Parser, kind: type) -> None:
-    """Add an argument for each field of a dataclass, as its type asks for."""
+    """Add an argument for each field of a dataclass, as its type asks for: first its own, last those of its base."""
     types = get_type_hints(kind)
-    for each in fields(kind):
+    depth = {name: -number for number, base in enumerate(reversed(kind.__mro__)) for name in get_annotations(base)}
+    for each in sorted(fields(kind), key=lambda each: depth[each.name]):
         options = dict(each.metadata)
         names = options.pop("names")
         is_required = each.default is MISSING

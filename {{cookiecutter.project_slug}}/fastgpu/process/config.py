@@ -1,8 +1,8 @@
 """The settings of a run: one class for each section of config.yaml.
 
-The docstring below a field is what docs/config.md says about it. Functions take the
-sections they need. The section `model` belongs to the workload, which declares its settings itself (see
-workloads/__init__.py). This module does not import torch, so a typing error in the config is reported at once.
+The docstring below a field is what docs/config.md says about it. Functions take the sections they need. The section
+`model` belongs to the workload, which declares its settings itself (see workloads/__init__.py). This module does not
+import torch, so a typing error in the config is reported at once.
 """
 
 import json
@@ -14,6 +14,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr
 
 from fastgpu.process.launch import without_secrets
 
+__all__ = ["Config", "Count", "CountOrZero", "Optim", "Section"]
+
 Auto = Literal["auto"]
 Tier = Literal["device", "host", "disk"]
 Precision = Literal["bf16", "fp16", "fp32"]
@@ -21,10 +23,11 @@ MAX_THREADS = 1000
 """Reader threads or worker processes of a rank."""
 # Numbers are limited where larger ones have no use and would overflow, fill the memory or start threads for minutes.
 Count = Annotated[int, Field(ge=1, le=10**9)]
+"""The type of a setting that is a whole number from 1 on."""
 CountOrZero = Annotated[int, Field(ge=0, le=10**9)]
+"""The type of a setting that is a whole number from 0 on, where 0 often means off."""
 Seconds = Annotated[int, Field(ge=1, le=10**6)]  # a million: libraries count milliseconds in 32 bits
 Threads = Annotated[int, Field(ge=1, le=MAX_THREADS)]
-Share = Annotated[float, Field(ge=0, le=1)]
 Weight = Annotated[float, Field(ge=1e-6, le=1e6)]
 Names = Annotated[dict[str, str], Field(max_length=1000)]
 
@@ -109,7 +112,7 @@ class Data(Section):
     validate on the centre crop, 7/8 of the sides. 1: train and validate on the largest centre crop."""
     batch_size: Count = 64
     """Global batch size: rows of one optimizer step over all ranks and accumulation steps."""
-    tier: Tier | Auto = "auto"
+    tier: Literal[Tier, Auto] = "auto"
     """Where the rows are kept: on the device, in host memory, or on disk. auto: the nearest tier that has room."""
     pool_batches: Count | Auto = "auto"
     """Global batches in a pool, which is shuffled, copied and echoed as a whole. auto: 256 MiB of rows, at most 8
@@ -155,7 +158,7 @@ class Optim(Section):
     """Nesterov momentum of SGD; first beta of the others."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """What the learning rate does after the warmup: it follows a cosine or a line to 0, or stays."""
-    warmup_share: Share = 0.1
+    warmup_share: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Share of the run in which the learning rate rises linearly."""
     clip_grad_norm: Annotated[float, Field(ge=0)] = 1.0
     """Maximum norm of the gradients. 0: no clipping."""
@@ -168,7 +171,7 @@ class Train(Section):
 
     epochs: Count = 20
     """Passes over the training rows."""
-    precision: Precision | Auto = "auto"
+    precision: Literal[Precision, Auto] = "auto"
     """auto: bf16 on a GPU that supports it, fp16 on an older GPU, fp32 on a CPU."""
     compile: bool = False
     """Use torch.compile for the steps: the first one is slow, the others are faster. Validation is not compiled. It
@@ -182,8 +185,9 @@ class Dist(Section):
     """Processes and devices."""
 
     strategy: Literal["ddp", "apex", "dp"] = "ddp"
-    """ddp: DistributedDataParallel, one process for each GPU. apex: the same by an NVIDIA Apex that still has it. dp:
-    nn.DataParallel in one process (slower)."""
+    """ddp: DistributedDataParallel, one process for each GPU. apex: the same by an NVIDIA Apex that still has it; each
+    rank keeps its own running statistics, and resumes with those of rank 0. dp: nn.DataParallel in one process
+    (slower)."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """cuda: stop with an error if there is no GPU. auto: a GPU if there is one."""
     find_unused_parameters: bool = False
@@ -196,7 +200,8 @@ class Log(Section):
     """Logging."""
 
     every_steps: Count = 50
-    """Steps between two points in metrics.jsonl and TensorBoard."""
+    """Steps between two points in metrics.jsonl and TensorBoard; fewer before a checkpoint, and at the end of an
+    epoch."""
     wandb: str = ""
     """A project of Weights & Biases that gets the scalars, too (pip install -c constraints.txt wandb), as a run
     of the name of its folder; a resumed run goes on there."""

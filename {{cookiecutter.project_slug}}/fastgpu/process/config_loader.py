@@ -3,39 +3,59 @@
 import json
 import os
 import re
-from argparse import SUPPRESS, ArgumentParser
-from collections.abc import Iterable, Iterator
+import sys
+from argparse import SUPPRESS
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from math import inf
 from pathlib import Path
 from types import UnionType
-from typing import Any, NoReturn, TypeVar, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
+from fastgpu.process.commands import Parser
 from fastgpu.process.config import Config, Section, expand_home
 from fastgpu.process.launch import SharedError, check_alone, read_launch, say
 from fastgpu.process.project import project_folder
 
+__all__ = ["load_config", "read_options"]
+
 SectionT = TypeVar("SectionT", bound=Section)
 COMMAND_LINE = "command line"
 MAX_TEXT = 1 << 20
-"""Letters of a file. To read so many takes seconds; of more files than fit, a pattern names all."""
+"""Maximum letters of a config file, whose parsing then takes seconds."""
 MAX_NODES = 100_000
-"""Keys and values of a file, with each alias counted as what it stands for: a few aliases may stand for millions."""
+"""Maximum keys and values of a file, with its aliases written out: a few may stand for millions."""
 MAX_BYTES = 3500
-"""Bytes of a key or value: a path may have 4,095 bytes, and Python reads no number of more than 4,300 figures."""
-HELP = "docs/config.md explains every key, and the class Options in workloads/ those of the section model."
-
-
-class _Parser(ArgumentParser):
-    """The command line, whose mistakes are SharedErrors."""
-
-    def error(self, message: str) -> NoReturn:
-        usage = "[--config FILE]... [section.key=value]..., after the flags of torchrun"
-        raise SharedError(f"{COMMAND_LINE}: {message}; usage: {usage}")
+"""Maximum bytes of a key or value: a path has at most 4,095 bytes, a number that Python reads 4,300 figures."""
+HELP = """\
+docs/config.md explains every key; those of the section model come from the
+class Options of the workload, in workloads/."""
+WISHES = {
+    "model_type": "a section with keys below it",
+    "string_type": "text",
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "a mapping",
+    "literal_error": "{expected}",
+    "finite_number": "a finite number",
+    "greater_than": "above {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "below {lt}",
+    "less_than_equal": "at most {le}",
+    "string_pattern_mismatch": "text that matches {pattern}",
+    "string_too_short": "text of {min_length} or more letters",
+    "string_too_long": "text of at most {max_length} letters",
+    "too_short": "at least {min_length} entries long",
+    "too_long": "at most {max_length} entries long",
+}
+"""{type of a mistake that pydantic finds: what the value should be}. Of other types, its own words are shown."""
 
 
 def load_config(argv: list[str]) -> Config:
@@ -43,39 +63,88 @@ def load_config(argv: list[str]) -> Config:
 
     Raises SharedError with one line for each mistake: file and line, key, value, what is allowed, and the nearest key.
     """
-    parser = _Parser(prog="train.py", epilog=HELP, allow_abbrev=False)
-    parser.add_argument("--config", metavar="FILE", action="append", default=[], help="default: config.yaml")
-    parser.add_argument("--local-rank", type=int, help=SUPPRESS)  # python -m torch.distributed.launch adds it
-    parser.add_argument("words", metavar="section.key=value", nargs="*")
-    args = parser.parse_intermixed_args(argv)
-    words: dict[str, str] = {}
-    for word in args.words:
-        key, equals, value = word.partition("=")
-        if not equals or key in words:
-            parser.error(f"{key} {'is given twice' if equals else 'has no value'}")
-        words[key] = value
-    recorded: list[Path] = []
-    if words.get("run.resume", "auto") not in ("auto", "never", ""):
-        run = Path(expand_home(words["run.resume"]))
-        recorded = sorted(run.glob("config*.yaml"), key=lambda path: (len(path.name), path.name))
-        if not recorded:
-            parser.error(f"run.resume is {run}, which is no run with a config.yaml")
-        args.config.insert(0, recorded[-1])  # a run that was resumed has a config-2.yaml, too
+    files, words = _read_words(argv)
+    recorded = _find_recorded(words)
+    if recorded:
+        files.insert(0, str(recorded))
+        run = recorded.parent
         words |= {"run.resume": "auto", "run.folder": json.dumps(str(run.parent)), "run.name": json.dumps(run.name)}
     tree: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    for path in args.config or ["config.yaml"]:
-        try:
-            with Path(expand_home(str(path))).open(encoding="utf-8") as file:
-                text = file.read(MAX_TEXT + 1)
-        except (OSError, ValueError) as error:  # ValueError: it is no text, or its name has a zero byte
-            cure = "" if args.config else f"; start it in {project_folder()}, or name a file (--config)"
-            parser.error(f"{path} cannot be read ({error}){cure}")
-        layer = _parse(text, path, origins) or {}
-        if not isinstance(layer, dict):
-            allowed = "allowed are sections such as `data:` with keys below them"
-            raise SharedError(f"{path}: holds {layer!r:.200}; {allowed}")
-        _merge(tree, layer)
+    for path in files or ["config.yaml"]:
+        cure = "" if files else f"; start it in {project_folder()}, or name a file (--config)"
+        _merge(tree, _read_file(path, origins, cure))
+    _add_words(tree, words, origins)
+    config = _check(Config, tree, origins)
+    config._origins.update(origins)
+    config._words.update(words)
+    if not config.run.check:  # launch/node.sh checks on each node, before it starts torchrun
+        check_alone()
+    if recorded and read_launch().rank == 0:
+        code = f"workload={config.workload} data.dataset={config.data.dataset}"
+        say(f"{recorded} is resumed; the code that will be imported: {code}")
+    return config
+
+
+def _read_words(argv: list[str]) -> tuple[list[str], dict[str, str]]:
+    """The config files that a command line names, and its words, {key: text}. Raises SharedError."""
+    parser = Parser(prog="train.py", description=sys.modules["__main__"].__doc__, epilog=HELP)
+    parser.add_argument("--config", metavar="FILE", action="append", default=[], help="default: config.yaml")
+    parser.add_argument("--local-rank", type=int, help=SUPPRESS)  # python -m torch.distributed.launch adds it
+    parser.add_argument("words", metavar="section.key=value", nargs="*", help="any key of the config")
+    args, flags = parser.parse_known_intermixed_args(argv)
+    if flags:
+        word = _as_word(flags[0], argv)
+        hint = "keys are words, such as optim.lr=0.1, and flags of torchrun come before train.py"
+        parser.error(f"unknown flag {flags[0]}: {f'write {word}' if word else hint}")
+    words: dict[str, str] = {}
+    for word in args.words:
+        key, equals, text = word.partition("=")
+        if not equals:
+            raise SharedError(f"{COMMAND_LINE}: {word} has no value; write section.key=value")
+        if key in words:
+            raise SharedError(f"{COMMAND_LINE}: {key} is given twice; give it once")
+        words[key] = text
+    return args.config, words
+
+
+def _as_word(flag: str, argv: Sequence[str]) -> str:
+    """The word `optim.lr=0.1` for `--lr 0.1` or `--lr=0.1`, as other programs take it. Empty: no key has that name."""
+    name, _, value = flag.lstrip("-").partition("=")
+    key_of = {key.rpartition(".")[2]: key for key in keys()}
+    close = get_close_matches(name.replace("-", "_"), key_of, 1, 0.75)
+    next_word = argv[argv.index(flag) + 1 :][:1]
+    value = value or "".join(word for word in next_word if "=" not in word)
+    return f"{key_of[close[0]]}={value or '...'}" if close else ""
+
+
+def _find_recorded(words: Mapping[str, str]) -> Path | None:
+    """The newest config of the run that `run.resume` names. None: it names no run. Raises SharedError."""
+    if (named := words.get("run.resume", "auto")) in ("auto", "never", ""):
+        return None
+    run = Path(expand_home(named))
+    recorded = sorted(run.glob("config*.yaml"), key=lambda path: (len(path.name), path.name))
+    if not recorded:
+        raise SharedError(f"{COMMAND_LINE}: run.resume is {run}, which is no run with a config.yaml; name another one")
+    return recorded[-1]  # a run that was resumed has a config-2.yaml, too
+
+
+def _read_file(path: str, origins: dict[str, str], cure: str) -> dict[str, Any]:
+    """The tree of a config file. The place of each key is added to `origins`. Raises SharedError, with this cure."""
+    try:
+        with Path(expand_home(path)).open(encoding="utf-8") as file:
+            text = file.read(MAX_TEXT + 1)
+    except (OSError, ValueError) as error:  # ValueError: it is no text, or its name has a zero byte
+        raise SharedError(f"{path} cannot be read ({error}){cure}") from None
+    tree = _parse(text, path, origins) or {}
+    if not isinstance(tree, dict):
+        allowed = "allowed are sections such as `data:` with keys below them"
+        raise SharedError(f"{path}: holds {tree!r:.200}; {allowed}")
+    return tree
+
+
+def _add_words(tree: dict[str, Any], words: Mapping[str, str], origins: dict[str, str]) -> None:
+    """Merge the values of words, {key: text}, into a tree. Raises SharedError for what is no YAML."""
     for key, text in words.items():
         section, _, name = key.partition(".")
         value = _as_asked(keys().get(key), text, _parse(text, f"{COMMAND_LINE}: {key}", origins, key))
@@ -85,15 +154,6 @@ def load_config(argv: list[str]) -> Config:
             tree[section] = value
         origins[key] = COMMAND_LINE
         origins.setdefault(section, COMMAND_LINE)
-    config = _check(Config, tree, origins)
-    config._origins.update(origins)
-    config._words.update(words)
-    if not config.run.check:  # launch/node.sh checks on each node, before it starts torchrun
-        check_alone()
-    if recorded and read_launch().rank == 0:
-        code = f"workload={config.workload} data.dataset={config.data.dataset}"
-        say(f"{recorded[-1]} is resumed; the code that will be imported: {code}")
-    return config
 
 
 def read_options(config: Config, options: type[SectionT]) -> SectionT:
@@ -172,13 +232,13 @@ _ConfigLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\.\d+|\d+(\.\d*)?)([eE][-+]?\d+)$"), list("-+.0123456789")
 )
 NAMES = {f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float", "timestamp", "value")}
-"""Tags of what can be a name, too, such as `on`, 2024, 1e3, 2024-11-27 and =."""
+"""Tags of values that can be names, too: `on`, 2024, 1e3, 2024-11-27, =."""
 
 
 def _parse(text: str, place: str, origins: dict[str, str], prefix: str = "") -> Any:
     """The value of a YAML text. Raises SharedError if it is no YAML or a key occurs twice.
 
-    prefix: the key of which it is the value. The place of each key, such as config.yaml:12, is added to `origins`.
+    prefix: the key that has this value. The place of each key, such as config.yaml:12, is added to `origins`.
     """
     lines: dict[str, int] = {}
     try:
@@ -205,9 +265,9 @@ def _parse(text: str, place: str, origins: dict[str, str], prefix: str = "") -> 
 
 
 def _read_names(loader: yaml.SafeLoader, node: yaml.Node | None, kind: Any) -> None:
-    """Make text of what YAML takes for a number or a boolean where the config asks for text, or it is a key.
+    """Make text of numbers and booleans of YAML that are keys, or stand where the config asks for text.
 
-    kind: the type that is asked for.
+    kind: the type that the config asks for.
     """
     for each in get_args(kind) if isinstance(kind, UnionType) else (kind,):
         origin, inner = get_origin(each), get_args(each)
@@ -243,26 +303,49 @@ def _check(kind: type[SectionT], values: dict[str, Any], origins: dict[str, str]
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        items = error.errors(include_url=False)
+        mistakes = error.errors(include_url=False)
     known = Config.model_fields | keys() | (keys(kind, "model.") if section else {})
-    lines: dict[str, str] = {}
-    for item in items:
+    mistakes_of: dict[str, list[ErrorDetails]] = {}
+    for mistake in mistakes:
         # In `loc`, branches of a union or places in a list follow the two names of the key.
-        key = ".".join([*section, *map(str, item["loc"])][:2])
-        # pydantic writes "Input should be 'never' or 'auto'", for each branch of a union.
-        wish = item["msg"].partition(" should ")[2].partition(" or instance of ")[0] or item["msg"]
-        if item["type"] == "missing":
-            lines[key] = f"{key} is missing; set it in the file or on the command line"
-        elif item["type"] == "extra_forbidden":
-            lines[key] = f"unknown key {key} ({_near(key, known)})"
-        elif key not in lines:
-            given = json.dumps(item["input"], default=str, skipkeys=True)
-            shown = given if len(given) <= 200 else f"{given[:200]}..."
-            is_name = item["type"] == "string_type" and isinstance(item["input"], bool | int | float)
-            lines[key] = f"{key} is {shown}; it should {wish}" + ", in quotes" * is_name
-        elif wish not in lines[key]:
-            lines[key] += f" or {wish}"
-    raise SharedError("\n       ".join(f"{origins.get(key, 'config')}: {line}" for key, line in lines.items()))
+        key = ".".join([*section, *map(str, mistake["loc"])][:2])
+        mistakes_of.setdefault(key, []).append(mistake)
+    lines = []
+    for key, found in mistakes_of.items():
+        value: Any = values
+        for name in found[0]["loc"][: 2 - len(section)]:
+            value = value.get(name)
+        text = f"unknown key {key} ({_near(key, known)})" if found[0]["type"] == "extra_forbidden" else ""
+        lines.append(f"{origins.get(key, 'config')}: {text or _describe(key, value, found)}")
+    raise SharedError("\n       ".join(lines))
+
+
+def _describe(key: str, value: Any, mistakes: list[ErrorDetails]) -> str:
+    """What is wrong with a value. mistakes: those that pydantic found in it, for each type that the key may have."""
+    # A mistake inside of the value: it has the right type, and those of other types do not matter.
+    depth = max(len(mistake["loc"]) for mistake in mistakes)
+    mistakes = [mistake for mistake in mistakes if len(mistake["loc"]) == depth]
+    if mistakes[0]["type"] == "missing":
+        return f"{key} is missing; set it in the file or on the command line"
+    wrong = mistakes[0]["input"]
+    given = json.dumps(wrong, default=str, skipkeys=True)
+    shown = given if len(given) <= 200 else f"{given[:200]}..."
+    wishes = [_wish(mistake) for mistake in mistakes if mistake["type"] in WISHES and mistake["input"] is wrong]
+    if not wishes:  # a function that checks the value raised a ValueError, for example
+        return f"{key} is {shown}; {mistakes[0].get('ctx', {}).get('error', mistakes[0]['msg'])}"
+    listed = " or ".join(filter(None, (", ".join(wishes[:-1]), wishes[-1])))
+    return f"{key} {'is' if wrong is value else 'has'} {shown}; it should be {listed}"
+
+
+def _wish(mistake: ErrorDetails) -> str:
+    """What a value should be, by one of its mistakes."""
+    if mistake["type"] == "string_type" and isinstance(mistake["input"], bool | int | float):
+        return "text in quotes"
+    limits = {}
+    for name, limit in mistake.get("ctx", {}).items():
+        whole = int(limit) if isinstance(limit, float) and limit.is_integer() else limit
+        limits[name] = f"{whole:,}" if isinstance(whole, int | float) else whole
+    return WISHES[mistake["type"]].format(**limits)
 
 
 def _near(key: str, known: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""What a file is, by its first bytes: names promise one format, and files are of another."""
+"""Recognizes the format of a file by its first bytes, since its name may promise another one."""
 
 import os
 import re
@@ -23,19 +23,19 @@ KINDS = (
     (rb'\s*(\{\s*["}]|\[\s*[\[{"])', 'JSON: polars.read_json("FILE"), or read_ndjson, and .write_csv("x.csv")'),
     (rb"$", "empty"),
 )
-"""(pattern of the first bytes, what the file is and how it becomes one that is read)"""
+"""(pattern of the first bytes, what the file is and how to convert it)"""
 TEXT = 'text; if it is a CSV of numbers: np.save("x.npy", polars.read_csv("FILE").to_numpy())'
 
 
 def open_regular(path: Path) -> IO[bytes]:
-    """Open a file to read. Raises ValueError for a FIFO, a device or a folder: to open one may take for ever."""
+    """Open a file to read. Raises ValueError for a FIFO, a device or a folder: opening one may block for ever."""
     if not S_ISREG(path.stat().st_mode):
         raise ValueError("it is no regular file")
     return path.open("rb")
 
 
 def describe_content(path: str | os.PathLike[str]) -> str:
-    """What a file is and how to convert it: a part of a sentence. Empty: it cannot be read, or is of no known kind."""
+    """What a file is and how to convert it, as a part of a sentence; empty if it is unreadable or of no known kind."""
     try:
         with open_regular(Path(path)) as file:
             head = file.read(HEAD_BYTES)

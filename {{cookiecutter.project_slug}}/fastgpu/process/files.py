@@ -1,4 +1,4 @@
-"""Atomic writes, so that what a killed process leaves is complete or absent; a lock file."""
+"""Atomic writes: a killed process leaves a complete file or none. Locks of folders; paths that do not exist."""
 
 import fcntl
 import os
@@ -14,6 +14,12 @@ from uuid import uuid4
 from fastgpu.process.launch import UserError
 
 
+def not_found(path: str | Path, where: str = "") -> UserError:
+    """The error for a path at which there is nothing. where: what its message calls the path."""
+    place = "" if Path(path).is_absolute() else f" (looked in {Path.cwd()})"
+    return UserError(f"{where or path} does not exist{place}")
+
+
 def rename_folder(partial: Path, target: Path) -> None:
     """Flush a folder to disk and rename it to `target`. Raises OSError if the disk refuses."""
     for path in (*partial.iterdir(), partial):
@@ -24,11 +30,11 @@ def rename_folder(partial: Path, target: Path) -> None:
 
 @contextmanager
 def new_file(target: Path, *, replace: bool = False) -> Iterator[Path]:
-    """An empty file beside `target`, under a name that nothing else has, to be written.
+    """Write a file atomically: the block writes to the empty temporary file that it is given, beside `target`.
 
-    At the end it takes the place of `target`; after an exception it is removed, and `target` is unchanged. Raises
-    UserError if `target` is a folder, cannot be created, or exists and `replace` is false; OSError if the disk refuses
-    later.
+    At its end that file takes the place of `target`; after an exception it is removed, and `target` is unchanged.
+    Raises UserError if `target` is a folder, cannot be created, or exists and `replace` is false; OSError if the disk
+    refuses later.
     """
     if target.is_dir():
         raise UserError(f"{target} is a folder; name a file in it, or another one")
@@ -51,7 +57,7 @@ def new_file(target: Path, *, replace: bool = False) -> Iterator[Path]:
 
 
 def open_to_append(path: Path) -> TextIO:
-    """Open a file of text. Raises OSError if something else is there, such as a link to a file of the user's."""
+    """Open a text file. Raises OSError if the path is something else, such as a link to a file of the user's."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     descriptor = os.open(path, flags, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

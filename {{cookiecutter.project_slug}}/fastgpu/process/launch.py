@@ -12,13 +12,11 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, ParamSpec, TextIO, TypeVar
+from typing import NamedTuple, TextIO
 
-P = ParamSpec("P")
-T = TypeVar("T")
+__all__ = ["Launch", "SharedError", "UserError", "exit_with_message", "warn"]
 
 CONTROL = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 13), *range(14, 32), *range(127, 160))}
 ESCAPES = CONTROL | {0xDC00 + byte: f"\\x{byte:02x}" for byte in range(128, 256)}
@@ -137,19 +135,6 @@ def warn(text: str, *, own: bool = False) -> None:
     if own or launch.rank == 0:
         rank = f"[rank {launch.rank}] " if own and launch.world_size > 1 else ""
         say(f"warning: {rank}{text}")
-
-
-def attempt(function: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> Callable[[], T]:
-    """Call a function now. The result returns its value, or raises its UserError, when it is called.
-
-    So what has to be done before the ranks know each other can fail where they end together.
-    """
-    outcome: Future[T] = Future()
-    try:
-        outcome.set_result(function(*arguments, **options))
-    except UserError as error:
-        outcome.set_exception(error)
-    return outcome.result
 
 
 def end_on_interrupt() -> None:

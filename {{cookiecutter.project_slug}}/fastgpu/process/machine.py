@@ -10,6 +10,8 @@ import psutil
 GIB = 1 << 30
 MIB = 1 << 20
 CGROUPS = Path("/sys/fs/cgroup")
+READERS_NICE = 5
+"""Threads and processes that read have a lower priority than the training loop, by so many steps of nice(1)."""
 
 
 def available_cpus() -> int:
@@ -19,6 +21,11 @@ def available_cpus() -> int:
         quota, period = (CGROUPS / "cpu.max").read_text().split()
         n_cpus = max(1, min(n_cpus, int(quota) // int(period)))  # ValueError: the quota is `max`
     return n_cpus
+
+
+def cpus_of_rank(n_local: int) -> int:
+    """CPUs for each of that many ranks on this machine: at least one."""
+    return max(1, available_cpus() // n_local)
 
 
 def free_host_bytes() -> int:

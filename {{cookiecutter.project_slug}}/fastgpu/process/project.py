@@ -1,7 +1,10 @@
-"""The folder of the project that this process runs."""
+"""The folder of the project that this process runs, and how its packages are installed."""
 
 import sys
 from pathlib import Path
+
+DISTRIBUTION = "fastgpu-engine"
+"""Name of the package that the engine is installed as."""
 
 
 def project_folder() -> Path:
@@ -14,3 +17,10 @@ def project_folder() -> Path:
     folder = Path(script).resolve().parent if script else Path.cwd()
     is_project = (folder / "workloads").is_dir() or (folder / "config.yaml").is_file()
     return folder if is_project else Path.cwd()
+
+
+def install_command(extra: str) -> str:
+    """How a person installs an extra: of this project, which pins versions, or of the installed engine alone."""
+    if (project_folder() / "constraints.txt").is_file():
+        return f"pip install -c constraints.txt -e '.[{extra}]'"
+    return f"pip install '{DISTRIBUTION}[{extra}]'"

@@ -5,6 +5,8 @@ import torch
 
 from fastgpu.process.world import with_index
 
+__all__ = ["reseed"]
+
 
 def make_seed(seed: int, *key: int) -> int:
     """Derive a seed of 64 bits from the seed of the run. key: what it is for, such as (epoch, step, rank).

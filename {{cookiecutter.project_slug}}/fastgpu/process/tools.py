@@ -1,12 +1,16 @@
-"""What the tools beside train.py share: their start, and the cells of the CSV files that they write."""
+"""What the tools beside train.py share: their start, paths that they read, and cells of CSV files."""
 
+import glob
 import io
+import os
 import re
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
-from fastgpu.process.launch import ESCAPES, end_on_interrupt, without_secrets
+from fastgpu.process.files import not_found
+from fastgpu.process.launch import ESCAPES, UserError, end_on_interrupt, without_secrets
 
 FORMULA = re.compile(r"[=@\t\r]|[+-](?!([\d.]+(e[+-]?\d+)?)?$)")
 """Beginning of a formula: a sign, unless only a number follows."""
@@ -31,6 +35,13 @@ def start_tool() -> None:
         if stream := getattr(sys, name):  # None: it was closed
             how = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
             setattr(sys, name, _Terminal(stream.buffer, stream.encoding, "backslashreplace", **how))
+
+
+def check_exists(path: str | Path, cure: str = "") -> None:
+    """Raise UserError unless a path, `file.h5::/group` or a glob leads to something. URLs are not looked up."""
+    file = str(path).partition("::")[0]
+    if "://" not in file and not os.path.lexists(file) and not glob.glob(file):  # noqa: PTH207 (of absolute globs, too)
+        raise UserError(f"{not_found(file)}; {cure}") if cure else not_found(file)
 
 
 def csv_cell(value: Any) -> Any:

@@ -2,10 +2,12 @@
 
 import gc
 import os
+import threading
+import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +16,36 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fastgpu.process.config import Dist
-from fastgpu.process.launch import HangError, Launch, SharedError, UserError, read_launch, say
+from fastgpu.process.launch import HangError, Launch, SharedError, UserError, read_launch, say, warn
+
+
+class HangWarning:
+    """A thread that warns before torch ends this process, because another rank has not answered for `dist.timeout_s`.
+
+    With nccl, torch does that from C++: no Python runs any more, and none of its 84 lines says what to do.
+    """
+
+    def __init__(self, device: torch.device, timeout_s: float):
+        self.seen_s = time.monotonic()
+        """When this rank last began to ask the others for signals, or its device had nothing to do."""
+        self._stream = torch.cuda.default_stream(device)
+        self._timeout_s = timeout_s
+        threading.Thread(target=self._run, name="hang warning", daemon=True).start()
+
+    def _run(self) -> None:
+        while (waited_s := time.monotonic() - self.seen_s) < 0.85 * self._timeout_s:
+            # An idle device waits for no rank, but the loop for rows or a disk.
+            if waited_s > 0.5 * self._timeout_s and self._stream.query():
+                self.seen_s = time.monotonic()
+            time.sleep(self._timeout_s / 20)
+        warn(
+            f"waiting for another rank for {waited_s:.0f} s; after {self._timeout_s:.0f} s torch ends this process: "
+            "look for a rank that is stopped, hangs or failed, or raise dist.timeout_s",
+            own=True,
+        )
+
+
+__all__ = ["World", "init_distributed"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +56,7 @@ class World:
     world_size: int
     local_world_size: int
     device: torch.device
+    hang_warning: HangWarning | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "device", with_index(self.device))
@@ -50,6 +82,12 @@ class World:
             dist.all_reduce(values)
         return values
 
+    def broadcast_tensors(self, tensors: Iterable[Tensor]) -> None:
+        """Give every rank the values of rank 0, in place. tensors: on the device of this world."""
+        if self.world_size > 1:
+            for tensor in tensors:
+                dist.broadcast(tensor, 0)
+
     def start_max(self, *values: float) -> Callable[[], list[float]]:
         """Start to compute the maximum of each value over the ranks. Returns a function to read them.
 
@@ -58,6 +96,8 @@ class World:
         """
         if self.world_size == 1:
             return lambda: list(values)
+        if self.hang_warning:
+            self.hang_warning.seen_s = time.monotonic()
         # Kernels write the values: the host would wait for the copy of a tensor made of a list.
         largest = torch.empty(len(values), dtype=torch.float64, device=self.device)
         for element, value in zip(largest, values, strict=True):
@@ -154,7 +194,7 @@ def init_distributed(
             timeout=timeout,
             device_id=gpu,
         )
-        yield world
+        yield replace(world, hang_warning=HangWarning(gpu, settings.timeout_s)) if gpu else world
         dist.barrier()
     except SharedError as error:
         # The variables of its frames hold a DDP module, and thereby the group.

@@ -9,6 +9,6 @@ classes.py    the names and the number of classes, in whatever form a source has
 
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler, Shard
-from fastgpu.rows.rows import Rows
+from fastgpu.rows.rows import Ragged, Rows
 
-__all__ = ["BlockSampler", "Dataset", "Rows", "Shard"]
+__all__ = ["BlockSampler", "Dataset", "Ragged", "Rows", "Shard"]

@@ -3,9 +3,13 @@
 from collections.abc import Mapping
 from operator import index
 from reprlib import repr as shorten
+from types import SimpleNamespace
 from typing import Any
 
 from fastgpu.process.launch import UserError
+from fastgpu.rows.contract import Dataset
+
+__all__ = ["MAX_UNUSED_CLASSES", "read_classes"]
 
 MAX_CLASSES = 10_000_000
 MAX_UNUSED_CLASSES = 1000
@@ -33,6 +37,12 @@ def read_classes(name: str, source: object) -> dict[str, Any]:
         allowed = "a list of names in the order of their numbers, a whole number as n_classes, and None"
         raise UserError(f"{name} says of its classes {why}; allowed are {allowed}") from None
     return {key: value for key, value in read.items() if value}
+
+
+def classes_of(source: Dataset) -> dict[str, Any]:
+    """What `read_classes` finds in the attributes of a source. Raises UserError for odd ones."""
+    known = {name: source.attributes.get(name) for name in ("class_names", "n_classes")}
+    return read_classes(source.name, SimpleNamespace(**known))
 
 
 def _to_names(values: Any) -> list[str]:

@@ -8,3 +8,5 @@ checkpoint   saving and resuming: complete or absent, verified when read; the mo
 from fastgpu.run.checkpoint import Stateful
 from fastgpu.run.record import describe_model, identify_job
 from fastgpu.run.run import Run
+
+__all__ = ["Run", "Stateful", "describe_model", "identify_job"]

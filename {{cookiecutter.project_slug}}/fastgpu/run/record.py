@@ -14,10 +14,9 @@ from typing import Any
 import yaml
 
 from fastgpu import TEMPLATE_VERSION
-from fastgpu.feed.sizes import Data
+from fastgpu.feed import Splits
 from fastgpu.process.files import new_file
 from fastgpu.process.launch import STARTED_S, UserError, warn, without_secrets
-from fastgpu.rows.contract import Dataset
 
 VERSIONS = {"template": TEMPLATE_VERSION, **{name: version(name) for name in ("torch", "numpy", "h5py")}}
 
@@ -64,13 +63,14 @@ def write_or_warn(path: Path, text: str | None) -> None:
 
 
 def describe_model(
-    config: Mapping[str, Any], data: Data, card: Mapping[str, Any], fingerprint: Mapping[str, object]
+    config: Mapping[str, Any], splits: Splits, card: Mapping[str, Any], fingerprint: Mapping[str, object]
 ) -> dict[str, Any]:
     """The part of model.json that is known when a run starts.
 
-    config: {dotted key: value}, without `auto`. card: of the workload. fingerprint: of the loader.
+    config: {dotted key: value}, without `auto`. splits: to train on, and to validate. card: of the workload.
+    fingerprint: of the loader, which a resume inside an epoch compares.
     """
-    train, val = data.train, data.val
+    train, val = splits.train, splits.val
     fields = val.fields | train.fields
     described = dict(train.attributes)
     if val.decoding:  # what is predicted will be decoded like this, perhaps to another size than in training
@@ -104,9 +104,7 @@ def describe_model(
     }
 
 
-def identify_job(
-    config: Mapping[str, object], splits: Sequence[Dataset], fingerprint: Mapping[str, object]
-) -> dict[str, object]:
+def identify_job(config: Mapping[str, object], splits: Splits, fingerprint: Mapping[str, object]) -> dict[str, object]:
     """{what all ranks must have the same: its value}. config: {dotted key: value}, without `auto`.
 
     How rows are read may differ, and so may the names of files: their rows are compared.
@@ -114,5 +112,5 @@ def identify_job(
     settings = {
         key: value for key, value in config.items() if not key.startswith(("loader.", "data.tier", "data.cache"))
     }
-    train, val = (f"{len(rows):,} rows of digest {rows.fingerprint}" for rows in splits)
+    train, val = (f"{len(rows):,} rows of fingerprint {rows.fingerprint}" for rows in (splits.train, splits.val))
     return settings | {"data.train": train, "data.val": val, "the versions": VERSIONS, "the order": fingerprint}

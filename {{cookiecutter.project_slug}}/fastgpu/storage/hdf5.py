@@ -12,6 +12,7 @@ import h5py
 import numpy as np
 
 from fastgpu.process.content import describe_content
+from fastgpu.process.files import not_found
 from fastgpu.process.launch import UserError
 from fastgpu.process.machine import GIB, format_bytes, free_host_bytes
 from fastgpu.storage import remote
@@ -45,7 +46,7 @@ def open_file(
         with file.open_h5() as h5:
             yield file, h5
     except FileNotFoundError:
-        raise UserError(f"{where} does not exist (looked in {Path.cwd()})") from None
+        raise not_found(path, where) from None
     except IsADirectoryError:
         raise UserError(f"{where} is a folder; name the files in it, {path}/*.h5, {OR_CONVERT}") from None
     except BlockingIOError:

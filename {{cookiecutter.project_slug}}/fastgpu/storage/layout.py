@@ -13,6 +13,7 @@ import h5py
 import numpy as np
 
 from fastgpu.process.launch import UserError
+from fastgpu.process.project import install_command
 from fastgpu.rows.contract import PoolPlan, Range
 from fastgpu.rows.rows import Field
 from fastgpu.storage.chunks import find_chunks, read_checksums
@@ -112,7 +113,7 @@ class Layout:
         n_rows = min(self.chunk_rows, self._n_rows - chunk * self.chunk_rows)
         rows = self.read_chunk(chunk, content)[:n_rows].astype(self.field.dtype)
         if hashlib.sha256(rows.data).digest() != checksum:
-            raise UserError(f"{self.name}: block {chunk} is damaged: its SHA-256 is another one; {RESTORE}")
+            raise UserError(f"{self.name}: block {chunk} is damaged: checksum mismatch; {RESTORE}")
 
     def _read(self, by_chunk: dict[int, list[Range]], out: np.ndarray) -> None:
         """Copy rows to their places. by_chunk: {chunk: ranges of it}, whose rows are numbered from its first one.
@@ -256,7 +257,7 @@ def open_layout(name: str, data: h5py.Dataset, file: OpenFile, n_items: int | No
         return (CompressedRows if filters else PlainRows)(name, data, file, n_items)
     for code, _, filter_name in filters:
         if not h5py.h5z.filter_avail(code):
-            raise UserError(f"{name} is compressed by {filter_name}: pip install -c constraints.txt hdf5plugin")
+            raise UserError(f"{name} is compressed by {filter_name}: {install_command('codecs')}")
     return Layout(name, data, file, n_items)
 
 

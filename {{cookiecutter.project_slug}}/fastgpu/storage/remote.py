@@ -26,6 +26,7 @@ import numpy as np
 
 from fastgpu.process.launch import LEFT_OUT, USER, UserError, warn, without_secrets
 from fastgpu.process.machine import MIB
+from fastgpu.process.project import install_command
 from fastgpu.storage.file import PAGE_BYTES, RESTORE, OpenFile, side_by_side
 from fastgpu.storage.local_copy import LocalCopy
 
@@ -71,7 +72,7 @@ class RemoteFile(OpenFile):
         bucket, self._name, query = _split(where, url)
         self._bucket = bucket + query
         # A byte, not HEAD, which a server refuses for a URL that is signed for GET.
-        self._version = _version_of(_request(where, partial(self._ask, 0, 1, is_opening=True)).meta)
+        _, self._version = _request(where, partial(self._ask, 0, 1, is_opening=True))
         self.n_requests, self.n_fetched_bytes = 1, 0
         self._prepared: dict[int, int] = {}  # offset -> number of bytes
         self._expected = np.empty((0, 2), np.int64)
@@ -179,16 +180,15 @@ class RemoteFile(OpenFile):
             at = last
         return pages, fetched
 
-    def _ask(self, begin: int, end: int, obstore: Any, *, is_opening: bool = False) -> Any:
-        return obstore.get(_client(self._bucket, is_opening=is_opening), self._name, options={"range": (begin, end)})
+    def _ask(self, begin: int, end: int, obstore: Any, *, is_opening: bool = False) -> tuple[Any, tuple[Any, ...]]:
+        """These bytes, and the version of the object: what must not change while it is in use."""
+        client = _client(self._bucket, is_opening=is_opening)
+        found = obstore.get(client, self._name, options={"range": (begin, end)})
+        return found.bytes(), (found.meta["e_tag"], found.meta["size"], found.meta["last_modified"])
 
     def _get(self, begin: int, end: int) -> np.ndarray:
-        def get(obstore: Any) -> Any:
-            found = self._ask(begin, end, obstore)
-            return found.bytes() if _version_of(found.meta) == self._version else None
-
-        content = _request(self.path, get, then=", then go on with run.resume=auto")
-        if content is None:
+        content, version = _request(self.path, partial(self._ask, begin, end), then=", then go on with run.resume=auto")
+        if version != self._version:
             _opened.pop(self.path, None)
             raise UserError(f"{self.path} was changed while in use; {RESTORE}")
         if len(content) != end - begin:
@@ -318,7 +318,7 @@ def _open_copy(folder: str, where: str, url: str, version: tuple[Any, ...]) -> L
 def _request(where: str, request: Callable[[Any], Any], then: str = "") -> Any:
     """What a request gives, called with obstore. then: follows the cure. Raises UserError for what it raises."""
     if not find_spec("obstore"):
-        raise UserError(f"{where} is read by obstore: pip install -c constraints.txt obstore")
+        raise UserError(f"{where} is read by obstore: {install_command('cloud')}")
     if _process() != os.getpid():  # the threads of obstore are not in a fork
         cure = "use loader.num_workers=0, or copy the file to a disk"
         raise UserError(f"{where} cannot be fetched by a fork of a process that has read URLs; {cure}")
@@ -355,8 +355,3 @@ def _client(bucket: str, *, is_opening: bool) -> Any:
     store = import_module("obstore.store")
     backoff = {} if is_opening else {"backoff": PAUSES}
     return store.from_url(bucket, client_options={"allow_http": True, **TIMES}, retry_config=retries | backoff)
-
-
-def _version_of(meta: Any) -> tuple[Any, ...]:
-    """What must not change while an object is in use."""
-    return meta["e_tag"], meta["size"], meta["last_modified"]

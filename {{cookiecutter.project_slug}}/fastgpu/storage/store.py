@@ -24,6 +24,8 @@ from fastgpu.storage.layout import COLUMN_BYTES, Layout, PlainRows
 from fastgpu.storage.meaning import check_meaning
 from fastgpu.storage.part import Part, open_part
 
+__all__ = ["open_store"]
+
 AROUND_PAGE_CACHE = 1.5
 """Files of more than this times the free memory are read around the page cache, which could keep a few blocks at most
 until the next epoch asks for them: under a third of them, if the blocks come in random order."""

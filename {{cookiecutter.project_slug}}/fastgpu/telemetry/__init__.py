@@ -8,3 +8,5 @@ tensorboard where scalars go: metrics.jsonl, TensorBoard, Weights & Biases, the 
 from fastgpu.telemetry.clock import Clock
 from fastgpu.telemetry.monitor import Monitor
 from fastgpu.telemetry.tensorboard import TensorBoard
+
+__all__ = ["Clock", "Monitor", "TensorBoard"]

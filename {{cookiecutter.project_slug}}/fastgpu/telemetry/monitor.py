@@ -1,5 +1,5 @@
-"""Counters of the machine of rank 0: its GPUs through NVML, its CPUs, memory and disks through psutil, and what it
-fetches from buckets.
+"""Counters of the machine of rank 0: its GPUs through NVML, its CPUs, memory and disks through psutil, and others
+that it is given.
 
 A counter that a GPU, its driver or this system does not have is named once and left out, never logged as 0.
 """
@@ -7,11 +7,12 @@ A counter that a GPU, its driver or this system does not have is named once and 
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from queue import SimpleQueue
 from statistics import fmean
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import psutil
@@ -21,17 +22,19 @@ import torch
 from fastgpu.process.launch import warn
 from fastgpu.process.machine import GIB
 from fastgpu.process.world import World
-from fastgpu.storage import remote
 
 T = TypeVar("T")
 Counters = dict[str, Callable[[], float | None]]
 """{tag: function that reads its value, or None if there is no new one}"""
+HostCounters = Mapping[str, Callable[[], Mapping[str, float]]]
+"""{what is counted, in words: function that returns {tag: value}}"""
 
 
 class Monitor(AbstractContextManager["Monitor"]):
     """Reads counters from its creation to the end of the context; those of GPUs are sampled by a thread."""
 
-    def __init__(self, world: World, *, poll_s: float = 1.0):
+    def __init__(self, world: World, more: HostCounters = MappingProxyType({}), *, poll_s: float = 1.0):
+        """more: other counters of this process, such as of what it has read."""
         self._world = world
         self._poll_s = poll_s
         self._counters = gpu_counters(world) if world.is_main else {}
@@ -39,14 +42,14 @@ class Monitor(AbstractContextManager["Monitor"]):
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
         self._thread.start()
-        self._host: dict[str, Callable[[], dict[str, float]]] = {
+        self._host: dict[str, Callable[[], Mapping[str, float]]] = {
             "use of CPUs and memory": _read_host,
             "host/disk_read_mb_per_s": partial(next, _read_disks()),
-            "use of buckets": remote.counters,
+            **more,
         }
         dict(_read_each(self._host))  # the first interval begins here
 
-    def take(self) -> dict[str, float]:
+    def means(self) -> dict[str, float]:
         """{tag: mean of its values since the last call}, with the minima of GPU use. Nothing on other ranks."""
         if not self._world.is_main:
             return {}

@@ -30,21 +30,19 @@ LINE_EVERY_S = 5.0
 class TensorBoard(AbstractContextManager["TensorBoard"]):
     """Takes the scalars and the progress of a run. On every rank but rank 0 it does nothing."""
 
-    def __init__(self, folder: Path, config: Mapping[str, Any], world: World, *, step: int, n_left: int):
-        """folder: of the run. config: {dotted key: value}. step: the steps that are done. n_left: those that are left.
+    def __init__(self, folder: Path, config: Mapping[str, Any], world: World, *, step: int):
+        """folder: of the run. config: {dotted key: value}. step: the steps that are done.
 
         Raises UserError on every rank if wandb refuses.
         """
         self._folder = folder if world.is_main else None
         self._n_epochs = config["train.epochs"]
-        self._n_done = step
-        self._n_steps = step + n_left
+        self._share_done = 0.0
         self._epoch: list[tuple[float, Throughput]] = []  # loss and interval of each point
         self._has_warned = False
         self._printed = time.monotonic()
         self._part = round(time.time())  # names this process among those that resumed the run
         self._bar = tqdm(
-            total=step + n_left,
             initial=step,
             unit=" steps",
             dynamic_ncols=True,
@@ -73,9 +71,13 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
             with self._forgiving():
                 self.writer.close()
 
-    def count(self) -> None:
-        """Count a step that is queued for the device. The bar is drawn once a second."""
-        self._n_done += 1
+    def count(self, step: int, share_done: float) -> None:
+        """Count a step that is queued for the device. share_done: the part of the run that is done in its middle.
+
+        The bar is drawn once a second.
+        """
+        self._share_done = share_done
+        self._bar.total = round((step - 0.5) / share_done)
         self._bar.update()
 
     def write(self, step: int, values: Mapping[str, float], interval: Throughput | None = None) -> None:
@@ -95,7 +97,7 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
             self._bar.set_postfix_str(text)
             if self._bar.disable and time.monotonic() - self._printed >= LINE_EVERY_S:
                 self._printed = time.monotonic()
-                say(f"{text}, {100 * self._n_done / self._n_steps:.0f} % done")
+                say(f"{text}, {100 * self._share_done:.0f} % done")
             values = {**values, **interval.scalars()}
             point |= interval._asdict()
         with self._forgiving():

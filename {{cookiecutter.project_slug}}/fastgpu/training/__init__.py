@@ -3,4 +3,26 @@
 from fastgpu.training.average import AveragedModel
 from fastgpu.training.evaluate import evaluate
 from fastgpu.training.parallel import compile_module, freeze, mean_over_ranks, wrap_in_ddp
-from fastgpu.training.step import MixedPrecision, apex_optimizer, check_groups, cut_batch, mixed_precision, note_groups
+from fastgpu.training.step import (
+    MixedPrecision,
+    apex_optimizer,
+    check_groups,
+    cut_batch,
+    mixed_precision,
+    prepare_optimizer,
+)
+
+__all__ = [
+    "AveragedModel",
+    "MixedPrecision",
+    "apex_optimizer",
+    "check_groups",
+    "compile_module",
+    "cut_batch",
+    "evaluate",
+    "freeze",
+    "mean_over_ranks",
+    "mixed_precision",
+    "prepare_optimizer",
+    "wrap_in_ddp",
+]

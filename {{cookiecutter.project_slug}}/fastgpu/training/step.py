@@ -63,9 +63,11 @@ def apex_optimizer(groups: list[dict[str, Any]], optim: Optim) -> torch.optim.Op
     return from_apex(f"optim.name is {optim.name}", name, groups, lr=optim.lr, betas=betas, **options)
 
 
-def note_groups(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+def prepare_optimizer(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
     """Note in each group of parameters how it was made, which a resumed run compares (checkpoint.py), and its rate as
     `initial_lr`, as torch's schedulers do: the schedule is a factor of it. Raises UserError like `check_groups`.
+
+    Call it once, before a torch scheduler is made.
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:

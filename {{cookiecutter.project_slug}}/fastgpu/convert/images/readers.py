@@ -10,17 +10,17 @@ from collections.abc import Sequence
 from contextlib import suppress
 from math import isqrt
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageFile, ImageOps
 
 from fastgpu.convert.reader import SPLIT_OF_WORD, Reader, list_first, read_splits
 from fastgpu.convert.writer import CODECS
 from fastgpu.imagefiles.folders import is_image, list_images
-from fastgpu.imagefiles.pixels import EXIF_ON_ITS_SIDE, EXIF_ORIENTATION, UprightImage, decode, fit, orientation_of
-from fastgpu.images.decode import open_image, open_whole
+from fastgpu.imagefiles.pixels import EXIF_ON_ITS_SIDE, EXIF_ORIENTATION, UprightImage, decode, fit, open_upright
+from fastgpu.images.decode import open_whole
 from fastgpu.images.parts import Box, Preprocessing
 from fastgpu.process.content import open_regular
 from fastgpu.process.launch import UserError, warn
@@ -32,6 +32,9 @@ IGNORED_CLASS = 255
 SOFT_VALUES = 64
 """A mask with as many values likely has soft edges: images show fewer classes at once."""
 MIN_SPARSE_CLASSES = 16
+PIXEL = "(?:25[0-5]|2[0-4][0-9]|[01]?[0-9]?[0-9])"
+PIXELS = rf"^(?:{PIXEL}\s+)*{PIXEL}$"
+"""Whole numbers from 0 to 255 with spaces between them."""
 
 
 class ImageFiles(Reader):
@@ -62,18 +65,17 @@ class ImageFiles(Reader):
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         """Raises an exception of any kind if the file is damaged."""
+        return self.item(row, open_upright(Path(self.folder, self.paths[row])))
+
+    def item(self, row: int, image: UprightImage) -> dict[str, Any]:
+        """The fields of a row, of its image file. Raises an exception of any kind."""
         size = self.prepared.size
-        with open_regular(Path(self.folder, self.paths[row])) as file:
-            self.losses[row] = describe_losses(file)
-            file.seek(0)
-            if self.encoded:
-                data = file.read()
-                image = np.frombuffer(kept := keep(data, size and size[0]), np.uint8)
-                if kept is not data and not self.losses[row]:
-                    self.losses[row].append("encoded anew: too large, not upright, or neither RGB nor grey")
-            else:
-                image = decode(file, self.prepared)
-        return {"images": image} if self.labels is None else {"images": image, "labels": self.labels[row]}
+        values = keep(image, size and size[0]) if self.encoded else decode(image, self.prepared)
+        losses = describe_losses(image.header)
+        if self.encoded and values is not image.data and not losses:
+            losses = ["re-encoded: too large, not upright, or neither RGB nor grey"]
+        self.losses[row] = losses
+        return {"images": values} if self.labels is None else {"images": values, "labels": self.labels[row]}
 
     def where(self, row: int) -> str:
         return os.path.join(self.folder, self.paths[row])  # noqa: PTH118 (ten times as fast)
@@ -130,25 +132,10 @@ class Masks(ImageFiles):
         self._kinds: dict[bytes, int] = {}  # {which of the 256 values a mask has, as bytes of bool: a row}
         super().__init__(Path(root), images, **how)
 
-    def __getitem__(self, row: int) -> dict[str, Any]:
+    def item(self, row: int, image: UprightImage) -> dict[str, Any]:
         """Raises ValueError if the mask is none, or has another size than the image."""
-        item = super().__getitem__(row)
-        upright = UprightImage(np.fromfile(Path(self.folder, self.paths[row]), np.uint8))
-        values_HW = read_mask(self._masks[row], is_binary=self._is_binary)
-        shape = (upright.height, upright.width)
-        stored_shape = shape[::-1] if upright.orientation >= EXIF_ON_ITS_SIDE else shape
-        fits = self._drawn_on
-        if upright.orientation > 1:
-            if not fits and values_HW.shape == shape == stored_shape:
-                found = f"its EXIF orientation is {upright.orientation}, and nothing says whether its mask is turned"
-                raise ValueError(f"{found}; --masks-fit shown, or stored: masks of the turned images, or of the files")
-            fits = fits or ("stored" if values_HW.shape == stored_shape else "shown")
-        expected = stored_shape if fits == "stored" else shape
-        if values_HW.shape != expected:
-            raise ValueError(f"its mask is {values_HW.shape}, the image {expected}")
-        if fits == "stored" and upright.orientation > 1:
-            values_HW = turn_upright(values_HW, upright.orientation)
-            self.losses[row].append("masks turned as the EXIF orientation of their images says")
+        item = super().item(row, image)
+        values_HW = self._read_upright(row, image)
         has_value = np.bincount(values_HW.ravel(), minlength=256) > 0
         if has_value.sum() >= SOFT_VALUES:
             cure = "save the number of a class for each pixel, such as mask > 127"
@@ -156,6 +143,25 @@ class Masks(ImageFiles):
         self._kinds.setdefault(has_value.tobytes(), row)
         mask_HW = fit(torch.from_numpy(values_HW)[None], self.prepared, is_mask=True)[0].contiguous().numpy()
         return item | {"masks": mask_HW}
+
+    def _read_upright(self, row: int, image: UprightImage) -> np.ndarray:
+        """The mask of a row, (H, W), turned as its image is. Raises ValueError if it does not fit the image."""
+        values_HW = read_mask(self._masks[row], is_binary=self._is_binary)
+        shape = (image.height, image.width)
+        stored_shape = shape[::-1] if image.orientation >= EXIF_ON_ITS_SIDE else shape
+        fits = self._drawn_on
+        if image.orientation > 1 and not fits:
+            if values_HW.shape == shape == stored_shape:
+                found = f"its EXIF orientation is {image.orientation}, and nothing says whether its mask is turned"
+                raise ValueError(f"{found}; --masks-fit shown, or stored: masks of the turned images, or of the files")
+            fits = "stored" if values_HW.shape == stored_shape else "shown"
+        expected = stored_shape if fits == "stored" else shape
+        if values_HW.shape != expected:
+            raise ValueError(f"its mask has {values_HW.shape} pixels, the image {expected}")
+        if fits == "stored" and image.orientation > 1:
+            values_HW = turn_upright(values_HW, image.orientation)
+            self.losses[row].append("masks turned as the EXIF orientation of their images says")
+        return values_HW
 
     def facts(self) -> dict[str, Any]:
         values = np.array([np.frombuffer(kind, bool) for kind in self._kinds])  # (kinds, 256)
@@ -234,52 +240,49 @@ class PixelTable(Reader):
         columns = ["pixels"] if "pixels" in table.names else columns
         if not columns:
             raise UserError(f"{path} has no column of pixels beside {label}; `images` reads a CSV of paths and labels")
+        self._pixels: Sequence[str] | np.ndarray
         if len(columns) == 1:
             texts = table.texts(columns[0])
-            pixels = [_parse_pixels(text) for text in texts]
-            n_pixels = max(map(len, pixels))
+            counts = texts.str.count_matches(r"\S+")
+            n_pixels = int(counts.max())  # type: ignore[arg-type]
             cure = f"it should be {n_pixels:,} whole numbers from 0 to 255"
-            table.check(texts, np.array([len(row) == n_pixels for row in pixels]), cure)
+            table.check(texts, (counts == n_pixels) & texts.str.contains(PIXELS), cure)
+            self._pixels = texts.to_list()
         else:
             numbers = [[int(number) for number in re.findall(r"\d+", name)] for name in columns]
             if numbers != sorted(numbers):
-                raise UserError(f"{path} has columns of pixels in another order than their numbers; put them into it")
-            pixels = [*np.stack([table.whole_numbers(name, 255) for name in columns], axis=1).astype(np.uint8)]
-        side = isqrt(len(pixels[0]))
-        if side**2 != len(pixels[0]):
-            raise UserError(f"{path} has {len(pixels[0]):,} pixels in a row, which are no square; save arrays (.npy)")
+                raise UserError(
+                    f"{path} has columns of pixels in another order than their numbers; sort them by number"
+                )
+            n_pixels = len(columns)
+            self._pixels = np.stack([table.whole_numbers(name, 255).astype(np.uint8) for name in columns], axis=1)
+        self._side = isqrt(n_pixels)
+        if self._side**2 != n_pixels:
+            raise UserError(f"{path} has {n_pixels:,} pixels in a row, which are no square; save arrays (.npy)")
         super().__init__(str(path), len(labels), labels)
-        self.images = np.stack(pixels).reshape(-1, 1, side, side)
         self.attributes |= attributes
         if split_by:
             self.splits = read_splits(str(path), table.texts(split_by))
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         assert self.labels is not None
-        return {"images": self.images[row], "labels": self.labels[row]}
+        pixels = self._pixels[row]
+        values = np.array(pixels.split(), np.uint8) if isinstance(pixels, str) else pixels
+        return {"images": values.reshape(1, self._side, self._side), "labels": self.labels[row]}
 
 
-def _parse_pixels(text: str) -> np.ndarray:
-    """(pixels,) uint8; empty if the text is not such numbers with spaces between them."""
-    try:
-        return np.array(text.split(), np.uint8)
-    except (ValueError, OverflowError):
-        return np.empty(0, np.uint8)
-
-
-def describe_losses(file: IO[bytes]) -> list[str]:
-    """What `decode` does not keep of an image file, except its mode. Reads the headers only."""
+def describe_losses(image: ImageFile.ImageFile) -> list[str]:
+    """What `decode` does not keep of an image, except its mode. image: its header."""
     losses = []
-    with open_image(file) as image:
-        # Pillow itself reads 16 bits a color as mode RGB: only the layout of the pixels in the file tells.
-        layout = str(image.tile)
-        if image.mode.startswith("I") or (";16" in layout and "BGR;16" not in layout):
-            losses.append("16 bits to 8 (to keep them: a float32 array of the images, `convert.py arrays`)")
-        elif image.has_transparency_data:
-            losses.append("without the transparency")
-        with suppress(Exception):  # a file that is damaged behind its first frame may raise anything
-            if getattr(image, "is_animated", False):
-                losses.append("the first of several frames or pages, without the others")
+    # Pillow itself reads 16 bits a color as mode RGB: only the layout of the pixels in the file tells.
+    layout = str(image.tile)
+    if image.mode.startswith("I") or (";16" in layout and "BGR;16" not in layout):
+        losses.append("16 bits to 8 (to keep them: a float32 array of the images, `convert.py arrays`)")
+    elif image.has_transparency_data:
+        losses.append("without the transparency")
+    with suppress(Exception):  # a file that is damaged behind its first frame may raise anything
+        if getattr(image, "is_animated", False):
+            losses.append("the first of several frames or pages, without the others")
     return losses
 
 
@@ -306,21 +309,19 @@ def turn_upright(values_HW: np.ndarray, orientation: int) -> np.ndarray:
     return np.array(ImageOps.exif_transpose(image))
 
 
-def keep(data: bytes, side: int | None = None) -> bytes:
-    """The bytes of an image file as they are, or of a smaller JPEG file if its shorter side is longer than `side`.
+def keep(image: UprightImage, side: int | None = None) -> np.ndarray:
+    """`image.data`, or the bytes of a smaller JPEG file if its shorter side is longer than `side`: (bytes,) uint8.
 
-    Files that are not upright RGB or grey are written anew, as JPEG or PNG. Raises any exception if one is damaged.
+    Files that are not upright RGB or grey are re-encoded as JPEG or PNG. Raises any exception if one is damaged.
     """
-    image = UprightImage(np.frombuffer(data, np.uint8))
     whole = Box(0, 0, image.height, image.width)
     scale = min(1, side / min(image.height, image.width)) if side else 1
-    with open_image(io.BytesIO(data)) as opened:
-        kind = "JPEG" if scale < 1 or opened.format in ("JPEG", "MPO") else "PNG"
-        is_upright_rgb = opened.mode in ("RGB", "L") and orientation_of(opened) == 1
-    if scale == 1 and is_upright_rgb and data[0] in CODECS:
+    is_upright_rgb = image.header.mode in ("RGB", "L") and image.orientation == 1
+    if scale == 1 and is_upright_rgb and image.data[0] in CODECS:
         image.decode(whole, (1, 1))  # in full, as far as damage goes
-        return data
+        return image.data
     pixels_CHW = image.decode(whole, (round(image.height * scale), round(image.width * scale)))
+    kind = "JPEG" if scale < 1 or image.header.format in ("JPEG", "MPO") else "PNG"
     file = io.BytesIO()
     Image.fromarray(np.ascontiguousarray(pixels_CHW.transpose(1, 2, 0))).save(file, kind, quality=JPEG_QUALITY)
-    return file.getvalue()
+    return np.frombuffer(file.getvalue(), np.uint8)

@@ -14,6 +14,7 @@ import pytest
 from scipy import sparse
 
 from fastgpu.convert.summary import fields_of, inspect
+from fastgpu.feed import sizes
 from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage import arrays
 from fastgpu.storage.hdf5 import attributes_of
@@ -135,7 +136,7 @@ def test_check_finds_damage_before_repack(dense_file, tmp_path, convert):
     assert first.startswith("rows 3 to 3: ")
     assert second.startswith("rows 70 to 70: ")
     assert sum_up == "a.h5: 2 blocks are damaged"
-    assert "is damaged: its SHA-256 is another one" in convert("repack a.h5 b.h5", code=2).err
+    assert "is damaged: checksum mismatch" in convert("repack a.h5 b.h5", code=2).err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.h5", "rows.h5"]
 
 
@@ -151,6 +152,24 @@ def test_check_compares_with_hdf5(dense_file, monkeypatch, convert):
     assert convert("check", path).out.startswith(f"{path}: readable\n")
     monkeypatch.setattr(Layout, "read_chunk", lambda layout, chunk: np.full(layout.field.shape, 1000))
     assert "/images: block 128 has other values than h5py reads" in convert("check", path, code=1).out
+
+
+@pytest.mark.parametrize(
+    ("labels", "pool_bytes", "is_told"),
+    [
+        (np.arange(1000) // 100, 1000, True),
+        (np.arange(1000) // 100, 1 << 20, False),  # one pool mixes all rows
+        (np.random.default_rng(0).permutation(1000) // 100, 1000, False),
+        (np.zeros(1000, int), 1000, False),  # there is only one class
+    ],
+    ids=["sorted", "one pool", "mixed", "one class"],
+)
+def test_check_tells_of_a_file_in_class_order(tmp_path, convert, monkeypatch, labels, pool_bytes, is_told):
+    monkeypatch.setattr(sizes, "POOL_BYTES", pool_bytes)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["train/images"], file["train/labels"] = numbered(1000), labels
+    told = "/train/labels: sorted by class: 99% of neighbouring rows share a label"
+    assert (told in convert("check a.h5").out) == is_told
 
 
 LEFT_OUT = {
@@ -196,6 +215,30 @@ def test_check_goes_on_after_a_dataset_that_cannot_be_read(dense_file, tmp_path,
     assert "rows 3 to 3: " in printed
 
 
+FAULTS_OF_LABELS = (
+    (np.arange(6) % 3 - 1, {}, "2 rows have other values than 0 to 1, for classes; the first is row 0"),
+    (np.arange(6) % 3, {"n_classes": 2}, "2 rows have other values than 0 to 1, for classes; the first is row 2"),
+    (np.arange(12).reshape(6, 2) // 3, {}, "3 rows have other values than 0 and 1, for attributes; the first is row 3"),
+    (np.array([0, np.nan, 1, np.inf, 0, 0]), {}, "2 rows have other values than finite numbers; the first is row 1"),
+    (20240101 + np.arange(6) // 3, {}, "numbers up to 20,240,102, of which 2 occur; if they are ids, number them"),
+    (np.arange(6) % 3, {"class_names": "cat"}, "says of its classes"),
+    (np.arange(6) % 3 + 5, {"n_classes": 2000}, ""),
+    (np.arange(24).reshape(6, 2, 2), {}, ""),
+)
+"""(labels, attributes, what `check` says)"""
+
+
+@pytest.mark.parametrize(("labels", "described", "fault"), FAULTS_OF_LABELS)
+def test_check_finds_labels_that_training_would_refuse(tmp_path, convert, labels, described, fault):
+    with h5py.File("x.h5", "w") as file:
+        file["a/images"], file["a/labels"] = numbered(6), labels
+        file["a"].attrs.update(described)
+    shown = [line for line in convert("check x.h5").out.splitlines() if "checksums" not in line]
+    assert shown[0] == "x.h5: readable"
+    assert len(shown) == 1 + bool(fault)
+    assert fault in shown[-1]
+
+
 def test_check_reads_where_rows_came_from(dense_file, tmp_path, convert):
     with h5py.File(dense_file(100), "a") as file:
         file["fastgpu_source"] = np.array([f"{n}.png" for n in range(100)], "S6")
@@ -222,7 +265,8 @@ def test_info_shows_layout_and_rows(tmp_path, convert):
         file["text"], file["scalar"], file["empty"] = ["a", "b"], 3, np.zeros(0)
     shown = convert("info x.h5").out
     for part in (
-        "/a/images  float32 (90, 3, 64, 64)  blocks (8, 1, 64, 64) of 0.12 MiB, deflate, no checksums (",
+        "  images   float32 (N, 3, 64, 64), blocks (8, 1, 64, 64) of 128.0 KiB, deflate, no checksums\n",
+        "  images   uint8 (5, 8, 8), blocks (5, 8, 8) of 0.3 KiB, plain, no checksums\n",
         "3 of 4 classes: cat 30, dog 30, owl 30",
         "has fields of lengths {'images': 5, 'labels': 4}",
         "targets from 0.5 to 2.5, 2 NaN or infinite\n",

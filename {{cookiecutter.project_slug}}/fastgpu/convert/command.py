@@ -1,0 +1,229 @@
+"""The command line of convert.py: a dataclass for each command, whose fields are its arguments.
+
+Nothing here imports torch, which takes seconds: --help and mistakes, also of paths, come at once.
+"""
+
+import os
+import signal
+import sys
+from argparse import ArgumentTypeError
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import Literal
+
+from fastgpu import convert
+from fastgpu.process.commands import argument, flag, parse_command
+from fastgpu.process.launch import SharedError, UserError, exit_with_message
+from fastgpu.process.project import install_command
+from fastgpu.process.tools import check_exists, start_tool
+
+TEXT = """\
+Write your data to HDF5 files that are read fastest, and look at files.
+
+The files have blocks of 2 MiB, rows in random order and a checksum for each
+block. They are complete, or absent."""
+SUFFIXES = (".h5", ".hdf5")
+"""Ends of the names of files with rows, which .gitignore has."""
+
+
+def natural(text: str, lowest: int = 0) -> int:
+    """A whole number of at least `lowest`."""
+    if not text.isdecimal() or int(text) < lowest:
+        raise ArgumentTypeError(f"{text} should be a whole number of at least {lowest}")
+    return int(text)
+
+
+def shares(text: str) -> tuple[float, ...]:
+    """The shares of train, val and perhaps test: `0.9` is (0.9, 0.1), `0.8,0.1,0.1` is itself."""
+    try:
+        numbers = tuple(map(float, text.split(",")))
+    except ValueError:
+        numbers = ()
+    if len(numbers) == 1:
+        numbers = (numbers[0], 1 - numbers[0])
+    if not 2 <= len(numbers) <= 3 or not abs(sum(numbers) - 1) < 1e-6 or min(numbers) <= 0:
+        raise ArgumentTypeError(f"{text} should be a share, such as 0.9, or shares with the sum 1: 0.8,0.1,0.1")
+    return numbers
+
+
+def split_name(source: str) -> tuple[str, str]:
+    """(name, path) of `name=path`. A path alone has no name; a folder may be called year=2024."""
+    name, equals, path = source.partition("=")
+    return (name, path) if equals and not os.path.lexists(source) else ("", source)
+
+
+class Command:
+    """What was asked for. It is only made of arguments that fit together, and of paths that exist."""
+
+    def run(self) -> int | None:
+        """Do it. Returns the exit code, or None for 0. Raises UserError."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteCommand(Command):
+    """What the commands that write files have in common."""
+
+    target: Path = argument("file to write; it has a temporary name until it is complete")
+    seed: int = flag("seed of order and split", type=natural, default=0, metavar="N")
+    keep_order: bool = flag("write the rows in the order of the source", default=False)
+    compression: Literal["none", "gzip"] = flag("default: none", default="none")
+    force: bool = flag("replace existing files", default=False)
+    dry_run: bool = flag("show what was understood of the source; write nothing", default=False)
+
+    def __post_init__(self) -> None:
+        if self.target.suffix not in SUFFIXES:
+            raise SharedError(f"target is {self.target}; it should end in {' or '.join(SUFFIXES)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitCommand(WriteCommand):
+    """What the commands that can split rows at random have in common."""
+
+    split: tuple[float, ...] | None = flag(
+        "shares of train, val and test, 0.8,0.1,0.1; or of train", type=shares, metavar="SHARES"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrays(SplitCommand):
+    """Write NumPy arrays and sparse matrices, one for each field.
+
+    python convert.py arrays images=x.npy labels=y.npy data/x.h5 --split 0.9
+    """
+
+    sources: tuple[str, ...] = argument(
+        "name=x.npy, y.npz, name=z.npz::x, name=m.npz of scipy.sparse, or name=x.h5::/x", metavar="source"
+    )
+    layout: Literal["nhwc"] | None = flag("of fields with four axes: write them as (N, C, H, W)")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for source in self.sources:
+            check_exists(split_name(source)[1])
+
+    def run(self) -> None:
+        from fastgpu.convert.program import write_arrays
+
+        write_arrays(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset(WriteCommand):
+    """Write the items of your own torch Dataset.
+
+    python convert.py dataset mine:Photos photos/ data/photos.h5
+    """
+
+    source: str = argument("package.module:Class, or a function that makes the Dataset")
+    path: str = argument("what it is called with, such as a folder")
+    fields: tuple[str, ...] = flag(
+        "names of what an item has; default: images labels", default=(), nargs="+", metavar="NAME[=KEY]"
+    )
+    num_workers: int | None = flag(
+        "processes that read; 0: none, to debug; default: the CPUs", type=natural, metavar="N"
+    )
+
+    def run(self) -> None:
+        from fastgpu.convert.program import write_dataset
+
+        write_dataset(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repack(WriteCommand):
+    """Rewrite the rows of HDF5 files so that they are read fast.
+
+    python convert.py repack old.h5 data/x.h5
+    """
+
+    sources: tuple[str, ...] = argument("file.h5, file.h5::/group or quoted patterns", metavar="source")
+    fields: tuple[str, ...] = flag("datasets to write; default: all", default=(), nargs="+", metavar="NAME[=KEY]")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for source in self.sources:
+            check_exists(source)
+
+    def run(self) -> None:
+        from fastgpu.convert.program import repack
+
+        repack(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookCommand(Command):
+    """What the commands that only look at files have in common."""
+
+    sources: tuple[str, ...] = argument("file.h5, or file.h5::/group", metavar="source")
+
+    def __post_init__(self) -> None:
+        for source in self.sources:
+            check_exists(source)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Info(LookCommand):
+    """Show rows, classes and layout of HDF5 files.
+
+    python convert.py info data/x.h5
+    """
+
+    def run(self) -> None:
+        from fastgpu.convert.program import show
+
+        show(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check(LookCommand):
+    """List the damaged blocks of HDF5 files; the exit code is 1 if any.
+
+    python convert.py check data/x.h5
+    """
+
+    def run(self) -> int:
+        from fastgpu.convert.program import check
+
+        return check(self)
+
+
+def commands() -> Mapping[str, type[Command]]:
+    """{name: command}. Folders in this one have those for a kind of data; a copy of the engine may lack some."""
+    kinds = {"arrays": Arrays, "dataset": Dataset, "repack": Repack, "info": Info, "check": Check}
+    for room in iter_modules(convert.__path__):
+        if room.ispkg:
+            kinds |= import_module(f"{convert.__name__}.{room.name}.command").COMMANDS
+    return kinds
+
+
+def parse(argv: Sequence[str]) -> Command:
+    """The command that a command line asks for. Raises UserError for mistakes."""
+    return parse_command(commands(), argv, program="convert.py", text=TEXT)
+
+
+def run(command: Command) -> int:
+    """Do what was asked for. Returns the exit code. Raises UserError."""
+    try:
+        return command.run() or 0
+    except ModuleNotFoundError as error:
+        if error.name not in ("polars", "scipy"):  # a Dataset of your own may import others
+            raise
+        raise UserError(f"{error}; convert.py needs: {install_command('convert')}") from None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The program. Returns the exit code."""
+    with exit_with_message():
+        command = parse(sys.argv[1:] if argv is None else argv)
+    start_tool()
+    if isinstance(command, LookCommand):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends them, which write no files
+    import torch
+
+    torch.set_num_threads(1)  # each of the reader threads works alone
+    with exit_with_message(OSError):
+        return run(command)

@@ -1,0 +1,113 @@
+"""The commands for images."""
+
+from argparse import ArgumentTypeError
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from fastgpu.convert.command import SplitCommand
+from fastgpu.process.commands import argument, flag
+from fastgpu.process.launch import SharedError
+from fastgpu.process.tools import check_exists
+
+MAX_SIDE = 1 << 14
+"""Pixels of a side of an image."""
+ARCHIVES = (".zip", ".tar", ".tgz", ".gz")
+
+
+def size(text: str) -> tuple[int, int]:
+    """(height, width) of 218x178, or of 64 for both."""
+    words = text.split("x")
+    if len(words) > 2 or not all(word.isdecimal() and 1 <= int(word) <= MAX_SIDE for word in words):
+        raise ArgumentTypeError(f"{text} should be HxW, such as 218x178, or one number for both, up to {MAX_SIDE:,}")
+    return int(words[0]), int(words[-1])
+
+
+def max_broken(text: str) -> float:
+    """The share of the images that may be left out: of `stop` none, of `skip` 1 %."""
+    try:
+        share = {"stop": 0.0, "skip": 0.01}.get(text)
+        if share is None and text.startswith("skip=") and text.endswith("%"):
+            share = float(text[len("skip=") : -1]) / 100
+            share = share if 0 < share <= 1 else None
+    except ValueError:
+        share = None
+    if share is None:
+        raise ArgumentTypeError(f"{text} should be stop, skip or a share such as skip=10%")
+    return share
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageCommand(SplitCommand):
+    """What both commands have in common."""
+
+    split_by: str = flag("column that says train, val or test", type=str.strip, default="", metavar="COLUMN")
+    no_header: bool = flag("the first line is a row; columns are called 1, 2, ...", default=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Images(ImageCommand):
+    """Write image files: folders of classes, a CSV of paths, or masks.
+
+    python convert.py images photos/ data/photos.h5 --size 128 --split 0.9
+    """
+
+    source: Path = argument("folder with a sub-folder for each class, CSV file, or folder of the images of --masks")
+    columns: str | None = flag("of the CSV: the path and its labels; default: path,label", metavar="NAMES")
+    size: tuple[int, int] | None = flag(
+        "height and width of the rows; default: those of the images", type=size, metavar="HxW"
+    )
+    resize: Literal["shorter", "exact"] | None = flag("cut off the rest (shorter, the default), or stretch")
+    keep_encoded: bool = flag("keep the files; if the shorter side is above --size: smaller JPEG", default=False)
+    masks: Path | None = flag("folder with a mask of the same name for each image", metavar="DIR")
+    binary_masks: bool = flag("the masks hold 0 and 255, which is class 1 and not ignored", default=False)
+    masks_fit: Literal["shown", "stored"] | None = flag("where EXIF turns images: whether masks are of the turned ones")
+    on_error: float = flag(
+        "list broken ones (default), or leave out 1 %% of them, or a share",
+        type=max_broken,
+        default=0.0,
+        metavar="{stop,skip,skip=10%}",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_exists(self.source)
+        if self.source.is_file() and self.source.suffix.lower() in ARCHIVES:
+            raise SharedError(f"{self.source} is an archive; unpack it and name the folder")
+        idle = ["columns", "split_by", "no_header"] if self.source.is_dir() else ["masks"]
+        idle += ["masks", "resize"] if self.keep_encoded else []
+        idle += [] if self.masks else ["binary_masks", "masks_fit"]
+        if given := [f"--{name.replace('_', '-')}" for name in idle if getattr(self, name)]:
+            raise SharedError(f"{given[0]} has no meaning for {self.source} with these flags; drop it")
+        if self.keep_encoded and self.size and self.size[0] != self.size[1]:
+            raise SharedError("--size should be one number, of the shorter side, with --keep-encoded")
+        if self.masks:
+            check_exists(self.masks)
+
+    def run(self) -> None:
+        from fastgpu.convert.images.program import write_images
+
+        write_images(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pixels(ImageCommand):
+    """Write a CSV file whose rows are square grey images.
+
+    python convert.py pixels fer2013.csv data/fer.h5 --split-by Usage
+    """
+
+    source: Path = argument("CSV file whose rows are images: many columns of pixels, or one called pixels")
+    label: str = flag("its column; default: the only one, or label", type=str.strip, default="", metavar="COLUMN")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_exists(self.source)
+
+    def run(self) -> None:
+        from fastgpu.convert.images.program import write_pixels
+
+        write_pixels(self)
+
+
+COMMANDS = {"images": Images, "pixels": Pixels}

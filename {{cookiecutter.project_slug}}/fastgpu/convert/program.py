@@ -1,0 +1,136 @@
+"""What the commands for files, arrays and Datasets do."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path, PurePosixPath
+
+from fastgpu.convert import command
+from fastgpu.convert.arrays import open_arrays
+from fastgpu.convert.reader import list_first, split_rows
+from fastgpu.convert.summary import check_rows, damaged, describe_rows, fields_of, inspect
+from fastgpu.convert.writing import write_files
+from fastgpu.dataset.source import open_dataset
+from fastgpu.process.config import Loader
+from fastgpu.process.launch import UserError, warn
+from fastgpu.process.machine import available_cpus
+from fastgpu.rows.contract import Dataset
+from fastgpu.storage.hdf5 import expand
+from fastgpu.storage.store import open_store
+
+
+def write(
+    source: Dataset | Mapping[str, Dataset],
+    asked: command.WriteCommand,
+    *,
+    split: Sequence[float] | None = None,
+    max_broken: float = 0.0,
+) -> None:
+    """Show what was understood of a source, or of its parts, and write it to files.
+
+    split: shares of a random split of the source. max_broken: share of the rows that is left out if it is broken.
+    """
+    parts = source if isinstance(source, Mapping) else split_rows(source, split, asked.seed)
+    print(next(iter(parts.values())).name, *describe_rows(parts), sep="\n", flush=True)
+    if asked.dry_run:
+        print("--dry-run: nothing is written")
+        return
+    seed = None if asked.keep_order else asked.seed
+    write_files(parts, asked.target, seed, asked.compression, replace=asked.force, max_broken=max_broken)
+
+
+def write_arrays(asked: command.Arrays) -> None:
+    """Write arrays of equal length, one for each field of the rows."""
+    write(open_arrays(asked.sources, channels_last=asked.layout == "nhwc"), asked, split=asked.split)
+
+
+def write_dataset(asked: command.Dataset) -> None:
+    """Write the items of a torch Dataset."""
+    try:
+        _write_items(asked)
+    except OSError as error:
+        if not hasattr(error, "__notes__"):  # of the disk, which is told in one line
+            raise
+        raise RuntimeError("an item of the Dataset cannot be read") from error  # with --num-workers=0, to debug it
+
+
+def _keys_of(fields: Sequence[str]) -> dict[str, str]:
+    """{field: what it is called in the source} of NAME=KEY, or of NAME for both."""
+    return {word.partition("=")[0]: word.partition("=")[2] or word for word in fields}
+
+
+def _write_items(asked: command.Dataset) -> None:
+    fields = _keys_of(asked.fields or ("images", "labels"))
+    n_workers = available_cpus() if asked.num_workers is None else asked.num_workers
+    workers_key = "--num-workers" if n_workers else ""
+    source = open_dataset("SOURCE", asked.path, fields, factory=asked.source, seed=asked.seed, workers_key=workers_key)
+    source.name = f"{asked.source} called with {asked.path}"
+    if source.drawn:
+        warn(
+            f"the items of {source.name} draw random numbers ({', '.join(sorted(source.drawn))}): the file will have "
+            "one draw of each, the same in each epoch; leave that to `transform` of the workload"
+        )
+    if n_workers:
+        source = source.with_workers(n_workers, Loader().timeout_s)
+    with closing(source):
+        write(source, asked)
+
+
+def repack(asked: command.Repack) -> None:
+    """Write the rows of HDF5 files anew. Those with checksums are checked before: new ones would vouch for damage."""
+    files = [each for path in asked.sources for each in expand("SOURCE", path)]
+    names = {Path(file).resolve() for file, _ in files}
+    if len(names) > 1 and asked.target.resolve() in names:  # so that its old rows would be in it again
+        raise UserError(f"{asked.target} is one of the {len(names)} files of SOURCE; choose another name")
+    stored = {f"{file}::{group}": inspect(f"{file}::{group}") for file, group in files}
+    groups = fields_of(next(iter(stored.values())))
+    group = f"/{files[0][1].strip('/')}"
+    named = _keys_of(asked.fields)
+    fields = named or groups.get(group, {})
+    if not fields:
+        raise UserError(f"{asked.sources[0]} has no rows in {group}, but {', '.join(sorted(groups)) or 'no numbers'}")
+    left_out = [each.text for datasets in stored.values() for each in datasets if each.is_left_out]
+    left_out += [f"the rows in {other} are left out" for other in sorted(groups.keys() - {group})]
+    for text in () if named else dict.fromkeys(left_out):
+        warn(f"{asked.sources[0]}: {text}")
+    for path, datasets in stored.items():
+        if any(each.has_checksums for each in datasets) and (damages := damaged(path)):
+            raise UserError(f"{damages[0]}; `python convert.py check` lists all damaged blocks")
+    write(open_store("SOURCE", asked.sources, fields), asked)
+
+
+def show(asked: command.Info) -> None:
+    """Show what files hold, the layout of each field, and whether its blocks have checksums."""
+    for path in asked.sources:
+        stored = inspect(path)
+        print(path, *(f"  {each.text}" for each in stored if each.is_left_out), sep="\n")
+        for group, fields in sorted(fields_of(stored).items()):
+            places = {name: PurePosixPath(group, key) for name, key in fields.items()}
+            values = {name: each for name, place in places.items() for each in stored if each.holds(place)}
+            try:
+                rows = open_store("FILE", f"{path.partition('::')[0]}::{group}", fields)
+                lines = [*describe_rows({"": rows}, {name: each.text for name, each in values.items()})]
+                print(f"  {group}", *lines, sep="\n")
+            except UserError as error:
+                print(f"  {group} cannot be trained on: {error}")
+                for name, each in values.items():
+                    print(f"  {name:<8} {each.kind}, {each.text}")
+        if not all(each.has_checksums or each.is_left_out for each in stored):
+            print("  no checksums: `python convert.py repack` writes them")
+
+
+def check(asked: command.Check) -> int:
+    """Read files, count the damaged blocks and list the first of them. The exit code is 1 if there is one."""
+    exit_code = 0
+    for path in asked.sources:
+        if damages := damaged(path):
+            exit_code = 1
+            print(list_first(damages, "\n"))
+        unchecked = [each for each in inspect(path) if not each.has_checksums]
+        state = f"{len(damages):,} blocks are damaged" if damages else "readable" if unchecked else "whole"
+        print(f"{path}: {state}")
+        for each in unchecked:
+            checksums = f"{each.path} was read, but has no checksums; `python convert.py repack` writes them"
+            print(f"  {each.text if each.is_left_out else checksums}")
+        for fault in check_rows(path):
+            print(f"  {fault}")
+    return exit_code

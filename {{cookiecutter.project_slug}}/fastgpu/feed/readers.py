@@ -1,0 +1,119 @@
+"""The readers of a loader: how many there are, how large their jobs are, and what their time goes to."""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+from fastgpu.dataset.source import ItemDataset, rows_per_ask
+from fastgpu.process.config import Loader
+from fastgpu.process.launch import read_launch
+from fastgpu.process.machine import READERS_NICE, cpus_of_rank
+from fastgpu.rows.contract import Dataset
+from fastgpu.rows.order import BlockSampler
+from fastgpu.storage.filters import DECODING
+
+MAX_READERS = 8
+"""Maximum number of threads that copy rows, if loader.num_readers is auto. Decoding takes all CPUs of a rank."""
+NETWORK_READERS = 64
+"""Threads that read through a network, if loader.num_readers is auto. They wait for most of their time."""
+JOB_BYTES = 1 << 20
+"""A job of a reader thread is at least so large, and a pool has at most 8 jobs for each thread."""
+
+
+def choose_readers(source: Dataset, loader: Loader, n_local: int) -> tuple[str, int]:
+    """(key of section `loader`, number): reader threads of each rank, or worker processes for a torch Dataset.
+
+    auto: as many as a rank has CPUs, up to a limit if they only copy, or wait for a network. n_local: ranks that share
+    the CPUs of this machine.
+    """
+    has_items = isinstance(source, ItemDataset)
+    key, asked = ("num_workers", loader.num_workers) if has_items else ("num_readers", loader.num_readers)
+    if asked != "auto":
+        return key, asked
+    if not source.is_local:
+        return key, NETWORK_READERS
+    n_cpus = cpus_of_rank(n_local)
+    return key, n_cpus if has_items or source.decoding else min(n_cpus, MAX_READERS)
+
+
+class Readers:
+    """The work of the reader threads of a loader, and an account of their time."""
+
+    def __init__(self, source: Dataset, order: BlockSampler, loader: Loader):
+        """For a torch Dataset without worker processes, these are started. Raises UserError if they cannot be."""
+        n_local = read_launch().local_world_size
+        _, n_readers = choose_readers(source, loader, n_local)
+        self.source = source
+        self.n_threads = n_readers
+        self.rows_per_job = max(
+            1, JOB_BYTES // max(1, source.row_bytes), order.max_pool_rows // (8 * max(1, n_readers))
+        )
+        if isinstance(source, ItemDataset):
+            self.rows_per_job = rows_per_ask(source, order)
+            if n_readers and not source.n_workers:  # a training run has started them when it opened the Dataset
+                self.source = source = source.with_workers(n_readers, loader.timeout_s)
+            # While one thread of a worker copies rows to their places, the worker reads for the other. Without workers,
+            # the loop itself reads: a Dataset may belong to its thread, as a connection to SQLite does.
+            self.n_threads = 2 * source.n_workers
+        # Threads that have waited for a network would wait for a CPU when all rows are on this machine. A number that
+        # `auto` does not choose is kept.
+        is_chosen_for_network = n_readers == NETWORK_READERS and not source.is_local
+        self._n_later = min(self.n_threads, cpus_of_rank(n_local)) if is_chosen_for_network else self.n_threads
+        self._lock = threading.Lock()
+        self._since = time.perf_counter()
+        self._reading_s = self._decoding_s = 0.0  # of all threads
+        self._n_requests = source.n_requests
+
+    def work(self, jobs: SimpleQueue[Any], inbox: SimpleQueue[Any], closing: threading.Event) -> None:
+        """The program of a thread. jobs: (job, done) for `do`; None ends the thread. After `closing`, none is done."""
+        if sys.platform == "linux":  # elsewhere, the priority of a thread is that of its process
+            os.nice(READERS_NICE)  # so that the loop wakes up to queue a step that the device is waiting for
+        while (item := jobs.get()) and not closing.is_set():
+            self.do(item[0], item[1], inbox)
+
+    def do(self, job: Callable[[], None], done: object, inbox: SimpleQueue[Any]) -> None:
+        """Do a job, and put `done` into the inbox, or the error that the job raised."""
+        t0, decoding_s = time.perf_counter(), DECODING.seconds
+        try:
+            job()
+            decoding_s = DECODING.seconds - decoding_s
+            with self._lock:
+                self._reading_s += time.perf_counter() - t0 - decoding_s
+                self._decoding_s += decoding_s
+            inbox.put(done)
+        except BaseException as error:
+            inbox.put(error)
+
+    def dismiss(self) -> int:
+        """The number of threads that are not needed any longer, because all rows are on this machine now."""
+        if self.n_threads == self._n_later or not self.source.is_local:
+            return 0
+        n_surplus, self.n_threads = self.n_threads - self._n_later, self._n_later
+        return n_surplus
+
+    def bottleneck(self) -> str:
+        """The stage that took most of the readers' time since the last call, and what to try first, in words.
+
+        Empty if they were idle for half of the time or more: they were not the reason why the loop had to wait.
+        """
+        now, n_readers = time.perf_counter(), max(1, self.n_threads)
+        with self._lock:
+            reading_s, decoding_s, elapsed_s = self._reading_s, self._decoding_s, now - self._since
+            self._reading_s = self._decoding_s = 0.0
+            self._since = now
+        n_before, self._n_requests = self._n_requests, self.source.n_requests
+        if reading_s + decoding_s < n_readers * elapsed_s / 2:
+            return ""
+        if isinstance(self.source, ItemDataset):
+            cure = f"try loader.num_workers={2 * self.source.n_workers or 'auto'}"
+            return f"the Dataset's items; {cure}, or write them to an HDF5 file once"
+        if decoding_s > reading_s:
+            return "decoding; try to decode once, into pixels without compression, or more CPUs"
+        cure = f"try loader.num_readers={2 * n_readers}"
+        if self._n_requests > n_before:
+            return f"the network, from which each block comes once, to data.cache; {cure}"
+        return f"reading; {cure}, or a faster disk"
