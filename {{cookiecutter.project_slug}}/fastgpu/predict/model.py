@@ -2,12 +2,13 @@
 
 import io
 import json
+import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import h5py
 import numpy as np
@@ -17,14 +18,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_model as fill
 from torch import Tensor, nn
 
-import workloads
 from fastgpu.feed import PrefetchLoader
 from fastgpu.feed.sources import image_codecs
+from fastgpu.predict.command import NO_CHECKPOINT
 from fastgpu.process.config import Loader
 from fastgpu.process.files import new_file
 from fastgpu.process.launch import UserError, without_secrets
 from fastgpu.process.machine import available_cpus
-from fastgpu.process.project import install_command
+from fastgpu.process.project import install_command, project_folder
+from fastgpu.process.tools import check_exists
 from fastgpu.rows import BlockSampler
 from fastgpu.rows.contract import Dataset, Out, PoolPlan, Reads
 from fastgpu.rows.rows import Field, Ragged, Rows
@@ -34,6 +36,7 @@ from fastgpu.storage.hdf5 import expand
 from fastgpu.storage.meaning import check_meaning
 from fastgpu.storage.sources import sources_of
 from fastgpu.storage.store import HDF5Dataset, open_store
+from fastgpu.training.evaluate import Scorer
 
 __all__ = ["Trained", "load_model"]
 
@@ -52,11 +55,24 @@ class _Card(BaseModel, extra="allow"):
     precision: Literal["bf16", "fp16", "fp32"]
 
 
+class Workload(Scorer, Protocol):
+    """The part of a workload that a trained model needs. Workload, in workloads/, says what each of them returns."""
+
+    options: Any
+    inputs: tuple[str, ...]
+
+    def __init__(self, options: Any, train: Dataset, val: Dataset): ...
+
+    def model(self) -> nn.Module: ...
+
+    def predict(self, model: nn.Module, batch: Rows) -> Mapping[str, Tensor]: ...
+
+
 class Trained(NamedTuple):
     """A model that is ready to use, on the CPU and in eval mode."""
 
     model: nn.Module
-    workload: workloads.Workload
+    workload: Workload
     card: dict[str, Any]  # the content of model.json
     rows: Dataset  # see `training_rows`
     folder: Path  # the checkpoint
@@ -79,33 +95,61 @@ class Trained(NamedTuple):
         return self.workload.predict(self.model, Rows(rows).to(device))
 
 
-def load_model(path: str | Path) -> Trained:
+def load_model(path: str | Path, *, project: str | Path | None = None) -> Trained:
     """Build the model of a checkpoint, a copy of its model.json and model.safetensors, or the best (or last) of a run.
 
-    Raises UserError if there is none, if it is damaged, or if it does not fit the code of the workload.
+    project: the folder whose workloads/ has the code of the model. None: that of the script that was started, or the
+    current one. Raises UserError if there is no checkpoint or no such code, if one is damaged, or if they do not fit.
     """
     run = Path(path)
-    if not run.exists():
-        raise UserError(f"{run} does not exist; name the folder of a run, such as runs/mine, or of a checkpoint")
+    check_exists(run, NO_CHECKPOINT)
     saved = [*newest_first(run, "best"), *newest_first(run, "last")]
     folder = run if not saved or (run / DESCRIPTION).exists() else saved[0]
-    try:
+    workloads = import_workloads(Path(project) if project else None)
+    with _report_damage(folder):
         if (folder / "state.json").exists():  # a copy of two files has no checksums to compare with
             checksums = json.loads((folder / "state.json").read_bytes())["sha256"]
             for name in (DESCRIPTION, WEIGHTS):
                 if checksum_of_file(folder / name) != checksums[name]:
                     raise ValueError(f"{name} does not match its checksum")
         card = _Card.model_validate_json((folder / DESCRIPTION).read_bytes()).model_dump()
+    kind = workloads.load(card["workload"])
+    with _report_damage(folder):
         rows = training_rows(card)
-        kind = workloads.load(card["workload"])
         options = kind.Options.model_validate_json(json.dumps(card["options"]))
         workload = kind(options, rows, rows)
         model = workload.model()
         fill(model, folder / WEIGHTS)
+    return Trained(model.eval(), workload, card, rows, folder)
+
+
+@contextmanager
+def _report_damage(folder: Path) -> Iterator[None]:
+    """Turn any error that a checkpoint can cause into a UserError."""
+    try:
+        yield
     except (OSError, LookupError, RuntimeError, TypeError, ValueError, SafetensorError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(f"{folder} is no run or checkpoint, is damaged, or was saved by other code: {reason}") from None
-    return Trained(model.eval(), workload, card, rows, folder)
+
+
+def import_workloads(project: Path | None = None) -> Any:
+    """The module `workloads` of a project. See `load_model`. Raises UserError if this process has that of another one:
+    its code would be taken for this one's."""
+    folder = (project or project_folder()).resolve()
+    module = sys.modules.get("workloads")
+    if (folder / "workloads/__init__.py").is_file():
+        if not module:
+            if str(folder) not in sys.path:
+                sys.path.insert(0, str(folder))  # a workload may import other modules of its project
+            module = import_module("workloads")
+        found = Path(str(module.__file__))
+        if not found.samefile(folder / "workloads/__init__.py"):
+            other = f"this process has imported the workloads of {found.parents[1]}"
+            raise UserError(f"{other}; use another process for those of {folder}")
+    elif project or not module:
+        raise UserError(f"{folder} has no workloads/__init__.py; load_model(..., project=FOLDER) names a project")
+    return module
 
 
 def training_rows(card: Mapping[str, Any]) -> Dataset:
