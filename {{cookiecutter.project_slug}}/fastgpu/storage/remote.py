@@ -77,31 +77,28 @@ class RemoteFile(OpenFile):
         self._prepared: dict[int, int] = {}  # offset -> number of bytes
         self._expected = np.empty((0, 2), np.int64)
         self._n_local = 0  # expected chunks at the beginning that are known to be local
-        self._copy: LocalCopy | None = None
         tag, size, modified = self._version
         if tag is None and not modified.timestamp():  # obstore has 1970 for none
-            warn(f"{url} has neither an ETag nor a date, so data.cache keeps no copy: it is fetched in each epoch")
-        else:
-            self._copy = _open_copy(folder, where, without_secrets(url), self._version)
-        super().__init__(self._copy.descriptor if self._copy else os.devnull, name=url, size=size)
+            why = "its server says neither an ETag nor a date, so nobody would notice that it has changed"
+            raise UserError(f"{where} cannot be read: {why}; download it")
+        self._copy = _open_copy(folder, where, without_secrets(url), self._version)
+        super().__init__(self._copy.descriptor, name=url, size=size)
+        self.cure = f"if the file is whole there, its copy is damaged: rm {self._copy.path}*"
         # This runs after the end of the reader threads, which are made later.
         atexit.register(self._close_h5)
-        if self._copy:
-            self.cure = f"if the file is whole there, its copy is damaged: rm {self._copy.path}*"
-            # The metadata is at both ends. It is fetched now, because h5py reads one file at a time.
-            for number in sorted({0, max(0, size - 1) // PIECE_BYTES}):
-                self.read_piece(number)
+        # The metadata is at both ends. It is fetched now, because h5py reads one file at a time.
+        for number in sorted({0, max(0, size - 1) // PIECE_BYTES}):
+            self.read_piece(number)
 
     def check_unchanged(self) -> None:
         """The object is compared by each request, so this is about the copy."""
-        if self._copy:
-            self._copy.check_unchanged()
+        self._copy.check_unchanged()
 
     def open_h5(self) -> h5py.File:
         try:
             return h5py.File(_Metadata(self), "r")
         except OSError:
-            if not (self._copy and self._copy.is_writable):
+            if not self._copy.is_writable:
                 raise
         self._copy.forget(min(PIECE_BYTES, self.size))  # it may be a page that a proxy has sent
         return h5py.File(_Metadata(self), "r")
@@ -129,7 +126,7 @@ class RemoteFile(OpenFile):
 
     def _has(self, offset: int, count: int) -> bool:
         """Whether these bytes are in the copy."""
-        return bool(self._copy and self._copy.has(*self._pages_of(offset, count)))
+        return self._copy.has(*self._pages_of(offset, count))
 
     def prepare(self, offset: int, count: int, check: Callable[[np.ndarray], None] | None = None) -> np.ndarray | None:
         """See `OpenFile`. Bytes are checked once in each process, whoever has fetched them. Raises UserError."""
@@ -161,16 +158,13 @@ class RemoteFile(OpenFile):
     def _pages_of(self, offset: int, count: int) -> tuple[int, int]:
         return offset - offset % PAGE_BYTES, min(self.size, -(-(offset + count) // PAGE_BYTES) * PAGE_BYTES)
 
-    def _missing(self, begin: int, end: int) -> tuple[int, int]:
-        return self._copy.missing(begin, end) if self._copy else (begin, end)
-
     def _read_or_get(self, begin: int, end: int) -> tuple[np.ndarray, Parts]:
         """The bytes from `begin` to `end`, and the parts of them that were not local, and were fetched."""
         pages = np.empty(end - begin, np.uint8)
         fetched: Parts = []
         at = begin
         while at < end:
-            first, last = self._missing(at, end)
+            first, last = self._copy.missing(at, end)
             if at < first:
                 self.preadv([pages[at - begin : first - begin].data], at)
             if first < last:
@@ -199,8 +193,6 @@ class RemoteFile(OpenFile):
 
     def _keep(self, fetched: Parts, offset: int, count: int) -> bool:
         """Write what was fetched to the copy; see `LocalCopy.write`. False: there is no room now."""
-        if not self._copy:
-            return False
         try:
             for begin, pages in fetched:
                 self._copy.write(pages, begin, offset, count)
