@@ -137,6 +137,19 @@ def test_remote_batches_equal_local_ones(bucket, dense_file):
     assert len(set(bucket.gets)) == len(bucket.gets)
 
 
+def test_remote_rows_are_local_once_all_were_fetched(bucket, dense_file):
+    url = put(bucket, dense_file(4000, (3, 32, 32), 100))
+    rows = open_store("data.train", url, DENSE_FIELDS)
+    rows[:3000]
+    assert not rows.is_local
+    n_requests = rows.n_requests
+    rows[3000:]
+    assert rows.is_local
+    assert rows.n_requests > n_requests
+    forget()
+    assert open_store("data.train", url, DENSE_FIELDS).is_local  # whoever has fetched them
+
+
 def test_remote_readers_that_waited_for_the_network_end(bucket, dense_file, monkeypatch):
     monkeypatch.setattr(machine, "available_cpus", lambda: 2)
     monkeypatch.setattr(readers, "NETWORK_READERS", 24)
