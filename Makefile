@@ -10,8 +10,8 @@
 # make messages write the golden messages of the tests again, and show what changed: read it before you commit
 # make docs     the pages as a site in build/site; a broken link is an error
 # make pictures draw the pictures of the pages from bench/results and docs/pictures/timeline.json (bench/timeline.py)
-# make screenshots  take those of TensorBoard and of report.html again (tools/screenshots.py); it needs chromium, two idle
-#               CPUs and four minutes
+# make screenshots  take that of TensorBoard again (tools/screenshots.py); it needs chromium, two idle CPUs and three
+#               minutes
 # make compat   a project on Python 3.12 and 3.13, with the lowest and with the newest packages; downloads gigabytes
 # make wheel    the engine as a package: build/fastgpu_engine-*.whl
 # make goldens  the same rows and bytes as before (tests/goldens), in seconds

@@ -1,15 +1,13 @@
-"""Take the screenshots of the pages: `make screenshots`. It needs chromium (Debian: apt-get install chromium).
+"""Take the screenshot of the pages: `make screenshots`. It needs chromium (Debian: apt-get install chromium).
 
 A project is baked in a temporary folder. Two runs train a small network on photos, decoded in each epoch by one worker
-of a Dataset, and converted once; a third run is killed and resumed. TensorBoard shows the first two, report.html the
-third. A busy machine spoils the curves.
+of a Dataset, and converted once. TensorBoard shows them. A busy machine spoils the curves.
 """
 
 import base64
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
@@ -64,13 +62,11 @@ def draw_photos(folder: Path, number: int) -> None:
 
 
 def make_runs(project: Path) -> None:
-    """The runs `dataset`, `converted` and `killed` of a project."""
-
-    def start(*words: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, *words], cwd=project, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    """The runs `dataset` and `converted` of a project."""
 
     def run(*words: str) -> None:
-        if start(*words).wait():
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        if subprocess.run([sys.executable, *words], cwd=project, env=environment, check=False).returncode:
             raise SystemExit(f"error: {' '.join(words)} failed")
 
     draw_photos(project / "photos", 1200)
@@ -81,16 +77,6 @@ def make_runs(project: Path) -> None:
     dataset = ["data.dataset=mine:Photos", "data.train=photos", "loader.num_workers=1", "run.name=dataset"]
     run("train.py", *dataset, *settings)
     run("train.py", "data.train=data/photos.h5", "run.name=converted", *settings)
-
-    killed = start("train.py", "run.name=killed", "train.epochs=30", "log.every_steps=20")
-    points = project / "runs/killed/metrics.jsonl"
-    while not points.exists() or len(points.read_text().splitlines()) < 50:
-        time.sleep(0.1)
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
-    time.sleep(5)
-    run("train.py", "run.resume=runs/killed")
-    run("report.py", "runs/killed")
 
 
 class Browser:
@@ -152,8 +138,8 @@ def save(name: str, picture: Image.Image) -> None:
     print(f"{path.relative_to(ROOT)}: {path.stat().st_size:,} bytes")
 
 
-def take_pictures(project: Path, browser: Browser) -> None:
-    """TensorBoard and report.html of the runs of a project."""
+def take_picture(project: Path, browser: Browser) -> None:
+    """TensorBoard of the runs of a project."""
     command = [Path(sys.executable).with_name("tensorboard"), "--logdir", "runs", "--port", str(PORT)]
     with subprocess.Popen(command, cwd=project, stderr=subprocess.DEVNULL) as server:
         time.sleep(20)  # until it has read the runs
@@ -164,8 +150,6 @@ def take_pictures(project: Path, browser: Browser) -> None:
         browser.ask("Runtime.evaluate", expression=f"{buttons}.find(b => b.textContent.includes('Settings')).click()")
         save("tensorboard", browser.picture(5))
         server.terminate()
-    browser.look_at((project / "runs/killed/report.html").as_uri(), 1100, 660)
-    save("report", browser.picture(2))
 
 
 def main() -> None:
@@ -173,7 +157,7 @@ def main() -> None:
         project = Path(cookiecutter(str(ROOT), no_input=True, output_dir=name))
         make_runs(project)
         with Browser(Path(name, "browser")) as browser:
-            take_pictures(project, browser)
+            take_picture(project, browser)
 
 
 if __name__ == "__main__":

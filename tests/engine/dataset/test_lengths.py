@@ -6,7 +6,6 @@ from unittest.mock import patch
 
 import h5py
 import numpy as np
-import predict
 import pytest
 import torch
 from torch import nn
@@ -15,6 +14,8 @@ from torch.utils.data import Dataset
 import workloads
 from fastgpu.dataset.source import ItemDataset
 from fastgpu.feed import PoolLoader, Splits, resolve_auto
+from fastgpu.predict.command import Predict
+from fastgpu.predict.program import run as predict
 from fastgpu.process.config import Config, Data, Tier
 from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
@@ -133,6 +134,6 @@ def test_lengths_train_and_predict(folder, monkeypatch):
     with h5py.File("new.h5", "w") as file:
         file["x/indptr"] = [0, 1, 4, 6]
         file["x/values"] = np.ones((6, 4), np.float32)
-    predict.main(predict.parse([str(run), "new.h5", "-o", "new.csv"]), ALONE, sys.stdout)
+    predict(Predict(checkpoint=str(run), inputs=("new.h5",), output="new.csv"), ALONE, sys.stdout)
     one, three, two = (float(line.split(",")[1]) for line in (folder / "new.csv").read_text().splitlines()[1:])
     assert (three, two) == pytest.approx((3 * one, 2 * one))

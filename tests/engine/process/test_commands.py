@@ -50,7 +50,7 @@ def test_parse_gives_each_field_its_type():
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        ("", "the following arguments are required: target"),
+        ("", "the following arguments are required: TARGET"),
         ("x --how x", r"--how: invalid choice: 'x' \(choose from"),
         ("x --share x", "--share: invalid float value: 'x'"),
         ("x -b 3", "-b/--block: 3 should be even"),

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from contract import check_workload
-from predict import to_columns
 from torch import Tensor
 from train import train_step
 
+from fastgpu.predict.answers import to_columns
 from fastgpu.process.config import Optim
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Ragged, Rows

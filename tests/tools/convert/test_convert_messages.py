@@ -226,7 +226,7 @@ def test_messages_of_convert(tmp_path, monkeypatch, compare_messages):
         ("arrays x=x.npy y=y.npy --split 0.9 out.h5", "error: x.npy does not exist"),
         ("images photos x.h5 --size 0", "error: --size: 0 should be HxW, such as 218x178, or one number for both"),
         ("images photos x.h5 --seed -1", "error: --seed: -1 should be a whole number of at least 0"),
-        ("images . data/photos", "error: target is data/photos; it should end in .h5 or .hdf5"),
+        ("images . data/photos", "error: TARGET is data/photos; it should end in .h5 or .hdf5"),
         ("images . x.h5 --no-header", "error: --no-header has no meaning for ."),
         ("repack absent.h5 x.h5", "error: absent.h5 does not exist"),
     ],

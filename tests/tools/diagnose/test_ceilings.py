@@ -7,6 +7,7 @@ from itertools import chain
 import numpy as np
 import pytest
 import torch
+import train
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -141,7 +142,7 @@ def config(folder, monkeypatch):
 
 
 def open_bench(config: Config, world: World = ALONE) -> Bench:
-    return Bench(config, world, 0.01)
+    return Bench(train, config, world, 0.01)
 
 
 def test_bench_keeps_the_weights(config, tmp_path):

@@ -197,6 +197,16 @@ def test_verdict_table_and_json():
     assert numbers["verdict"] == verdict._asdict()
 
 
+def test_verdict_advice_on_a_bucket():
+    m = Measured(64, *(Rounds((step_s,) * 3) for step_s in (0.01, 0.04)), supply=Rounds((0.04,) * 3))
+    m = m._replace(cached=Rounds((0.01,) * 3))
+    for is_fetched in (False, True):
+        slow = m._replace(is_fetched=is_fetched)
+        last = result.table("title", slow, judge(slow)).splitlines()[-1]
+        assert last.startswith("  see also  data.tier=auto; ")
+        assert ("data.cache" in last) == is_fetched
+
+
 def test_verdict_table_has_one_feed_ratio():
     """The median of the ratios of each round, and not the ratio of medians, 1.00."""
     m = Measured(64, compute=Rounds((0.01, 0.02, 0.04)), loop=Rounds((0.02, 0.04, 0.01)), supply=Rounds((0.01,) * 3))

@@ -8,12 +8,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import predict as script
 import pytest
 import torch
 from torch import nn
 
+from fastgpu.predict import program
+from fastgpu.predict.command import Predict, check
 from fastgpu.predict.model import Trained, load_model, training_rows
+from fastgpu.process.commands import parse
 from fastgpu.rows.rows import Rows
 from support.ranks import ALONE
 from support.runs import train, write_minimal
@@ -48,13 +50,15 @@ def run() -> Callable[..., str]:
 
     def call(*words: object) -> str:
         terminal = io.StringIO()
-        script.main(script.parse([*map(str, words)]), ALONE, terminal)
+        asked = parse(Predict, [*map(str, words)], program="predict.py")
+        check(asked)
+        program.run(asked, ALONE, terminal)
         return terminal.getvalue()
 
     return call
 
 
-Predict = Callable[[nn.Module, Rows], dict[str, torch.Tensor]]
+Answer = Callable[[nn.Module, Rows], dict[str, torch.Tensor]]
 
 
 @pytest.fixture(scope="session")
@@ -67,7 +71,7 @@ def model_of() -> Callable[..., Trained]:
     def make(
         fields: dict[str, dict[str, Any]],
         model: nn.Module | None = None,
-        predict: Predict | None = None,
+        predict: Answer | None = None,
         **attributes: Any,
     ) -> Trained:
         default = {"dtype": "uint8", "shape": [], "is_ragged": False, "n_items": None}

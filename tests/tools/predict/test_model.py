@@ -1,7 +1,10 @@
 """Checkpoints, rows to predict, and exported programs."""
 
 import json
+import re
 import resource
+import shutil
+import sys
 
 import h5py
 import numpy as np
@@ -12,12 +15,14 @@ from torch import Tensor, nn
 
 from fastgpu.images.column import ImageCodec
 from fastgpu.images.parts import Preprocessing
-from fastgpu.predict.model import export, load_model, open_batches, open_inputs, places_of
+from fastgpu.predict.inputs import open_batches, open_inputs, places_of
+from fastgpu.predict.model import export, load_model
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import Ragged
 from fastgpu.storage.store import open_store
+from support import PROJECT
 from support.images import write_encoded
-from support.ranks import ALONE
+from support.ranks import ALONE, printed_by, run_to_end
 from support.rows import is_ragged, numbers_of, read_rows
 from workloads import minimal
 
@@ -59,7 +64,7 @@ def test_rows_to_predict_have_places(tmp_path, monkeypatch):
     rows = open_store("INPUT", ["b.h5", "a.h5"], {"x": "x"})
     files = [("https://h/x.h5?signature=1", "/"), ("https://h/y.h5?signature=2", "/val")]
     monkeypatch.setattr(type(rows), "files", files)
-    monkeypatch.setattr("fastgpu.predict.model.sources_of", lambda _: [])
+    monkeypatch.setattr("fastgpu.predict.inputs.sources_of", lambda _: [])
     assert {*places_of(rows)["file"]} == {"https://h/x.h5?...", "https://h/y.h5?...::/val"}
 
 
@@ -94,6 +99,49 @@ def test_model_that_does_not_fit_is_one_line(copy_model, name, content, reason):
     with pytest.raises(UserError, match=told) as caught:
         load_model(path.parent)
     assert "\n" not in str(caught.value)
+
+
+def test_model_code_is_that_of_its_project(copy_model, tmp_path):
+    (tmp_path / "other/workloads").mkdir(parents=True)
+    (tmp_path / "other/workloads/__init__.py").touch()
+    (tmp_path / "empty").mkdir()
+    path = copy_model("copy")
+    assert load_model(path, project=PROJECT).folder == path
+    for project, message in (
+        ("other", f"this process has imported the workloads of {PROJECT}; use another process for those of "),
+        ("empty", f"{tmp_path}/empty has no workloads/__init__.py; load_model(..., project=FOLDER) names a project"),
+    ):
+        with pytest.raises(UserError, match=re.escape(message)):
+            load_model(path, project=tmp_path / project)
+    card = json.loads((path / "model.json").read_text())
+    (path / "model.json").write_text(json.dumps(card | {"workload": "mynet"}))
+    with pytest.raises(UserError, match=r"^workload is mynet, but workloads/mynet.py does not exist; there are: "):
+        load_model(path)
+
+
+CODE = """
+import sys
+from fastgpu.predict.model import load_model
+assert "workloads" not in sys.modules
+print(load_model(sys.argv[1], project=sys.argv[2] or None).workload.__class__.__module__)
+print(sys.modules["workloads"].__file__)
+"""
+
+
+@pytest.mark.slow
+def test_model_code_is_found_beside_the_script(copy_model, tmp_path):
+    """Of an engine that is installed elsewhere."""
+    path, engine, project = copy_model("copy"), tmp_path / "engine", tmp_path / "project"
+    engine.mkdir()
+    project.mkdir()
+    (engine / "fastgpu").symlink_to(PROJECT / "fastgpu")
+    shutil.copytree(PROJECT / "workloads", project / "workloads")
+    (project / "tool.py").write_text(CODE)
+    expected = f"workloads.minimal\n{project}/workloads/__init__.py\n"
+    for words in (["project/tool.py", path, ""], ["-c", CODE, path, "project"]):
+        assert printed_by([sys.executable, *words], tmp_path, PYTHONPATH=str(engine)) == expected
+    lost = run_to_end([sys.executable, "-c", CODE, path, ""], tmp_path, PYTHONPATH=str(engine))
+    assert f"UserError: {tmp_path} has no workloads/__init__.py" in lost.stderr
 
 
 @pytest.mark.parametrize("name", ["model.json", "model.safetensors"])

@@ -13,20 +13,23 @@ from pathlib import Path
 
 import h5py
 import numpy as np
-import predict
 import pytest
 import torch
 import yaml
 from PIL import Image
-from predict import to_columns, write_rows
 from scipy import sparse
+from torch import nn
 
 from fastgpu.convert import command as convert
-from fastgpu.predict.answers import Answers
-from fastgpu.predict.model import load_model, open_inputs
+from fastgpu.predict import program
+from fastgpu.predict.answers import Answers, to_columns, write_rows
+from fastgpu.predict.command import Predict
+from fastgpu.predict.inputs import open_inputs
+from fastgpu.predict.model import load_model
 from fastgpu.process.launch import UserError
+from fastgpu.rows.rows import Rows
 from support import PROJECT
-from support.ranks import run_to_end
+from support.ranks import CPU, printed_by, run_to_end
 from support.runs import metrics_of, train, val_points
 from workloads import minimal
 
@@ -68,10 +71,10 @@ def test_messages_of_predict(compare_messages, run, minimal_run, model_of, ragge
     assert (tmp_path / "old.csv").read_text() == (tmp_path / "old.pt2").read_text() == "old"
 
 
-def test_predict_needs_declared_inputs(run, minimal_run, monkeypatch):
+def test_predict_needs_declared_inputs(run, minimal_run, rows, monkeypatch):
     monkeypatch.setattr(minimal.Workload, "inputs", ())
     with pytest.raises(UserError, match=r"workloads/minimal.py declares no `inputs`"):
-        run(minimal_run, "x.npy")
+        run(minimal_run, rows)
 
 
 def lines_of_values(values, *, is_csv=True, top=None, every=False, **attributes):
@@ -141,9 +144,89 @@ def test_predict_evaluates_one_number_of_classes(run, minimal_run, rows, monkeyp
         zeros = np.zeros(len(batch), int)
         return Answers([*map(str, range(next(numbers)))], zeros, zeros, zeros)
 
-    monkeypatch.setattr(predict, "ask", ask)
+    monkeypatch.setattr(program, "ask", ask)
     with pytest.raises(UserError, match="gives another number of classes for other rows"):
         run(minimal_run, rows, "--evaluate", "--batch-size", 16)
+
+
+def test_predict_of_broken_images_writes_nothing(tmp_path, model_of):
+    (tmp_path / "a.png").write_text("no image")
+    trained = model_of({"images": {"shape": [3, 6, 6]}}, predict=lambda _, batch: {"x": batch["images"][:, 0, 0, 0]})
+    trained.card.update(precision="fp32", batch_size=4)
+    asked = Predict(checkpoint="", inputs=(f"{tmp_path}/a.png",))
+    file = io.StringIO()
+    with pytest.raises(UserError, match="1 of 1 images are left out"):
+        program.write_predictions(trained, open_inputs(asked.inputs, trained), asked, file, device=CPU)
+    assert file.getvalue() == ""
+
+
+class TwiceTheSum(nn.Module):
+    """Counts its passes."""
+
+    n_passes = 0
+
+    def forward(self, *inputs, factor=2):
+        self.n_passes += 1
+        return factor * sum(inputs)
+
+
+def test_predict_computes_an_output_once():
+    model, x, y = TwiceTheSum(), torch.ones(3), torch.ones(3)
+    with program.one_pass(model), torch.no_grad():
+        first = model(x, y)
+        assert model(x, y) is first
+        assert model.n_passes == 1
+        for change in (first.zero_, x.zero_):  # in place: neither the inputs nor the output are those of before
+            n_passes = model.n_passes
+            change()
+            assert torch.equal(model(x, y), 2 * (x + y))
+            assert model.n_passes == n_passes + 1
+        assert torch.equal(model(x), 2 * x)
+        assert torch.equal(model(x, factor=3), 3 * x)
+        assert torch.equal(model(x.clone()), 2 * x)
+        assert model.n_passes == 6
+    assert "forward" not in vars(model)
+
+
+def test_predict_evaluates_in_one_pass(model_of):
+    """`predict` and `score` of a workload call the model for the same images."""
+    model = TwiceTheSum()
+    trained = model_of({"x": {}}, model, lambda model, batch: {"probability": model(batch["x"]).softmax(1)})
+    trained.workload.score = lambda model, batch: {"top": model(batch["x"]).max()}
+    examiner = program.Examiner(trained)
+    for labels in ([0, 1], [1, 1]):
+        batch = Rows({"x": torch.tensor([[1.0, 0.0], [0.0, 3.0]]), "labels": torch.tensor(labels)})
+        assert examiner.score(model, batch) == {"top": 6}
+    assert model.n_passes == 2
+    assert [answer.chosen.tolist() for answer in examiner.answers] == [[0, 1], [0, 1]]
+
+
+MISTAKES = """
+import sys
+from fastgpu.predict.command import Predict, check
+from fastgpu.process.commands import parse
+
+for words in ("", "x y --id", "x y --top 0", "none x", ". none.png", ". x-*.h5", ". . -o none/x.csv", ". . -o old.csv"):
+    try:
+        check(parse(Predict, words.split(), program="predict.py"))
+    except ValueError as error:
+        print(error)
+sys.exit("torch" in sys.modules)
+"""
+
+
+def test_predict_mistakes_need_no_torch(tmp_path):
+    (tmp_path / "old.csv").touch()
+    assert printed_by([sys.executable, "-c", MISTAKES], tmp_path, PYTHONPATH=str(PROJECT)).splitlines() == [
+        "the following arguments are required: CHECKPOINT; python predict.py --help lists what it takes",
+        "--id: expected one argument; python predict.py --help lists what it takes",
+        "--batch-size and --top should be at least 1",
+        f"none does not exist (looked in {tmp_path}); name the folder of a run, such as runs/mine, or of a checkpoint",
+        f"none.png does not exist (looked in {tmp_path})",
+        f"x-*.h5 does not exist (looked in {tmp_path})",
+        "none/x.csv cannot be written: there is no folder none",
+        "old.csv exists; --force replaces a file",
+    ]
 
 
 @pytest.fixture
@@ -214,7 +297,7 @@ def test_predict_script_ends_cleanly(tmp_path, minimal_run, rows):
     assert not list(tmp_path.iterdir())
     failed = run_to_end([*command, "-o", "none/x.csv"], tmp_path)
     assert failed.returncode == 2
-    assert failed.stderr.endswith("error: none/x.csv cannot be written: No such file or directory\n")
+    assert failed.stderr.endswith("error: none/x.csv cannot be written: there is no folder none\n")
     read_end, write_end = os.pipe()
     os.close(read_end)  # as `| head` does, when it has seen enough
     closed = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, check=False)
@@ -284,7 +367,7 @@ def test_predict_photos_as_converted(tmp_path, monkeypatch, run):
             "photos -o x.jsonl",
             r"1 of 41 images are left out; the others are written, .*\n  photos/a/broken.png cannot be read",
         ),
-        ("nowhere -o y.jsonl", r"1 of 1 images are left out\n  nowhere cannot be read: .*No such file"),
+        ("photos/a/broken.png -o y.jsonl", r"1 of 1 images are left out\n  photos/a/broken.png cannot be read"),
         ("empty -o y.jsonl", "there is no image file in empty"),
     ):
         with pytest.raises(UserError, match=told):
@@ -301,5 +384,5 @@ def test_predict_photos_as_converted(tmp_path, monkeypatch, run):
     np.testing.assert_allclose(sorted(line["probability"] for line in lines), sorted(converted), rtol=1e-5)
     with h5py.File("x-val.h5", "r+") as file:
         file["labels"][...] = 7
-    with pytest.raises(UserError, match="labels are 7 to 7; allowed are 0 to 1"):
+    with pytest.raises(UserError, match=r"labels are 7 to 7, .*; allowed are 0 to 1"):
         run("runs/a", "x-val.h5", "--evaluate")

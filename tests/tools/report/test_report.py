@@ -1,5 +1,5 @@
-"""What report.py says about runs that are written here: values, the page, where the time went, and the command. One
-run is really killed and resumed."""
+"""What report.py says about runs that are written here: values, where the time went, and the command. One run is really
+killed and resumed."""
 
 import csv
 import json
@@ -10,17 +10,17 @@ import signal
 import subprocess
 import sys
 import time
-from math import inf, nan
+from math import nan
 from pathlib import Path
 from typing import Any
 
 import pytest
-import report as script
 
+from fastgpu.process.commands import parse
 from fastgpu.process.launch import UserError
-from fastgpu.report.ledger import KINDS, account, as_rows, goodput, read_process
-from fastgpu.report.page import MAX_POINTS, write_report
-from fastgpu.report.results import changed_settings, compare, number, over_run, read_run, summary
+from fastgpu.report.command import Report, report
+from fastgpu.report.ledger import BAR_WIDTH, KINDS, account, as_rows, bar, goodput, read_process
+from fastgpu.report.results import as_text, by_metric, compare, number, over_run, read_run, summary
 from fastgpu.telemetry.clock import Throughput
 from support import PROJECT
 from support.ranks import kill_tree, run_train, train_command
@@ -93,9 +93,9 @@ def test_report_best_value(tmp_path, metric, direction, step):
     assert list(summary(read_run(tmp_path)).items())[:2] == [(f"best {metric}", best), ("at step", step)]
 
 
-def test_report_changed_settings(tmp_path):
+def test_report_reads_the_newest_whole_files(tmp_path):
     run = read_run(write_run(tmp_path))
-    assert changed_settings(run) == {"run.seed": 3, "data.tier": "disk", "model.width": 8}
+    assert (run.config["run.seed"], run.config["model.width"], run.best) == (3, 8, ("top1_pct", "higher"))
     (tmp_path / "config-3.yaml").write_text("")  # what a full disk may leave
     (tmp_path / "run-3.json").write_text("{'cut")
     assert read_run(tmp_path) == run
@@ -103,64 +103,47 @@ def test_report_changed_settings(tmp_path):
 
 @pytest.mark.parametrize(("direction", "order"), [("lower", "bac"), ("higher", "abc")])
 def test_report_compares_runs(tmp_path, direction, order):
-    lines = {"a": ["0.5", "2.5", "1", "8", "0.1"], "b": ["0.25", "2.5", "1", "8", "0.01"]}
-    lines["c"] = ["-", "2.5", "1", "8", "0.1"]
+    lines = {"a": ["0.5", "0.1", "2.5", "1", "8"], "b": ["0.25", "0.01", "2.5", "1", "8"]}
+    lines["c"] = ["-", "0.1", "2.5", "1", "8"]
     runs = []
-    for name, (mse, *_, lr) in lines.items():
+    for name, (mse, lr, *_) in lines.items():
         metrics = {"val/mse": float(mse.replace("-", "nan")), "train/loss": 1.0}
         folder = write_points(tmp_path / name, [{"step": 4} | metrics, {"step": 8, "data/wait_pct": 2.5}])
         folder.joinpath("config.yaml").write_text(f"run: {{name: {name}}}\noptim: {{lr: {lr}}}\ndata: {{echo: 1}}\n")
         folder.joinpath("run.json").write_text(json.dumps({"best": ["mse", direction]}))
         runs.append(read_run(folder))
     head, *compared = compare(runs, number)
-    assert head == ["run", "best mse", "data/wait_pct", "train/loss", "steps", "optim.lr"]
+    assert head == ["run", "best mse", "optim.lr", "data/wait_pct", "train/loss", "steps"]
     assert compared == [[str(tmp_path / name), *lines[name]] for name in order]
 
 
-def page_of(folder: Path) -> tuple[str, dict[str, dict]]:
-    """The page of a run, and {title: chart} of its data."""
-    page = write_report(read_run(folder)).read_text(encoding="utf-8")
-    data = re.search(r"<script type=application/json id=data>(.*?)</script>", page, re.DOTALL)[1]
-    return page, {chart["title"]: chart for chart in json.loads(data)}
+def test_report_compares_runs_of_one_metric(tmp_path):
+    """A run of users and one of digits have no metric in common."""
+    runs = []
+    for number_, (metric, direction) in enumerate((("ndcg", "higher"), ("mse", "lower"), ("ndcg", "higher"))):
+        folder = write_points(
+            tmp_path / str(number_), [{"step": 1, f"val/{metric}": float(number_), "val/x": -number_}]
+        )
+        folder.joinpath("run.json").write_text(json.dumps({"best": [metric, direction]}))
+        folder.joinpath("config.yaml").write_text(f"optim: {{lr: {10**number_}}}\n")
+        runs.append(read_run(folder))
+    assert by_metric(runs) == [[runs[0], runs[2]], [runs[1]]]
+    for sort, order in (("", "201"), ("optim.lr", "021"), ("val/x", "201"), ("steps", "021")):
+        head, *lines = compare(runs, number, sort)
+        assert [Path(line[0]).name for line in lines] == [*order]
+        assert head == [*dict.fromkeys(["run", "best ndcg", sort or "optim.lr", "optim.lr", "steps", "best mse"])]
 
 
-def test_report_page_is_one_file(tmp_path):
-    page, charts = page_of(write_run(tmp_path / "a"))
-    assert not re.search(r"<link|\bsrc(set)?=|@import|url\(|fetch\(|XMLHttpRequest|\bimport\(", page)
-    titles = "loss; val, pct; train, rows_per_s; data, pct; gpu, pct; train/lr; data, rows_per_s; host, pct; gpu, w"
-    assert "; ".join(charts) == titles
-    assert len(charts["gpu, pct"]["series"]) == 3
-    shown = page.partition("<script")[0]
-    names = "best top1_pct.*at step.*val/loss.*val/top1_pct.*train/trained_rows_per_s.*data/wait_pct"
-    assert re.search(names, shown, re.DOTALL)
-    assert "model.width" in shown
-
-
-def test_report_page_runs_no_code_of_users(tmp_path):
-    evil = '</script><img src=x onerror="alert(1)">'
-    folder = write_points(tmp_path / evil.replace("/", "%2F"), [{"step": 1, f"val/{evil}": 1.0}])
-    folder.joinpath("config.yaml").write_text(f"workload: {evil!r}\nmodel: {{x: {evil!r}}}\n")
-    folder.joinpath("run.json").write_text(json.dumps({"gpu": evil, "started": evil, "best": [evil, "higher"]}))
-    page, _ = page_of(folder)
-    assert "<img" not in page
-    assert page.count("</script>") == 3  # uPlot, the data and the page's own
-    assert page.count("alert(1)") > 5
-
-
-def test_report_page_thins_out_long_runs(tmp_path):
-    points = [{"step": step, "data/wait_pct": 1.0} for step in range(1, 5001)]
-    for place, value in ((3, 3.0), (4, nan), (5, inf), (-1, 4.0)):
-        points[place] |= {"val/a": value}
-    _, charts = page_of(write_points(tmp_path, points))
-    chart = charts["val/a"]
-    assert MAX_POINTS / 2 < len(chart["x"]) <= MAX_POINTS + 4
-    values = dict(zip(chart["x"], chart["series"][0]["values"], strict=True))
-    assert {step: value for step, value in values.items() if value is not None} == {4: 3.0, 5000: 4.0}
+def test_report_table_has_the_width_of_a_terminal():
+    lines = [["run", "best", "lr"], ["runs/a", "0.25", "0.001"]]
+    assert as_text(lines) == as_text(lines, 19) == "run     best  lr\nruns/a  0.25  0.001"
+    assert as_text(lines, 18) == "run     best\nruns/a  0.25\n(not shown: lr; --csv has all)"
+    assert as_text(lines, 1) == "run\nruns/a\n(not shown: best, lr; --csv has all)"
 
 
 def run(*words: object) -> None:
     """report.py with these words, in this process."""
-    script.main([*map(str, words)])
+    report(parse(Report, [*map(str, words)], program="report.py"))
 
 
 def run_program(*words: object, **streams: Any) -> subprocess.CompletedProcess[str]:
@@ -168,15 +151,18 @@ def run_program(*words: object, **streams: Any) -> subprocess.CompletedProcess[s
     return subprocess.run(command, cwd=PROJECT, stderr=subprocess.PIPE, text=True, check=False, **streams)
 
 
-def test_report_summary_page_and_comparison(tmp_path, capsys):
+def test_report_summary_and_comparison(tmp_path, capsys):
     runs = [write_run(tmp_path / "x" / "a"), write_run(tmp_path / "y" / "a")]
+    other = write_points(tmp_path / "z", [{"step": 1}])
     (tmp_path / "empty").mkdir()
-    run("--compare", *runs, tmp_path / "empty")
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["run", *map(str, runs)]
-    assert not (runs[0] / "report.html").exists()
+    run("--compare", *runs, other, tmp_path / "empty")
+    first, second = capsys.readouterr().out.split("\n\n")
+    assert [line.split()[0] for line in first.splitlines()] == ["run", *map(str, runs)]
+    assert [line.split()[0] for line in second.splitlines()] == ["run", str(other)]
     run(runs[0])
-    assert re.search(r"  data/wait_pct +3.008\n", capsys.readouterr().out)
-    assert (runs[0] / "report.html").exists()
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"{runs[0]}\n  best top1_pct ")
+    assert re.search(r"  data/wait_pct +3.008\n", shown)
 
 
 @pytest.mark.parametrize("words", [(), ("--compare",), ("--csv",)])
@@ -195,8 +181,8 @@ def test_report_csv_is_for_programs(tmp_path, capsys):
         folder.joinpath("config.yaml").write_text(f"model: {{note: '{note}', '@n': {name}}}\n")
     run("--csv", *sorted(tmp_path.iterdir()))
     head, *lines = csv.reader(capsys.readouterr().out.splitlines())
-    assert head == ["run", "train/loss", "steps", "model.note", "model.@n"]
-    assert [line[1:4] for line in lines] == [["-12345.25", "1", note] for note in ("'=1+1", "-2", "'-2+1", "x")]
+    assert head == ["run", "model.note", "model.@n", "train/loss", "steps"]
+    assert [line[1::2] for line in lines] == [[note, "-12345.25"] for note in ("'=1+1", "-2", "'-2+1", "x")]
 
 
 def test_report_shows_terminal_escapes(tmp_path):
@@ -220,14 +206,15 @@ def test_report_on_a_full_disk_is_one_line(tmp_path):
 
 
 def test_report_mistakes_are_named(tmp_path):
-    (write_run(tmp_path / "a") / "report.html").mkdir()
-    for folder, message in (
-        ("nowhere", "nowhere is no folder (looked in "),
-        (tmp_path, f"{tmp_path}: no points in metrics.jsonl; it is no run, or has just begun"),
-        (tmp_path / "a", f"{tmp_path}/a/report.html is a folder; name a file in it, or another one"),
+    write_run(tmp_path / "a")
+    for words, message in (
+        (["nowhere"], "nowhere does not exist (looked in "),
+        ([tmp_path], f"{tmp_path}: no points in metrics.jsonl; it is no run, or has just begun"),
+        ([tmp_path / "a", "--sort", "steps"], "--sort is for --compare and --csv"),
+        ([tmp_path / "a", "--csv", "--sort", "lr"], "--sort is lr, which no run has; name a scalar such as "),
     ):
         with pytest.raises(UserError, match=re.escape(message)):
-            run(folder)
+            run(*words)
 
 
 ODD_LINES = (
@@ -264,7 +251,7 @@ def test_report_of_whatever_a_folder_holds(tmp_path, capsys):
 
 
 def test_report_needs_no_torch():
-    code = "import sys, report; sys.exit('torch' in sys.modules)"
+    code = "import sys, fastgpu.report.command; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=PROJECT, check=False).returncode == 0
 
 
@@ -355,11 +342,20 @@ def test_ledger_where_it_is_shown(tmp_path, capsys):
     other = write_record(tmp_path / "b", [{"step": 1, "part": 1, "train/loss": 1}], [])
     head, *lines = compare([read_run(run), read_run(other)], number)
     assert [line[head.index("goodput")] for line in lines] == ["0.5319", "-"]
-    script.main([str(run)])
-    assert "    waiting for data  3.0 s   6.4 %\n" in capsys.readouterr().out
-    page = (run / "report.html").read_text()
-    assert '<div style="flex-grow: 53.2; --of: var(--c0)" title="computing: 25.0 s"></div>' in page
-    assert "computing 25.0 s, 53.2 %" in page
+    report(Report(runs=(run,)))
+    shown = capsys.readouterr().out
+    assert f"  where the time went:\n    {'#' * 38}{'.' * 5}{'>' * 11}{'v' * 7}{'s' * 9}--\n" in shown
+    assert "    . waiting for data  3.0 s   6.4 %\n" in shown
+
+
+def test_ledger_bar_has_one_width():
+    """Each kind has its own character, the same in every run."""
+    assert len({*KINDS.values()}) == len(KINDS)
+    for spent in ({"computing": 1e-9, "other": 1e8}, dict.fromkeys(KINDS, 1 / 3), {"saving": 7.0}):
+        line = bar(spent)
+        assert len(line) == BAR_WIDTH
+        assert [*dict.fromkeys(line)] == [KINDS[kind] for kind, s in spent.items() if s > 1e-6]
+    assert bar({}) == ""
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1.0, 0.0, 1e300, -1e300, 1e9])

@@ -16,7 +16,7 @@ from typing import Literal
 
 from fastgpu import convert
 from fastgpu.process.commands import argument, flag, parse_command
-from fastgpu.process.launch import SharedError, UserError, exit_with_message
+from fastgpu.process.launch import UserError, exit_with_message
 from fastgpu.process.project import install_command
 from fastgpu.process.tools import check_exists, start_tool
 
@@ -28,7 +28,7 @@ Write your data to HDF5 files that are read fastest, and look at files.
 The files have blocks of 2 MiB, rows in random order and a checksum for each
 block. They are complete, or absent."""
 SUFFIXES = (".h5", ".hdf5")
-"""Ends of the names of files with rows, which .gitignore has."""
+"""Of the files that are written, which .gitignore covers."""
 
 
 def natural(text: str, lowest: int = 0) -> int:
@@ -78,7 +78,7 @@ class WriteCommand(Command):
 
     def __post_init__(self) -> None:
         if self.target.suffix not in SUFFIXES:
-            raise SharedError(f"target is {self.target}; it should end in {' or '.join(SUFFIXES)}")
+            raise UserError(f"TARGET is {self.target}; it should end in {' or '.join(SUFFIXES)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ class Arrays(SplitCommand):
     """
 
     sources: tuple[str, ...] = argument(
-        "name=x.npy, y.npz, name=z.npz::x, name=m.npz of scipy.sparse, or name=x.h5::/x", metavar="source"
+        "name=x.npy, y.npz, name=z.npz::x, name=m.npz of scipy.sparse, or name=x.h5::/x", metavar="SOURCE"
     )
     layout: Literal["nhwc"] | None = flag("of fields with four axes: write them as (N, C, H, W)")
 
@@ -142,7 +142,7 @@ class Repack(WriteCommand):
     python convert.py repack old.h5 data/x.h5
     """
 
-    sources: tuple[str, ...] = argument("file.h5, file.h5::/group or quoted patterns", metavar="source")
+    sources: tuple[str, ...] = argument("file.h5, file.h5::/group or quoted patterns", metavar="SOURCE")
     fields: tuple[str, ...] = flag("datasets to write; default: all", default=(), nargs="+", metavar="NAME[=KEY]")
 
     def __post_init__(self) -> None:
@@ -160,7 +160,7 @@ class Repack(WriteCommand):
 class LookCommand(Command):
     """What the commands that only look at files have in common."""
 
-    sources: tuple[str, ...] = argument("file.h5, or file.h5::/group", metavar="source")
+    sources: tuple[str, ...] = argument("file.h5, or file.h5::/group", metavar="SOURCE")
 
     def __post_init__(self) -> None:
         for source in self.sources:

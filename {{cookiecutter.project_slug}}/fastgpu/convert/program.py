@@ -87,7 +87,9 @@ def repack(asked: command.Repack) -> None:
     named = _keys_of(asked.fields)
     fields = named or groups.get(group, {})
     if not fields:
-        raise UserError(f"{asked.sources[0]} has no rows in {group}, but {', '.join(sorted(groups)) or 'no numbers'}")
+        others = list_first([f"{files[0][0]}::{other}" for other in sorted(groups)], " or ")
+        cure = f"name a group, {others}" if others else "it has no numbers"
+        raise UserError(f"{asked.sources[0]} has no rows in {group}; {cure}")
     left_out = [each.text for datasets in stored.values() for each in datasets if each.is_left_out]
     left_out += [f"the rows in {other} are left out" for other in sorted(groups.keys() - {group})]
     for text in () if named else dict.fromkeys(left_out):

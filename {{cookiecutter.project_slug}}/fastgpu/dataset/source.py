@@ -141,10 +141,12 @@ class ItemDataset(ItemSource):
             values = [item[name] for name in names if name in item]
         if len(values) == len(names):
             return values
-        found = ", ".join(map(str, item)) if isinstance(item, Mapping) else f"{len(values)} values"
+        found, cure = f"{len(values)} values", "name each of them, in their order"
+        if isinstance(item, Mapping):
+            found, cure = f"the keys {', '.join(map(str, item))}", "name keys that they have"
         raise UserError(
-            f"data.dataset: the items of {self.name} have {found}; data.fields (--fields of convert.py) names "
-            f"{', '.join(names)}: name what they have, values without names in their order"
+            f"data.dataset: the items of {self.name} have {found}; data.fields (--fields of convert.py) asks for "
+            f"{', '.join(names)}: {cure}"
         )
 
     def with_workers(self, n_workers: int, timeout_s: float) -> "ItemDataset":

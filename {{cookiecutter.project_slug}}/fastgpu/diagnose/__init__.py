@@ -1,9 +1,9 @@
 """Finds out which part of the training loop is the slowest, and which setting would help. Used by diagnose.py only.
 
-Nothing else imports this room: delete `fastgpu/diagnose` and `diagnose.py` if you do not need it.
-
-    bench.py       builds the training of a config with the functions of train.py, to measure its parts
-    ceilings.py    measures how fast each part of the loop is without the others
-    verdict.py     concludes from the measurements which part is the bottleneck, and what to change
-    result.py      the table, and the numbers as JSON
+command.py     the command line
+program.py     measures, concludes and prints
+bench.py       builds the training of a config with the functions of train.py, to measure its parts
+ceilings.py    measures how fast each part of the loop is without the others
+verdict.py     concludes from the measurements which part is the bottleneck, and what to change
+result.py      the table, and the numbers as JSON
 """

@@ -3,12 +3,13 @@
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
+from typing import Any
 
 import torch
 
-import train
 from fastgpu.diagnose import ceilings
 from fastgpu.diagnose.ceilings import Loop, Meter, Supply, open_supplies, read_pool, repeat
+from fastgpu.diagnose.command import Program
 from fastgpu.diagnose.verdict import Measured
 from fastgpu.feed import PoolLoader, canonical_ranks, open_rows
 from fastgpu.process.config import MAX_THREADS, Config
@@ -25,8 +26,8 @@ POOL_S = 0.1
 class Bench:
     """The training of one config. Every rank has a bench, and calls the same methods in the same order."""
 
-    def __init__(self, config: Config, world: World, seconds: float):
-        """seconds: longest time of a measurement.
+    def __init__(self, train: Program, config: Config, world: World, seconds: float):
+        """train: what is measured. seconds: longest time of a measurement.
 
         Raises UserError if the training cannot be built.
         """
@@ -38,7 +39,7 @@ class Bench:
         if not self._other:
             parts.loader.close()  # measurements open feeds of their own
         # What a closed loader keeps on the device would count twice.
-        self.parts = parts._replace(loader=None, val_loader=None)  # type: ignore[arg-type]
+        self.parts = parts._replace(loader=None, val_loader=None)
         self.config = parts.config
         world.check_same({"data.tier": self.config.data.tier}, "set data.tier: free memory differs")
         self._seed = config.run.seed
@@ -48,7 +49,7 @@ class Bench:
             batch = first.take(torch.arange(len(first)))  # a loader may use the memory of a batch again
         else:
             batch = read_pool(parts.splits.train, self._next_order(), self.config.loader).to(world.device)
-        self.loop = _make_loop(self.parts, batch, world)._replace(other=self._other)
+        self.loop = _make_loop(train, self.parts, batch, world)._replace(other=self._other)
         self.loop.step()  # DDP needs a step before the bare model runs, so this is the first
         self.loop.local_step(self.loop.transform(self.loop.batch))
         slowest_s = max(self.meter.run(partial(repeat, self.loop.step))[2])
@@ -108,7 +109,7 @@ class Bench:
         return BlockSampler(rows, data.batch_size // n_ranks, shard, self._pool_batches, seed=self._seed)
 
 
-def _make_loop(parts: train.Training, batch: Rows, world: World) -> Loop:
+def _make_loop(train: Program, parts: Any, batch: Rows, world: World) -> Loop:
     local = parts.ddp if world.world_size == 1 else parts.model
     if world.world_size > 1 and parts.config.train.compile:  # so far only DDP around the model is compiled
         local = compile_module(local)

@@ -8,13 +8,13 @@ because a rank that averages gradients must not wait for one that has stopped.
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from functools import partial
 from itertools import count, islice
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
@@ -261,6 +261,15 @@ class _Task(NamedTuple):
     """Units that the feed reads ahead afterwards: this must not take the CPUs from the next task."""
 
 
+class _Round(NamedTuple):
+    """What one round has measured. `Measured` explains the last two."""
+
+    step_s: dict[str, list[float]]
+    """{task: seconds per step on each rank}"""
+    cpu_share: float
+    waiting: float | None
+
+
 def measure(
     meter: Meter,
     loop: Loop,
@@ -280,42 +289,22 @@ def measure(
     supplies = open_supplies(loop, order)
     tasks = _tasks(loop, supplies, copy, world)
     n_units = {name: task.multiple for name, task in tasks.items()}
-    step_s: dict[str, list[list[float]]] = {name: [] for name in tasks}  # of each round: of each rank
-    cpu_shares = []
-    waiting: list[float] = []
     has_workers = isinstance(loop.source, ItemDataset) and loop.tier == "disk" and not loop.other
     n_workers = loop.readers[1] if has_workers else 0
+    rounds: list[_Round] = []
     deadline = time.perf_counter() + MAX_S
     n_requests = loop.source.n_requests
     for number in range(MAX_ROUNDS):
         world.print_once(f"measuring: round {number + 1} of at most {MAX_ROUNDS}")
-        for name, task in tasks.items():
-            task.warm_up()
-            t0, cpu_t0 = time.perf_counter(), _cpu_s()
-            n_units[name], passed_s, ranks_s = meter.run(task.work, n_units[name])
-            step_s[name].append(ranks_s)
-            n_cpus = (_cpu_s() - cpu_t0) / (time.perf_counter() - t0)
-            if name == "loop":
-                cpu_shares.append(world.all_reduce_max(n_cpus * world.local_world_size / available_cpus()))
-            if name == "supply" and n_workers:
-                # More workers than CPUs wait for each other, which is no waiting for a disk.
-                n_busy = min(n_workers, available_cpus() / world.local_world_size)
-                waiting.append(1 - world.all_reduce_max(n_cpus / n_busy))
-            time.sleep(min(MAX_REST_S, task.n_ready * passed_s / n_units[name]))
-        by_rank = {name: tuple(map(Rounds, zip(*rounds, strict=True))) for name, rounds in step_s.items()}
-        slowest = {name: Rounds(map(max, rounds)) for name, rounds in step_s.items() if name != "local"}
+        rounds.append(_measure_round(meter, tasks, n_units, n_workers))
         measured = Measured(
             batch_size=order.global_batch_size,
-            **slowest,
-            ranks_compute=by_rank.get("local", ()),
-            ranks_supply=by_rank.get("supply", ()),
+            **_join(rounds),
             busy_s=busy_s or None,
             syncs=syncs,
-            cpu_share=Rounds(cpu_shares),
             is_other=loop.other is not None,
             is_uncached=isinstance(loop.source, HDF5Dataset) and loop.source.file.is_direct,
             is_fetched=loop.source.n_requests > n_requests,
-            waiting=Rounds(waiting) if waiting else None,
         )
         is_late = time.perf_counter() > deadline and number + 1 >= N_ROUNDS
         if world.broadcast(is_late or stop(measured)):
@@ -323,6 +312,40 @@ def measure(
     for supply in supplies.values():
         supply.close()
     return measured
+
+
+def _measure_round(meter: Meter, tasks: Mapping[str, _Task], n_units: dict[str, int], n_workers: int) -> _Round:
+    """Measure each task once. n_units: {task: number of units to begin with}; it becomes the number that was measured.
+    n_workers: of a torch Dataset."""
+    world = meter.world
+    step_s = {}
+    cpu_share, waiting = 0.0, None
+    for name, task in tasks.items():
+        task.warm_up()
+        t0, cpu_t0 = time.perf_counter(), _cpu_s()
+        n_units[name], passed_s, step_s[name] = meter.run(task.work, n_units[name])
+        n_cpus = (_cpu_s() - cpu_t0) / (time.perf_counter() - t0)
+        if name == "loop":
+            cpu_share = world.all_reduce_max(n_cpus * world.local_world_size / available_cpus())
+        if name == "supply" and n_workers:
+            # More workers than CPUs wait for each other, which is no waiting for a disk.
+            n_busy = min(n_workers, available_cpus() / world.local_world_size)
+            waiting = 1 - world.all_reduce_max(n_cpus / n_busy)
+        time.sleep(min(MAX_REST_S, task.n_ready * passed_s / n_units[name]))
+    return _Round(step_s, cpu_share, waiting)
+
+
+def _join(rounds: Sequence[_Round]) -> dict[str, Any]:
+    """The fields of `Measured` that are measured in each round."""
+    fields: dict[str, Any] = {"cpu_share": Rounds(each.cpu_share for each in rounds)}
+    for name in rounds[0].step_s:
+        by_rank = tuple(map(Rounds, zip(*(each.step_s[name] for each in rounds), strict=True)))
+        if name in ("local", "supply"):
+            fields["ranks_compute" if name == "local" else "ranks_supply"] = by_rank
+        if name != "local":
+            fields[name] = Rounds(max(each.step_s[name]) for each in rounds)
+    waiting = [each.waiting for each in rounds if each.waiting is not None]
+    return fields | {"waiting": Rounds(waiting) if waiting else None}
 
 
 def _tasks(loop: Loop, supplies: Supplies, copy: Work | None, world: World) -> dict[str, _Task]:

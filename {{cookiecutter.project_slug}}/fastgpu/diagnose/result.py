@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from fastgpu.diagnose.verdict import ADVICE, Measured, Rounds, Verdict
+from fastgpu.diagnose.verdict import Measured, Rounds, Verdict, advice
 
 
 def ceilings(m: Measured) -> dict[str, Rounds]:
@@ -20,15 +20,14 @@ def ceilings(m: Measured) -> dict[str, Rounds]:
 
 def table(title: str, m: Measured, verdict: Verdict) -> str:
     """All numbers and the verdict, for a terminal."""
-    compute_s = m.compute.median
-    feed_ratio = min(1.0, 1 - m.lost.median)  # the loop includes compute: it is faster by noise only
+    feed_ratio = min(1.0, m.feed_ratio)
     lines = [title, f"  {'each part alone':<28}{'ms per step':>12}   {'from - to':<21}{'rows/s':>12}{'of compute':>12}"]
     for name, timing in ceilings(m).items():
-        speed = feed_ratio if timing is m.loop else compute_s / timing.median
+        speed = feed_ratio if timing is m.loop else m.of_compute(timing)
         interval = f"{1000 * timing.low:.3f} - {1000 * timing.high:.3f}"
         rows_per_s = m.batch_size / timing.median
         lines.append(f"  {name:<28}{1000 * timing.median:>12.3f}   {interval:<21}{rows_per_s:>12,.0f}{speed:>10.2f} x")
-    transform = f"{1000 * m.transform.median * compute_s:.3f}" if m.transform.low > 0 else "below the noise"
+    transform = f"{1000 * m.transform.median * m.compute.median:.3f}" if m.transform.low > 0 else "below the noise"
     lines.append(f"  {'transform, part of compute':<28}{transform:>12}")
     if m.busy_s is not None:
         lines.append(f"  {'device busy, part of compute':<28}{1000 * m.busy_s:>12.3f}")
@@ -40,12 +39,11 @@ def table(title: str, m: Measured, verdict: Verdict) -> str:
         lines.append(f"  gain      {verdict.gain:.2f} x the speed, predicted: {rows_per_s:,.0f} rows/s")
     if verdict.free_echo:
         lines.append(f"  echo      data.echo={verdict.free_echo:g} trains on each row that often in the same time")
-    lines.append(f"  see also  {ADVICE[verdict.cause]}")
+    lines.append(f"  see also  {advice(verdict.cause, m)}")
     return "\n".join(lines)
 
 
 def as_json(title: str, m: Measured, verdict: Verdict) -> dict[str, Any]:
     """Everything as JSON values. Times are seconds per step, one for each round."""
     date = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    ratio = 1 - m.lost.median
-    return {"title": title, "date": date, "verdict": verdict._asdict(), "feed_ratio": ratio, **m._asdict()}
+    return {"title": title, "date": date, "verdict": verdict._asdict(), "feed_ratio": m.feed_ratio, **m._asdict()}

@@ -20,8 +20,7 @@ from typing import Literal, NamedTuple
 
 Cause = Literal["READ", "DECODE", "COPY", "AUGMENT", "HOST", "RANKS", "COMPUTE", "LOADER", "INCONCLUSIVE"]
 ADVICE: dict[Cause, str] = {
-    "READ": "data.tier=auto; a disk of this machine (a later epoch finds the files of a bucket there), or blocks of "
-    "2 MiB (python convert.py repack writes them)",
+    "READ": "data.tier=auto; a disk of this machine, or blocks of 2 MiB (python convert.py repack writes them)",
     "DECODE": "decode once instead of in each epoch: python convert.py dataset, or repack; more CPUs",
     "COPY": "data.tier=auto; floats stored as uint8; nvidia-smi -q shows missing PCIe lanes and held-down clocks",
     "AUGMENT": "a lighter transform of the workload: fewer operations, each on a whole batch, in uint8 if possible",
@@ -31,6 +30,8 @@ ADVICE: dict[Cause, str] = {
     "LOADER": "its own documentation: more worker processes, kept from epoch to epoch; pinned memory; larger batches",
     "INCONCLUSIVE": "run it again on a quieter machine, with larger --seconds, or look at --trace",
 }
+OF_BUCKET = "data.tier=auto; a later epoch, which finds the files in data.cache if that has room for them"
+"""The advice for READ if blocks came from a bucket."""
 MAX_ECHO = 4.0  # Choi et al. found echoed batches worth almost as much as fresh ones up to about this factor
 DEAD_BAND = 0.05  # smaller differences in speed do not count
 NEAR = 0.1  # a part whose time is this close to that of the loop explains it
@@ -128,6 +129,15 @@ class Measured(NamedTuple):
         return saved(self.compute, self.loop)
 
     @property
+    def feed_ratio(self) -> float:
+        """The speed of the loop / that of compute alone. The loop includes compute: above 1, it is noise."""
+        return self.of_compute(self.loop)
+
+    def of_compute(self, part: Rounds) -> float:
+        """The speed of a part / that of compute: the median of the rounds."""
+        return each_round(float.__truediv__, self.compute, part).median
+
+    @property
     def copied(self) -> Rounds:
         """The longer one of compute and copies, which overlap."""
         return each_round(max, self.compute, self.copy) if self.copy else self.compute
@@ -168,6 +178,11 @@ class Suspect(NamedTuple):
     change: str = ""
     saved_s: float = 0.0
     """Seconds of a step that the change should save."""
+
+
+def advice(cause: Cause, m: Measured) -> str:
+    """What to look at beside the change."""
+    return OF_BUCKET if cause == "READ" and m.is_fetched else ADVICE[cause]
 
 
 def judge(m: Measured, echo: float = 1.0, readers: tuple[str, float] | None = None) -> Verdict:

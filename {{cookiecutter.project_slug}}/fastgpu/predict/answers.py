@@ -1,20 +1,99 @@
-"""What a model says to labelled rows: which classes it confuses, how well it finds each, and which rows to look at.
+"""What a model says to rows, as a table: of each row, or of the classes of labelled rows, which it finds and confuses.
 
 Shapes: N rows, K classes or attributes.
 """
 
+import csv
+import json
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from itertools import compress
+from typing import IO, Any, NamedTuple
 
 import numpy as np
+import torch
 
 from fastgpu.predict.model import Trained
+from fastgpu.process.launch import UserError
+from fastgpu.process.tools import csv_cell
 from fastgpu.rows.rows import Rows
 
 MAX_CLASSES = 20
 """More classes make a matrix that nobody can read: this many of the worst are printed instead."""
+RANKED = {"probability": ("class", "class_name", "class_names", 1), "scores": ("items", "item_ids", "item_ids", 10)}
+"""{what `predict` of a workload gives, (B, n): (column of the numbers of the best ones, column of their names,
+attribute of model.json that has all names, how many are written)}"""
 Column = tuple[str, Iterable[object]]
 """Of a table: its title and its cells."""
+
+# ---------------------------------------------------------------------------------------------- a line for each row
+
+
+def to_columns(values: dict[str, Any], attributes: dict[str, Any], top: int | None, *, every: bool) -> dict[str, Any]:
+    """The tensors that `predict` gives for a batch as {column: a number, a text, None or a list of these for each row}.
+
+    attributes: of model.json. top: how many classes or items, best first; None: one class, or ten items. Those of NaN
+    or -inf have the number -1. every: the values of all, too. Raises UserError if one is given and nothing is ranked.
+    """
+    ranked = [name for name, value in values.items() if name in RANKED and value.ndim == 2]
+    if (top or every) and not ranked:
+        raise UserError("--top and --all are for classes or items, but `predict` of this workload ranks nothing")
+    columns = {name: to_list(value) for name, value in values.items() if name not in ranked}
+    for name in ranked:
+        number_column, name_column, attribute, default = RANKED[name]
+        n_all = values[name].shape[1]
+        names = attributes.get(attribute, ())
+        names = names if len({*names}) == n_all else ()
+        best, numbers = values[name].topk(min(top or default, n_all))
+        numbers = numbers.masked_fill(~(best > -torch.inf), -1)
+        columns[number_column] = numbers.squeeze(1).tolist()  # squeezed if there is one for each row
+        if names:  # the last one is that of number -1
+            columns[name_column] = np.array([*names, None], object)[columns[number_column]].tolist()
+        columns[name] = to_list(best.squeeze(1))
+        if every:
+            columns |= {f"{name}_{label}": to_list(values[name][:, n]) for n, label in enumerate(names or range(n_all))}
+    return columns
+
+
+def to_list(values: torch.Tensor) -> list[Any]:
+    """Numbers as Python has them. Floats are as short as a float32 can be, or None if not finite."""
+    if not values.is_floating_point():
+        return list(values.tolist())
+    numbers = values.float().numpy(force=True).astype(str).astype(float)  # 0.9 instead of 0.8999999761581421
+    return list(np.where(np.isfinite(numbers), numbers, np.array(None)).tolist())
+
+
+def write_rows(
+    file: IO[str], columns: dict[str, Any], which: Iterable[bool], *, is_csv: bool, titles: tuple[str, ...] = ()
+) -> tuple[str, ...]:
+    """Write rows of a batch, as CSV or JSON lines. In CSV, a list becomes columns such as `scores_0`.
+
+    which: whether to write each row. titles: of the CSV, as the batch before returned them. Empty: nothing was written.
+    Raises UserError if this batch has others.
+    """
+    if not is_csv:
+        rows = compress(zip(*columns.values(), strict=True), which)
+        file.writelines(json.dumps(dict(zip(columns, row, strict=True)), ensure_ascii=False) + "\n" for row in rows)
+        return ()
+    cells: dict[str, Any] = {}
+    for name, column in columns.items():
+        if column and isinstance(column[0], list):
+            cells |= {f"{name}_{place}": each for place, each in enumerate(zip(*column, strict=True))}
+        else:
+            cells[name] = column
+    found = tuple(cells)
+    if titles and found != titles:
+        (name, *_) = sorted({*found} ^ {*titles})
+        raise UserError(
+            f"the first rows have {len(titles)} columns, and later ones {len(found)}, such as {name} in some only: "
+            "`predict` of the workload should give equally many values for all rows; -o FILE.jsonl takes any number"
+        )
+    writer = csv.writer(file, lineterminator="\n")
+    for row in [*([] if titles else [found]), *compress(zip(*cells.values(), strict=True), which)]:
+        writer.writerow(map(csv_cell, row))
+    return found
+
+
+# ---------------------------------------------------------------------------------------------- labelled rows
 
 
 class Answers(NamedTuple):

@@ -106,11 +106,11 @@ def _add_fields(parser: Parser, kind: type) -> None:
         names = options.pop("names")
         is_required = each.default is MISSING
         if not is_required:
-            options["default"] = each.default
+            options["default"] = list(each.default) if isinstance(each.default, tuple) else each.default
         if "type" not in options:
             options = _options_of(types[each.name], is_required=is_required) | options
         if names is None:
-            parser.add_argument(each.name, **options)
+            parser.add_argument(each.name, **{"metavar": each.name.upper()} | options)
         else:
             names = names or (f"--{each.name.replace('_', '-')}",)
             parser.add_argument(*names, dest=each.name, required=is_required, **options)

@@ -28,20 +28,27 @@ def rename_folder(partial: Path, target: Path) -> None:
     flush(target.parent)
 
 
-@contextmanager
-def new_file(target: Path, *, replace: bool = False) -> Iterator[Path]:
-    """Write a file atomically: the block writes to the empty temporary file that it is given, beside `target`.
-
-    At its end that file takes the place of `target`; after an exception it is removed, and `target` is unchanged.
-    Raises UserError if `target` is a folder, cannot be created, or exists and `replace` is false; OSError if the disk
-    refuses later.
-    """
+def check_target(target: Path, *, replace: bool) -> None:
+    """Raise UserError if a file cannot be written: it is a folder, its folder is missing, or it exists, and `replace`
+    is false."""
     if target.is_dir():
         raise UserError(f"{target} is a folder; name a file in it, or another one")
+    if not target.parent.is_dir():
+        raise UserError(f"{target} cannot be written: there is no folder {target.parent}")
     if os.path.lexists(target) and not (target.is_file() or target.is_symlink()):
         raise UserError(f"{target} is a device or a pipe; name a file")
     if os.path.lexists(target) and not replace:
         raise UserError(f"{target} exists; --force replaces a file")
+
+
+@contextmanager
+def new_file(target: Path, *, replace: bool = False) -> Iterator[Path]:
+    """Write a file atomically: the block writes to the empty temporary file that it is given, beside `target`.
+
+    At the end it takes the place of `target`; after an exception it is removed, and `target` is unchanged. Raises
+    UserError like `check_target`, or if `target` cannot be created; OSError if the disk refuses later.
+    """
+    check_target(target, replace=replace)
     partial = target.with_name(f".{target.stem[:200]}.{uuid4().hex}{target.suffix}")
     try:  # a signal may come as soon as the file is there
         try:

@@ -50,7 +50,7 @@ __all__ = ["World", "init_distributed"]
 
 @dataclass(frozen=True)
 class World:
-    """This process among all processes of the job. Collectives do nothing when it is alone."""
+    """The rank of this process, the number of ranks, and the device. With one rank, collectives are no-ops."""
 
     rank: int
     world_size: int
@@ -98,7 +98,7 @@ class World:
             return lambda: list(values)
         if self.hang_warning:
             self.hang_warning.seen_s = time.monotonic()
-        # Kernels write the values: the host would wait for the copy of a tensor made of a list.
+        # `fill_` launches kernels. With `torch.tensor([...], device=...)` the host would wait for a copy.
         largest = torch.empty(len(values), dtype=torch.float64, device=self.device)
         for element, value in zip(largest, values, strict=True):
             element.fill_(value)

@@ -2,16 +2,25 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
+from itertools import accumulate
 from math import inf, isfinite, nan
 from typing import Any, NamedTuple
 
 Point = dict[str, float]
 """A line of metrics.jsonl: step, time_s, part, the sums of a `Throughput`, and scalars, named `group/name_unit`."""
-KINDS = (
-    *("computing", "waiting for data", "starting", "validating", "saving"),
-    *("validating and saving", "lost to kills", "other"),
-)
-"""What a run spends time on. Both in one: of older versions, which did not log how long saving takes."""
+KINDS = {
+    "computing": "#",
+    "waiting for data": ".",
+    "starting": ">",
+    "validating": "v",
+    "saving": "s",
+    "validating and saving": "&",
+    "lost to kills": "x",
+    "other": "-",
+}
+"""{what a run spends time on: its character in the bar}. Older versions did not log how long saving takes: their runs
+have it in one with validating."""
+BAR_WIDTH = 72
 SHORT_S = 600
 MAX_S = 1e8
 """Three years. Longer times come from a clock that was set."""
@@ -103,6 +112,14 @@ def as_rows(spent: Mapping[str, float]) -> list[tuple[str, str, str]]:
     total = sum(spent.values())
     rows = [*((kind, seconds) for kind, seconds in spent.items() if seconds >= 0.0005 * total), ("wall time", total)]
     return [(name, _duration(seconds, total), f"{100 * seconds / total:.1f} %") for name, seconds in rows if total]
+
+
+def bar(spent: Mapping[str, float]) -> str:
+    """A line of BAR_WIDTH characters, of which each kind has its share of the wall time. It is empty without times."""
+    line = ""
+    for kind, end_s in zip(spent, accumulate(spent.values()), strict=True):
+        line += KINDS[kind] * (round(BAR_WIDTH * end_s / sum(spent.values())) - len(line))
+    return line
 
 
 def _duration(seconds: float, total: float) -> str:

@@ -2,15 +2,16 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import pairwise
-from math import inf, isfinite, isnan, nan
+from itertools import accumulate, pairwise
+from math import isfinite, isnan, nan
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fastgpu.process.config_loader import YamlLoader, keys
+from fastgpu.process.config_loader import YamlLoader
 from fastgpu.process.launch import say
 from fastgpu.report.ledger import Point, account, goodput, read_process
 
@@ -116,32 +117,52 @@ def summary(run: Run) -> dict[str, float]:
     return ({f"best {metric}": best[name], "at step": best["step"]} if best else {}) | whole
 
 
-def changed_settings(run: Run) -> dict[str, Any]:
-    """{key: value} of what differs from the defaults, and of all settings of the workload, but not names of files."""
-    defaults = {key: field.get_default() for key, field in keys().items() if not field.is_required()}
-    differs = {key for key, value in run.config.items() if value != defaults.get(key, value)}
-    differs -= {"run.name", "run.folder"}
-    return {key: value for key, value in run.config.items() if key in differs or key.startswith("model.")}
+def by_metric(runs: Iterable[Run]) -> list[list[Run]]:
+    """The runs that are judged by the same metric together: no others can be compared with them."""
+    groups: dict[tuple[str, str], list[Run]] = {}
+    for run in runs:
+        groups.setdefault(run.best, []).append(run)
+    return [*groups.values()]
 
 
-def compare(runs: Sequence[Run], text_of: Callable[[float], str]) -> list[list[str]]:
-    """Titles, then a line for each run, the best one first: its metric, its speed and the settings that differ."""
+def facts(run: Run) -> dict[str, Any]:
+    """{name: value} of all that runs can be sorted by: `summary`, the steps, the goodput, the settings."""
+    spent = {"goodput": goodput(run.ledger)} if run.ledger else {}
+    return run.config | summary(run) | {"steps": int(run.points[-1]["step"])} | spent
+
+
+def compare(runs: Sequence[Run], text_of: Callable[[float], str], sort: str = "") -> list[list[str]]:
+    """Titles, then a line for each run: its best metric, the settings that differ, and its speed.
+
+    Runs of one metric are together, the best run first; or, if `sort` names one of `facts`, the run with the lowest
+    value.
+    """
+    # The settings that differ may explain why one run is better. Its name and folder do not.
     every = dict.fromkeys(key for run in runs for key in run.config if key == "run.seed" or not key.startswith("run."))
     differing = [key for key in every if len({json.dumps(run.config.get(key)) for run in runs}) > 1]
-    ranked = []
-    for run in runs:
-        metric, direction = run.best
-        values = summary(run)
-        line = {"run": str(run.folder)}
-        line |= {name: text_of(values[name]) for name in (f"best {metric}", *SPEED) if name in values}
-        line |= {"goodput": text_of(goodput(run.ledger))} if run.ledger else {}
-        line["steps"] = f"{run.points[-1]['step']:.0f}"
-        line |= {key: setting_text(run.config[key]) for key in differing if key in run.config}
-        sign = -1 if direction == "higher" else 1
-        ranked.append((sign * values.get(f"best {metric}", sign * inf), line))
-    lines = [line for _, line in sorted(ranked, key=itemgetter(0))]
+    lines = []
+    for group in by_metric(runs):
+        metric, direction = group[0].best
+        sign = -1 if direction == "higher" and not sort else 1
+        columns = [f"best {metric}", sort, *differing, *SPEED, "goodput", "steps"]
+        ranked = []
+        for run in group:
+            values = facts(run)
+            line = {"run": str(run.folder)}
+            for name in columns:
+                if name in values:
+                    line[name] = setting_text(values[name]) if name in run.config else text_of(values[name])
+            ranked.append((_rank(values.get(sort or columns[0]), sign), line))
+        lines += [line for _, line in sorted(ranked, key=itemgetter(0))]
     names = list(dict.fromkeys(name for line in lines for name in line))
     return [names, *([line.get(name, "-") for name in names] for line in lines)]
+
+
+def _rank(value: Any, sign: int) -> tuple[int, float, str]:
+    """Numbers come before texts, and these before runs without a value."""
+    if isinstance(value, int | float) and not isnan(value):
+        return 0, sign * value, ""
+    return (1, 0.0, value) if isinstance(value, str) else (2, 0.0, "")
 
 
 def setting_text(value: Any) -> str:
@@ -149,11 +170,14 @@ def setting_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def as_text(lines: Sequence[Sequence[str]]) -> str:
-    """A table for a terminal."""
+def as_text(lines: Sequence[Sequence[str]], width: int | None = None) -> str:
+    """A table for a terminal. width: of the terminal, or None; columns that do not fit are named below the table."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    padded = [[f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)] for line in lines]
-    return "\n".join("  ".join(line).rstrip() for line in padded)
+    ends = [end - 2 for end in accumulate(each + 2 for each in widths)]
+    n_shown = len(ends) if width is None else max(1, bisect_right(ends, width))
+    padded = [[f"{cell:<{width}}" for cell, width in zip(line[:n_shown], widths, strict=False)] for line in lines]
+    left_out = [f"(not shown: {', '.join(lines[0][n_shown:])}; --csv has all)"] if n_shown < len(ends) else []
+    return "\n".join([*("  ".join(line).rstrip() for line in padded), *left_out])
 
 
 def number(value: float) -> str:

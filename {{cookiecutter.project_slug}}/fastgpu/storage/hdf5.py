@@ -90,8 +90,18 @@ def find(root: h5py.Group, name: str, kind: type[Member], where: str) -> Member:
     item = look_up(root, name, where)
     if not isinstance(item, kind):
         names = ", ".join(sorted(map(str, root))) or "nothing"  # one that is not UTF-8 is bytes
-        raise UserError(f"{where} has no {kind.__name__.lower()} {name}; it has {names}")
+        cure = " or ".join(f"{where.rpartition(': ')[2]}::/{each}" for each in _groups_with(root, name, kind, where))
+        cure = f"; name a group: {cure}" if cure else ""
+        raise UserError(f"{where} has no {kind.__name__.lower()} {name}; it has {names}{cure}")
     return item
+
+
+def _groups_with(root: h5py.Group, name: str, kind: type[Member], where: str) -> Iterator[str]:
+    """The groups of a whole file that have a member of this name and kind."""
+    for group in root if root.name == "/" and not name.startswith("/") else ():
+        with suppress(UserError):  # its bytes are in another file
+            if isinstance(group, str) and isinstance(look_up(root, f"{group}/{name}", where), kind):
+                yield group
 
 
 def look_up(root: h5py.Group, name: str, where: str) -> Any:

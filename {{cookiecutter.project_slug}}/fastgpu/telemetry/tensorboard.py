@@ -24,7 +24,7 @@ from fastgpu.process.world import World
 from fastgpu.telemetry.clock import Throughput
 
 LINE_EVERY_S = 5.0
-"""Seconds between two lines of progress, which stand for the bar if the output is no terminal."""
+"""Seconds between two lines of progress, which replace the bar if the output is no terminal."""
 
 
 class TensorBoard(AbstractContextManager["TensorBoard"]):

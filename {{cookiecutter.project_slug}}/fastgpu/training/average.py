@@ -13,7 +13,7 @@ class AveragedModel(nn.Module):
 
     With a decay of 0, that is the model itself. Running statistics (buffers of floats) are averaged like weights, other
     buffers are copied. After n updates the decay is at most n / (n + 9), so that the initial weights do not count. The
-    state has the names that torch.optim.swa_utils.AveragedModel gives it; that class makes the host wait in an update.
+    names in the state are those of torch.optim.swa_utils.AveragedModel, in whose updates the host waits for the device.
     """
 
     n_averaged: Tensor

@@ -1,5 +1,6 @@
 """The commands for images."""
 
+import re
 from argparse import ArgumentTypeError
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Literal
 
 from fastgpu.convert.command import SplitCommand
 from fastgpu.process.commands import argument, flag
-from fastgpu.process.launch import SharedError
+from fastgpu.process.launch import UserError
 from fastgpu.process.tools import check_exists
 
 MAX_SIDE = 1 << 14
@@ -25,14 +26,11 @@ def size(text: str) -> tuple[int, int]:
 
 def max_broken(text: str) -> float:
     """The share of the images that may be left out: of `stop` none, of `skip` 1 %."""
-    try:
-        share = {"stop": 0.0, "skip": 0.01}.get(text)
-        if share is None and text.startswith("skip=") and text.endswith("%"):
-            share = float(text[len("skip=") : -1]) / 100
-            share = share if 0 < share <= 1 else None
-    except ValueError:
-        share = None
-    if share is None:
+    if text in ("stop", "skip"):
+        return 0.0 if text == "stop" else 0.01
+    found = re.fullmatch(r"skip=(\d+\.?\d*)%", text)
+    share = float(found[1]) / 100 if found else 0.0
+    if not 0 < share <= 1:
         raise ArgumentTypeError(f"{text} should be stop, skip or a share such as skip=10%")
     return share
 
@@ -73,14 +71,14 @@ class Images(ImageCommand):
         super().__post_init__()
         check_exists(self.source)
         if self.source.is_file() and self.source.suffix.lower() in ARCHIVES:
-            raise SharedError(f"{self.source} is an archive; unpack it and name the folder")
+            raise UserError(f"{self.source} is an archive; unpack it and name the folder")
         idle = ["columns", "split_by", "no_header"] if self.source.is_dir() else ["masks"]
         idle += ["masks", "resize"] if self.keep_encoded else []
         idle += [] if self.masks else ["binary_masks", "masks_fit"]
         if given := [f"--{name.replace('_', '-')}" for name in idle if getattr(self, name)]:
-            raise SharedError(f"{given[0]} has no meaning for {self.source} with these flags; drop it")
+            raise UserError(f"{given[0]} has no meaning for {self.source} with these flags; drop it")
         if self.keep_encoded and self.size and self.size[0] != self.size[1]:
-            raise SharedError("--size should be one number, of the shorter side, with --keep-encoded")
+            raise UserError("--size should be one number, of the shorter side, with --keep-encoded")
         if self.masks:
             check_exists(self.masks)
 

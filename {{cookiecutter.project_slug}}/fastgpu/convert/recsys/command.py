@@ -5,7 +5,7 @@ from functools import partial
 
 from fastgpu.convert.command import WriteCommand, natural
 from fastgpu.process.commands import argument, flag
-from fastgpu.process.launch import SharedError
+from fastgpu.process.launch import UserError
 from fastgpu.process.tools import check_exists
 
 
@@ -37,16 +37,16 @@ class Events(WriteCommand):
 
     @property
     def column_names(self) -> list[str]:
-        """Of the CSV."""
+        """The columns of the CSV that are read."""
         return (self.columns or ("1,2,3" if self.no_header else "userId,movieId,rating")).split(",")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.is_matrix and (self.columns or self.above is not None or self.no_header):
             cure = "of a matrix, keep what counts: matrix = matrix > 3"
-            raise SharedError(f"--columns, --above and --no-header are for a CSV; {cure}")
+            raise UserError(f"--columns, --above and --no-header are for a CSV; {cure}")
         if self.above is not None and len(self.column_names) == 2:
-            raise SharedError(f"--above is {self.above:g}, but --columns, {self.columns}, names no ratings; drop it")
+            raise UserError(f"--above is {self.above:g}, but --columns, {self.columns}, names no ratings; drop it")
         check_exists(self.source)
 
     def run(self) -> None:

@@ -1,0 +1,71 @@
+"""The command of diagnose.py. It does not import torch, so --help and mistakes come at once."""
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from fastgpu.process.commands import flag, parse_known
+from fastgpu.process.config import Config
+from fastgpu.process.config_loader import load_config
+from fastgpu.process.launch import SharedError, exit_with_message
+
+if TYPE_CHECKING:
+    from fastgpu.process.world import World
+    from fastgpu.rows.rows import Rows
+
+__all__ = ["Program", "main"]
+
+
+class Program(Protocol):
+    """The functions of train.py that are measured, as a module has them."""
+
+    def build(self, config: Config, splits: Any, world: "World", /) -> Any:
+        """What training needs: the fields of `Training` in train.py."""
+
+    def train_step(self, training: Any, batch: "Rows", factor: float, /) -> object:
+        """A step whose learning rate is multiplied by a factor, which is 0 here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnose:
+    """Where does the time go, and which setting would help?
+
+    python diagnose.py
+    torchrun --standalone --nproc-per-node=gpu diagnose.py
+
+    It takes the arguments of train.py, such as data.batch_size=512, and these:
+    """
+
+    seconds: float = flag("target seconds of each measurement (default: 0.3)", default=0.3, metavar="S")
+    json: bool = flag("print the numbers as JSON; everything else goes to stderr", default=False)
+    trace: int = flag("write a profile of N steps to run.folder, for https://ui.perfetto.dev", default=0, metavar="N")
+
+
+def read(argv: Sequence[str]) -> tuple[Diagnose, Config]:
+    """The flags of diagnose.py, and the config that train.py would read. Raises SharedError."""
+    asked, words = parse_known(Diagnose, argv, program="diagnose.py")
+    for word in words:
+        if word.startswith("--") and word.partition("=")[0] not in ("--config", "--local-rank"):
+            known = "--seconds S, --json, --trace N, --config FILE and keys such as data.batch_size=512"
+            raise SharedError(f"unknown flag {word}; diagnose.py takes {known}")
+    return asked, load_config(words)
+
+
+def main(argv: Sequence[str], import_train: Callable[[], Program]) -> None:
+    """Run `diagnose.py` with these words. import_train: imports what is measured, after the config was read."""
+    with exit_with_message():
+        asked, config = read(argv)
+
+    # Torch, whose import takes seconds, comes after what can be wrong without it.
+    train = import_train()
+    from fastgpu.diagnose.program import diagnose
+    from fastgpu.process.world import init_distributed
+
+    with exit_with_message(), init_distributed(config.dist, deterministic=config.run.deterministic) as world:
+        with redirect_stdout(sys.stderr) if asked.json else nullcontext():
+            numbers = diagnose(train, config, world, asked)
+        if asked.json:
+            world.print_once(json.dumps(numbers, indent=2))

@@ -1,0 +1,94 @@
+"""The command of predict.py. It does not import torch, so --help and mistakes come at once."""
+
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from fastgpu.process.commands import argument, flag, parse
+from fastgpu.process.config import Dist
+from fastgpu.process.files import check_target
+from fastgpu.process.launch import UserError, exit_with_message
+from fastgpu.process.tools import check_exists, start_tool
+
+__all__ = ["main"]
+
+TABLES = (".csv", ".jsonl")
+NO_CHECKPOINT = "name the folder of a run, such as runs/mine, or of a checkpoint"
+PROGRAMS = (".pt2", ".onnx")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predict:
+    """Use a trained model: predictions, metrics of labelled rows, or one file.
+
+    python predict.py CHECKPOINT INPUT... [-o FILE]    a line for each row
+    python predict.py CHECKPOINT INPUT... --evaluate   metrics and confusions
+    python predict.py CHECKPOINT --export FILE         for torch.export or ONNX
+
+    CHECKPOINT is the folder of a run (its best checkpoint is used), a folder in
+    its `checkpoints`, or a copy of one. INPUT: image files and folders of them,
+    or HDF5 files (`file.h5::/group`, `part-*.h5`), or one .npy or .npz file.
+    """
+
+    checkpoint: str = argument("folder of a run or a checkpoint")
+    inputs: tuple[str, ...] = argument("rows; labelled ones for --evaluate", metavar="INPUT", default=())
+    output: str = flag(
+        "FILE.csv, with ' before formulas, or FILE.jsonl; default: CSV to stdout",
+        *("-o", "--output"),
+        default="-",
+        metavar="FILE",
+    )
+    id: tuple[str, ...] = flag(
+        "of INPUT, such as user: written beside each row", type=str, action="append", default=(), metavar="FIELD"
+    )
+    top: int | None = flag("number of classes or items for each row, best first", metavar="N")
+    all: bool = flag("write the probability of every class, by its name, too", default=False)
+    evaluate: bool = flag("evaluate on labelled INPUT: metrics and confusions", default=False)
+    errors: str | None = flag("with --evaluate: the rows with wrong answers, as CSV or JSON lines", metavar="FILE")
+    export: str | None = flag("write FILE.onnx, or FILE.pt2 for torch.export, with model.json in it", metavar="FILE")
+    force: bool = flag("replace the file of -o, --errors or --export, if there is one", default=False)
+    batch_size: int | None = flag("rows of a batch; default: as in training", metavar="N")
+    device: Literal["auto", "cuda", "cpu"] = flag("default: auto", default="auto")
+
+
+def check(asked: Predict) -> None:
+    """Raise UserError for flags that do not fit together, and for paths that cannot be read or written."""
+    if bool(asked.inputs) == bool(asked.export):
+        raise UserError("give INPUT or --export FILE, one of them; see --help")
+    if (asked.evaluate or asked.export) and (asked.output != "-" or asked.id or asked.top or asked.all):
+        raise UserError("-o, --id, --top and --all are for predictions, not for --evaluate and --export")
+    if asked.errors and not asked.evaluate:
+        raise UserError("--errors is for --evaluate, which compares the answers with labels")
+    if any(number is not None and number < 1 for number in (asked.batch_size, asked.top)):
+        raise UserError("--batch-size and --top should be at least 1")
+    written = [("-o", asked.output, TABLES), ("--errors", asked.errors, TABLES), ("--export", asked.export, PROGRAMS)]
+    targets = {name: (target, suffixes) for name, target, suffixes in written if target and target != "-"}
+    for name, (target, suffixes) in targets.items():
+        if not target.endswith(suffixes):
+            raise UserError(f"{name} is {target}; it should end in {' or '.join(suffixes)}")
+    check_exists(asked.checkpoint, NO_CHECKPOINT)
+    for path in asked.inputs:
+        check_exists(path)
+    for target, _ in targets.values():
+        check_target(Path(target), replace=asked.force)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run `predict.py` with these words. What is asked for goes to stdout, everything else to stderr."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the program
+    start_tool()
+    with exit_with_message():
+        asked = parse(Predict, argv, program="predict.py")
+        check(asked)
+
+    # Torch, whose import takes seconds, comes after what can be wrong without it.
+    from fastgpu.predict.program import run
+    from fastgpu.process.world import init_distributed
+
+    terminal = sys.stdout
+    with exit_with_message(OSError), redirect_stdout(sys.stderr), init_distributed(Dist(device=asked.device)) as world:
+        run(asked, world, terminal)
