@@ -17,9 +17,9 @@ COPY = ("data.train=copy.h5::/train", "data.tier=host", "loader.num_readers=3")
 CASES = {
     "another place for the same rows": ((), COPY, ""),
     "batch size": ((), ("data.batch_size=64",), "data.batch_size is 64 on rank 1 and"),
-    "fewer rows": ((), ("data.train=rows.h5::/val",), "data.train is 100 rows of digest "),
-    "other rows": ((), (OTHER,), "data.train is 700 rows of digest "),
-    "other rows to validate on": ((), ("data.val=other.h5::/val",), "data.val is 100 rows of digest "),
+    "fewer rows": ((), ("data.train=rows.h5::/val",), "data.train is 100 rows of fingerprint "),
+    "other rows": ((), (OTHER,), "data.train is 700 rows of fingerprint "),
+    "other rows to validate on": ((), ("data.val=other.h5::/val",), "data.val is 100 rows of fingerprint "),
     "other rows, of which a share is held out": (("data.val=10%",), (OTHER,), "data.train is "),
     "one process for all GPUs": (("dist.strategy=dp",), (), "dist.strategy is dp, which is for one process"),
 }

@@ -64,9 +64,9 @@ def run(tmp_path) -> Path:
 
 
 def write_state(path: Path, state: dict[str, Any]) -> None:
-    """Write a state.json that was changed, with its new digest."""
+    """Write a state.json that was changed, with its new checksum."""
     state.pop("digest", None)
-    path.write_text(json.dumps(state | {"digest": checkpoint.digest_of(state)}))
+    path.write_text(json.dumps(state | {"digest": checkpoint.checksum_of(state)}))
 
 
 def names(run: Path) -> list[str]:
@@ -140,7 +140,7 @@ def test_checkpoint_keeps_the_newest_of_a_kind(run):
 def read(path: Path) -> tuple[int, dict[str, torch.Tensor]]:
     """The step of a checkpoint of any kind, and the model to use. Fails if a file does not match its checksum."""
     content = checkpoint._read_state(path)
-    assert {name: checkpoint.sha256_of(path / name) for name in content["sha256"]} == content["sha256"]
+    assert {name: checkpoint.checksum_of_file(path / name) for name in content["sha256"]} == content["sha256"]
     return content["progress"]["step"], load_file(path / checkpoint.WEIGHTS)
 
 
@@ -238,7 +238,7 @@ def test_checkpoint_damage_is_found(run, capsys, file, damage):
         "another format": content.replace(b'"format": 5', b'"format": 6'),
     }
     path.write_bytes(damaged.get(damage, b""))
-    if damage in ("no files", "a file elsewhere"):  # with a digest that fits
+    if damage in ("no files", "a file elsewhere"):  # with a checksum that fits
         write_state(path, json.loads(content) | {"sha256": {"/dev/zero": ""} if damage == "a file elsewhere" else {}})
     if damage in ("remove", "endless"):
         path.unlink()
@@ -297,7 +297,7 @@ def test_checkpoint_code_is_not_run(run):
     torch.save({"weight": Attack()}, path)
     state = path.with_name("state.json")
     content = json.loads(state.read_text())
-    write_state(state, content | {"sha256": content["sha256"] | {"model.pt": checkpoint.sha256_of(path)}})
+    write_state(state, content | {"sha256": content["sha256"] | {"model.pt": checkpoint.checksum_of_file(path)}})
     with pytest.raises(UserError, match=r"model.pt does not fit: .*[Ww]eights"):
         resume(run)
     assert not (run / "ran").exists()
@@ -323,10 +323,10 @@ def test_checkpoint_of_another_model_is_one_line(run, state, message):
 def test_checkpoint_read_errors_are_no_damage(run, monkeypatch):
     save_step(run, "last", 1)
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "sha256_of", Mock(side_effect=OSError(errno.EIO, "Input/output error", "x")))
+        patch.setattr(checkpoint, "checksum_of_file", Mock(side_effect=OSError(errno.EIO, "Input/output error", "x")))
         with pytest.raises(UserError, match=r"cannot read x \(Input/output error\); start again"):
             find_intact(run)
-        patch.setattr(checkpoint, "sha256_of", Mock(side_effect=MemoryError))
+        patch.setattr(checkpoint, "checksum_of_file", Mock(side_effect=MemoryError))
         with pytest.raises(MemoryError):
             find_intact(run)
     assert resume(run)[0] == 1

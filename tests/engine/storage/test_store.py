@@ -7,6 +7,7 @@ import pytest
 from h5py import h5a, h5s, h5t
 
 from fastgpu.process.launch import UserError
+from fastgpu.rows.selection import Subset
 from fastgpu.storage import part
 from fastgpu.storage import store as module
 from fastgpu.storage.arrays import ArrayDataset
@@ -77,6 +78,15 @@ def test_store_keeps_small_columns_in_memory(tmp_path, monkeypatch):
         assert not isinstance(store.parts[0].columns["images"], InMemory)
         rows = read_rows(store)
         assert numbers_of(rows["images"]) == rows["labels"].tolist() == list(range(50))
+
+
+def test_store_selection_leaves_the_store_as_it_is(store):
+    whole = store(40)
+    part = whole.select(Subset(whole.block_rows, np.arange(40) % 2 == 0), "even")
+    odd = part.select(Subset(whole.block_rows, np.arange(40) % 2 == 1))
+    assert (len(whole), len(part), len(odd), whole.name != "even", odd.name) == (40, 20, 20, True, "even")
+    assert part.whole is odd.whole is whole
+    assert [numbers_of(each[:]["images"])[1] for each in (whole, part, odd)] == [1, 2, 3]
 
 
 def test_store_reads_any_small_column_when_asked(dense_file, monkeypatch):

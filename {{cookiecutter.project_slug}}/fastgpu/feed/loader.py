@@ -30,7 +30,7 @@ class Loader(Protocol):
 
     @property
     def fingerprint(self) -> Mapping[str, object]:
-        """What decides which rows are in the batch of a step: the seed, the batch size, a digest of the rows, ...
+        """What decides which rows are in the batch of a step: seed, batch size, a fingerprint of the rows, ...
 
         JSON values, the same on every rank, and for world sizes that see the same global batches. A run that was saved
         inside an epoch is resumed only if they have not changed.

@@ -24,7 +24,7 @@ from fastgpu.process.project import install_command, project_folder
 from fastgpu.process.tools import check_exists
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Field, Ragged, Rows
-from fastgpu.run.checkpoint import DESCRIPTION, WEIGHTS, newest_first, sha256_of
+from fastgpu.run.checkpoint import DESCRIPTION, WEIGHTS, checksum_of_file, newest_first
 from fastgpu.training.evaluate import Scorer
 
 __all__ = ["Trained", "load_model"]
@@ -97,9 +97,9 @@ def load_model(path: str | Path, *, project: str | Path | None = None) -> Traine
     workloads = import_workloads(Path(project) if project else None)
     with _report_damage(folder):
         if (folder / "state.json").exists():  # a copy of two files has no checksums to compare with
-            digests = json.loads((folder / "state.json").read_bytes())["sha256"]
+            checksums = json.loads((folder / "state.json").read_bytes())["sha256"]
             for name in (DESCRIPTION, WEIGHTS):
-                if sha256_of(folder / name) != digests[name]:
+                if checksum_of_file(folder / name) != checksums[name]:
                     raise ValueError(f"{name} does not match its checksum")
         card = _Card.model_validate_json((folder / DESCRIPTION).read_bytes()).model_dump()
     kind = workloads.load(card["workload"])

@@ -11,8 +11,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fastgpu.process.config_loader import YamlLoader
 from fastgpu.process.launch import say
+from fastgpu.process.yaml_text import YamlLoader
 from fastgpu.report.ledger import Point, account, goodput, read_process
 
 WEIGHTS = {"train/step_ms": "steps", "data/echo": "fresh_rows"}

@@ -112,5 +112,5 @@ def identify_job(config: Mapping[str, object], splits: Splits, fingerprint: Mapp
     settings = {
         key: value for key, value in config.items() if not key.startswith(("loader.", "data.tier", "data.cache"))
     }
-    train, val = (f"{len(rows):,} rows of digest {rows.fingerprint}" for rows in (splits.train, splits.val))
+    train, val = (f"{len(rows):,} rows of fingerprint {rows.fingerprint}" for rows in (splits.train, splits.val))
     return settings | {"data.train": train, "data.val": val, "the versions": VERSIONS, "the order": fingerprint}

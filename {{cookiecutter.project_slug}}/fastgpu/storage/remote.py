@@ -72,36 +72,33 @@ class RemoteFile(OpenFile):
         bucket, self._name, query = _split(where, url)
         self._bucket = bucket + query
         # A byte, not HEAD, which a server refuses for a URL that is signed for GET.
-        self._version = _version_of(_request(where, partial(self._ask, 0, 1, is_opening=True)).meta)
+        _, self._version = _request(where, partial(self._ask, 0, 1, is_opening=True))
         self.n_requests, self.n_fetched_bytes = 1, 0
         self._prepared: dict[int, int] = {}  # offset -> number of bytes
         self._expected = np.empty((0, 2), np.int64)
         self._n_local = 0  # expected chunks at the beginning that are known to be local
-        self._copy: LocalCopy | None = None
         tag, size, modified = self._version
         if tag is None and not modified.timestamp():  # obstore has 1970 for none
-            warn(f"{url} has neither an ETag nor a date, so data.cache keeps no copy: it is fetched in each epoch")
-        else:
-            self._copy = _open_copy(folder, where, without_secrets(url), self._version)
-        super().__init__(self._copy.descriptor if self._copy else os.devnull, name=url, size=size)
+            why = "its server says neither an ETag nor a date, so nobody would notice that it has changed"
+            raise UserError(f"{where} cannot be read: {why}; download it")
+        self._copy = _open_copy(folder, where, without_secrets(url), self._version)
+        super().__init__(self._copy.descriptor, name=url, size=size)
+        self.cure = f"if the file is whole there, its copy is damaged: rm {self._copy.path}*"
         # This runs after the end of the reader threads, which are made later.
         atexit.register(self._close_h5)
-        if self._copy:
-            self.cure = f"if the file is whole there, its copy is damaged: rm {self._copy.path}*"
-            # The metadata is at both ends. It is fetched now, because h5py reads one file at a time.
-            for number in sorted({0, max(0, size - 1) // PIECE_BYTES}):
-                self.read_piece(number)
+        # The metadata is at both ends. It is fetched now, because h5py reads one file at a time.
+        for number in sorted({0, max(0, size - 1) // PIECE_BYTES}):
+            self.read_piece(number)
 
     def check_unchanged(self) -> None:
         """The object is compared by each request, so this is about the copy."""
-        if self._copy:
-            self._copy.check_unchanged()
+        self._copy.check_unchanged()
 
     def open_h5(self) -> h5py.File:
         try:
             return h5py.File(_Metadata(self), "r")
         except OSError:
-            if not (self._copy and self._copy.is_writable):
+            if not self._copy.is_writable:
                 raise
         self._copy.forget(min(PIECE_BYTES, self.size))  # it may be a page that a proxy has sent
         return h5py.File(_Metadata(self), "r")
@@ -129,7 +126,7 @@ class RemoteFile(OpenFile):
 
     def _has(self, offset: int, count: int) -> bool:
         """Whether these bytes are in the copy."""
-        return bool(self._copy and self._copy.has(*self._pages_of(offset, count)))
+        return self._copy.has(*self._pages_of(offset, count))
 
     def prepare(self, offset: int, count: int, check: Callable[[np.ndarray], None] | None = None) -> np.ndarray | None:
         """See `OpenFile`. Bytes are checked once in each process, whoever has fetched them. Raises UserError."""
@@ -161,16 +158,13 @@ class RemoteFile(OpenFile):
     def _pages_of(self, offset: int, count: int) -> tuple[int, int]:
         return offset - offset % PAGE_BYTES, min(self.size, -(-(offset + count) // PAGE_BYTES) * PAGE_BYTES)
 
-    def _missing(self, begin: int, end: int) -> tuple[int, int]:
-        return self._copy.missing(begin, end) if self._copy else (begin, end)
-
     def _read_or_get(self, begin: int, end: int) -> tuple[np.ndarray, Parts]:
         """The bytes from `begin` to `end`, and the parts of them that were not local, and were fetched."""
         pages = np.empty(end - begin, np.uint8)
         fetched: Parts = []
         at = begin
         while at < end:
-            first, last = self._missing(at, end)
+            first, last = self._copy.missing(at, end)
             if at < first:
                 self.preadv([pages[at - begin : first - begin].data], at)
             if first < last:
@@ -180,16 +174,15 @@ class RemoteFile(OpenFile):
             at = last
         return pages, fetched
 
-    def _ask(self, begin: int, end: int, obstore: Any, *, is_opening: bool = False) -> Any:
-        return obstore.get(_client(self._bucket, is_opening=is_opening), self._name, options={"range": (begin, end)})
+    def _ask(self, begin: int, end: int, obstore: Any, *, is_opening: bool = False) -> tuple[Any, tuple[Any, ...]]:
+        """These bytes, and the version of the object: what must not change while it is in use."""
+        client = _client(self._bucket, is_opening=is_opening)
+        found = obstore.get(client, self._name, options={"range": (begin, end)})
+        return found.bytes(), (found.meta["e_tag"], found.meta["size"], found.meta["last_modified"])
 
     def _get(self, begin: int, end: int) -> np.ndarray:
-        def get(obstore: Any) -> Any:
-            found = self._ask(begin, end, obstore)
-            return found.bytes() if _version_of(found.meta) == self._version else None
-
-        content = _request(self.path, get, then=", then go on with run.resume=auto")
-        if content is None:
+        content, version = _request(self.path, partial(self._ask, begin, end), then=", then go on with run.resume=auto")
+        if version != self._version:
             _opened.pop(self.path, None)
             raise UserError(f"{self.path} was changed while in use; {RESTORE}")
         if len(content) != end - begin:
@@ -200,8 +193,6 @@ class RemoteFile(OpenFile):
 
     def _keep(self, fetched: Parts, offset: int, count: int) -> bool:
         """Write what was fetched to the copy; see `LocalCopy.write`. False: there is no room now."""
-        if not self._copy:
-            return False
         try:
             for begin, pages in fetched:
                 self._copy.write(pages, begin, offset, count)
@@ -356,8 +347,3 @@ def _client(bucket: str, *, is_opening: bool) -> Any:
     store = import_module("obstore.store")
     backoff = {} if is_opening else {"backoff": PAUSES}
     return store.from_url(bucket, client_options={"allow_http": True, **TIMES}, retry_config=retries | backoff)
-
-
-def _version_of(meta: Any) -> tuple[Any, ...]:
-    """What must not change while an object is in use."""
-    return meta["e_tag"], meta["size"], meta["last_modified"]
