@@ -1,8 +1,8 @@
-"""Training script: builds data, model and optimizer from config.yaml and runs the training loop.
+"""Builds data, model and optimizer from config.yaml, and runs the training loop.
 
-python train.py                                          one process: a CPU or one GPU
-torchrun --standalone --nproc-per-node=gpu train.py      every GPU of this machine
-python train.py data.batch_size=512 train.epochs=3       any key of docs/config.md
+python train.py                                      one process: CPU or one GPU
+torchrun --standalone --nproc-per-node=gpu train.py  every GPU of this machine
+python train.py data.batch_size=512 train.epochs=3   any key of docs/config.md
 """
 
 import sys

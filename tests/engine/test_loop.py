@@ -151,9 +151,9 @@ def test_loop_feed_that_fails_costs_no_step(folder, monkeypatch, capsys, n_reads
 def test_loop_save_is_in_no_interval(folder, monkeypatch):
     """A clock that ticks at each look at it, and 1,000 times in each save."""
     ticks = count()
-    save = checkpoint.save
+    copy = checkpoint.take_snapshot
     monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
-    monkeypatch.setattr(checkpoint, "save", lambda *words, **more: (list(islice(ticks, 1000)), save(*words, **more))[1])
+    monkeypatch.setattr(checkpoint, "take_snapshot", lambda *words: (list(islice(ticks, 1000)), copy(*words))[1])
     train("train.epochs=1", "log.every_steps=5", "run.checkpoint_every_steps=7")
     points = metrics_of(folder / "runs/a")
     intervals = [point for point in points if "seconds" in point]

@@ -48,7 +48,8 @@ from fastgpu.convert import writer
 from fastgpu.convert.summary import damaged
 from fastgpu.feed import Splits
 from fastgpu.images.column import ImageCodec
-from fastgpu.predict.model import load_model, make_rows, open_batches
+from fastgpu.predict.inputs import open_batches
+from fastgpu.predict.model import load_model, make_rows
 from fastgpu.process.config_loader import load_config, read_options
 from fastgpu.process.launch import UserError, exit_with_message
 from fastgpu.rows.contract import Dataset

@@ -1,4 +1,4 @@
-"""--help of the scripts beside train.py, as a terminal of 80 columns shows it."""
+"""--help of all scripts, as a terminal of 80 columns shows it."""
 
 import re
 import sys
@@ -9,7 +9,8 @@ from fastgpu.convert.command import commands
 from support import PROJECT
 from support.ranks import printed_by
 
-PAGES = ["predict.py", "diagnose.py", "report.py", "convert.py", *(f"convert.py {name}" for name in commands())]
+PAGES = ["train.py", "predict.py", "diagnose.py", "report.py", "convert.py"]
+PAGES += [f"convert.py {name}" for name in commands()]
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -23,17 +23,19 @@ PROJECT = Path(train.__file__).resolve().parent
 N_ROWS = 64
 
 
-def write_field(group: h5py.Group, name: str, dataset: str, *, is_encoded: bool) -> None:
+def write_field(group: h5py.Group, name: str, dataset: str, config: Config) -> None:
     """Write made-up rows of a field. If your workload has fields of another kind, add them here."""
     rng = np.random.default_rng([*group.name.encode()])
-    if name == "labels":
+    if name == "labels" and config.workload == "attributes":
+        group[dataset] = rng.integers(0, 2, (N_ROWS, 5), np.uint8)
+    elif name == "labels":
         group[dataset] = np.arange(N_ROWS) % 10
     elif name in ("items", "held_out"):  # of each user five of a hundred items, and five others
         items = rng.permuted(np.tile(np.arange(100), (N_ROWS, 1)), axis=1)
         group[f"{dataset}/indices"] = items[:, 5:10].ravel() if name == "held_out" else items[:, :5].ravel()
         group[f"{dataset}/indptr"] = 5 * np.arange(N_ROWS + 1)
         group[dataset].attrs["shape"] = (N_ROWS, 100)
-    elif name == "images" and is_encoded:
+    elif name == "images" and config.data.image_size:
         from PIL import Image
 
         files = [BytesIO() for _ in range(N_ROWS)]
@@ -78,7 +80,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     with h5py.File(path, "w") as file:
         for split, fields in (("train", data.fields), ("val", data.val_fields or data.fields)):
             for name, dataset in fields.items():
-                write_field(file.require_group(split), name, dataset, is_encoded=data.image_size > 0)
+                write_field(file.require_group(split), name, dataset, config)
     made = (*small, f"data.train={path}::/train", f"data.val={path}::/val")
     try:
         with ExitStack() as stack:

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 import workloads
 from fastgpu.images.checks import check_images, check_labels
 from fastgpu.process.launch import UserError
+from fastgpu.rows import Dataset, Rows
 from fastgpu.rows.classes import classes_of
-from fastgpu.rows.contract import Dataset
-from fastgpu.rows.rows import Rows
 from workloads import images
 
 

@@ -94,20 +94,11 @@ class Workload(workloads.Workload):
     def model(self) -> nn.Module:
         """Images of the file, unchanged -> logits (B, K)."""
         o = self.options
-        if not o.timm:
+        if o.timm:
+            network = timm_network(o.timm, self.shape_CHW[0], self.n_outputs, is_pretrained=self.is_pretrained)
+        else:
             network = resnet(self.shape_CHW, self.n_outputs, o.width, o.blocks)
-            return nn.Sequential(self.normalize(), network)
-        shape = {"in_chans": self.shape_CHW[0], "num_classes": self.n_outputs}
-        try:
-            create = import_module("timm").create_model
-            network = create(o.timm, pretrained=self.is_pretrained, **shape)
-            return nn.Sequential(self.normalize(), network)
-        # timm is not installed, knows no such network, or cannot load its weights.
-        except (ImportError, RuntimeError, OSError) as error:
-            cure = "pip install -c constraints.txt -e '.[timm]', or see timm.list_models()"
-            if "torchvision::" in str(error):  # its build for CUDA does not load beside a torch for CPUs
-                cure = "torchvision is not from the index of torch: the head of constraints.txt says how to install it"
-            raise UserError(f"model.timm is {o.timm}: {error}; {cure}") from None
+        return nn.Sequential(self.normalize(), network)
 
     def transform(self, batch: Rows, rng: torch.Generator) -> Rows:
         """Augment on the device, in the dtype of the file."""
@@ -124,7 +115,7 @@ class Workload(workloads.Workload):
             self.fill_C = self.fill_C.to(x_BCHW.device)  # copied in the first step
             x_BCHW = augment.cutout(x_BCHW, o.cutout_size, self.fill_C, rng)
         if o.mixup_alpha:
-            # The workloads that are made of this one have labels (B, K), which can be blended as they are.
+            # Labels (B, K), as attributes.py has them, are blended as they are.
             target_BK = labels if labels.ndim > 1 else F.one_hot(labels.long(), self.n_outputs)
             x_BCHW, labels = augment.mixup(x_BCHW, target_BK.float(), o.mixup_alpha, rng)
         return Rows({"images": x_BCHW, "labels": labels})
@@ -244,3 +235,16 @@ def resnet(shape_CHW: tuple[int, ...], classes: int, width: int, blocks: int) ->
             layers.append(Block(features, width << stage, 2 if stage and number == 0 else 1))
             features = width << stage
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(features, classes))
+
+
+def timm_network(name: str, channels: int, classes: int, *, is_pretrained: bool) -> nn.Module:
+    """A network of timm. Raises UserError if timm is not installed, or has no such network or weights."""
+    try:
+        create = import_module("timm").create_model
+        network: nn.Module = create(name, pretrained=is_pretrained, in_chans=channels, num_classes=classes)
+    except (ImportError, RuntimeError, OSError) as error:
+        cure = "pip install -c constraints.txt -e '.[timm]', or see timm.list_models()"
+        if "torchvision::" in str(error):  # its build for CUDA does not load beside a torch for CPUs
+            cure = "torchvision is not from the index of torch: the head of constraints.txt says how to install it"
+        raise UserError(f"model.timm is {name}: {error}; {cure}") from None
+    return network

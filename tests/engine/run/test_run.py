@@ -4,6 +4,7 @@ import re
 import shutil
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,6 +29,7 @@ from fastgpu.run import run as run_module
 from fastgpu.run.record import describe_model, write_or_warn
 from fastgpu.run.run import Run, lock_folder
 from fastgpu.storage.arrays import ArrayDataset
+from fastgpu.training.average import AveragedModel
 from fastgpu.training.step import prepare_optimizer
 from support.ranks import ALONE, CPU, fork, in_world
 from support.runs import SHORT_CONFIG, SHORT_ORDER, SHORT_SOURCE, SHORT_STEPS, at_call, newest, step_of
@@ -62,6 +64,7 @@ def train_epoch(run: Run, *, loss: float = 0.5, score: float = 1.0, save_every: 
     at.epoch += 1
     at.epoch_step = 0
     run.save({"val/score": score, "val/loss": loss})
+    run.wait_for_save()
 
 
 def checkpoints(run: Path) -> list[str]:
@@ -209,6 +212,86 @@ def lose_the_best(world: World, folder: Path) -> list[tuple[float | None, int]]:
 def test_run_best_is_what_is_on_disk(tmp_path, n_ranks):
     known = in_world(2, lose_the_best, tmp_path) if n_ranks == 2 else [lose_the_best(ALONE, tmp_path)]
     assert known == [[(None, 0), (50, 2), (50, 2), (60, 4)]] * n_ranks
+
+
+@pytest.fixture
+def gate(monkeypatch) -> threading.Event:
+    """No checkpoint is written before it is set."""
+    opened, save = threading.Event(), checkpoint.save
+    monkeypatch.setattr(checkpoint, "save", lambda *words, **more: opened.wait(60) and save(*words, **more))
+    return opened
+
+
+def test_run_goes_on_while_a_thread_saves(tmp_path, gate):
+    """What is written is the state of the save, whatever steps follow."""
+    model = nn.Linear(2, 2)
+    with started_run(tmp_path, model, state={"ema": AveragedModel(model, 0.5)}) as run:
+        weights = model.weight.detach().clone()
+        run.progress.step = 1
+        run.save({"val/score": 1.0})
+        nn.init.zeros_(model.weight)
+        run.progress.step = 2
+        assert checkpoints(tmp_path / "a") == []
+        assert run.progress.best == 1.0
+        gate.set()
+    assert checkpoints(tmp_path / "a") == ["best-000001", "last-000002"]
+    assert step_of(newest(tmp_path / "a", "last")) == 1
+    for name, key in (("model", "weight"), ("ema", "module.weight")):
+        saved = torch.load(newest(tmp_path / "a", "last") / f"{name}.pt", weights_only=True)
+        assert torch.equal(saved[key], weights)
+
+
+def test_run_save_waits_for_the_one_before(tmp_path, gate):
+    with started_run(tmp_path) as run:
+        run.progress.step = 1
+        run.save()
+        timer = threading.Timer(0.2, gate.set)
+        timer.start()
+        run.progress.step = 2
+        run.save()
+        assert "last-000001" in checkpoints(tmp_path / "a")
+        run.end()
+        assert step_of(newest(tmp_path / "a", "last")) == 2
+
+
+def test_run_forgets_a_best_that_a_thread_could_not_write(tmp_path, gate):
+    with started_run(tmp_path) as run:
+        gate.set()
+        train_epoch(run, score=50.0)
+        gate.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(checkpoint, "save_model", Mock(side_effect=OSError(28, "No space left on device")))
+            run.progress.epoch = 2
+            run.save({"val/score": 90.0})
+            assert (run.progress.best, run.progress.best_epoch) == (90, 2)
+            gate.set()
+            run.wait_for_save()
+        assert (run.progress.best, run.progress.best_epoch) == (50, 1)
+        train_epoch(run, score=70.0)
+        assert (run.progress.best, run.progress.best_epoch) == (70, 3)
+
+
+def test_run_error_of_the_saving_thread_is_raised(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "save", Mock(side_effect=KeyError("a bug")))
+    with started_run(tmp_path) as run:
+        run.save()
+        with pytest.raises(KeyError, match="a bug"):
+            run.save()
+
+
+def test_run_saves_into_the_same_memory(tmp_path):
+    """Copies for a save take no new memory, unless a tensor has another shape."""
+    with started_run(tmp_path) as run:
+        run.save()
+        run.wait_for_save()
+        memory = {number: copy.data_ptr() for number, copy in run._saver._memory.items()}
+        run.save()
+        assert {number: copy.data_ptr() for number, copy in run._saver._memory.items()} == memory
+        run._state["model"].weight = nn.Parameter(torch.ones(3, 2))
+        run.save()
+        run.wait_for_save()
+    saved = torch.load(newest(tmp_path / "a", "last") / "model.pt", weights_only=True)
+    assert torch.equal(saved["weight"], torch.ones(3, 2))
 
 
 def test_run_best_that_was_removed_is_forgotten(tmp_path):

@@ -33,14 +33,12 @@ for words in ("--seconds x", "--trace", "data.batch_size=0", "a.b=1", "--config 
     try:
         read(words.split())
     except ValueError as error:
-        print(str(error).splitlines()[0].partition(";")[0])
+        print(str(error).partition(";")[0])
 sys.exit("torch" in sys.modules)
 """
 
 
 def test_diagnose_mistakes_need_no_torch(folder):
     shown = printed_by([sys.executable, "-c", MISTAKES], folder, PYTHONPATH=str(PROJECT))
-    first, second, *rest = shown.splitlines()
-    assert (first, second) == ("--seconds: invalid float value: 'x'", "--trace: expected one argument")
-    assert len(rest) == 3
-    assert all("command line: " in line for line in rest)
+    assert shown.splitlines()[:2] == ["--seconds: invalid float value: 'x'", "--trace: expected one argument"]
+    assert len(shown.splitlines()) == 5

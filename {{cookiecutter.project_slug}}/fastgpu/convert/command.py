@@ -20,6 +20,8 @@ from fastgpu.process.launch import UserError, exit_with_message
 from fastgpu.process.project import install_command
 from fastgpu.process.tools import check_exists, start_tool
 
+__all__ = ["main"]
+
 TEXT = """\
 Write your data to HDF5 files that are read fastest, and look at files.
 

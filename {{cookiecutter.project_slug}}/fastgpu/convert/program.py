@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 from fastgpu.convert import command
 from fastgpu.convert.arrays import open_arrays
 from fastgpu.convert.reader import list_first, split_rows
-from fastgpu.convert.summary import check_rows, damaged, describe_rows, fields_of, inspect
+from fastgpu.convert.summary import Stored, check_rows, damaged, describe_rows, fields_of, inspect
 from fastgpu.convert.writing import write_files
 from fastgpu.dataset.source import open_dataset
 from fastgpu.process.config import Loader
@@ -106,18 +106,21 @@ def show(asked: command.Info) -> None:
         stored = inspect(path)
         print(path, *(f"  {each.text}" for each in stored if each.is_left_out), sep="\n")
         for group, fields in sorted(fields_of(stored).items()):
-            places = {name: PurePosixPath(group, key) for name, key in fields.items()}
-            values = {name: each for name, place in places.items() for each in stored if each.holds(place)}
-            try:
-                rows = open_store("FILE", f"{path.partition('::')[0]}::{group}", fields)
-                lines = [*describe_rows({"": rows}, {name: each.text for name, each in values.items()})]
-                print(f"  {group}", *lines, sep="\n")
-            except UserError as error:
-                print(f"  {group} cannot be trained on: {error}")
-                for name, each in values.items():
-                    print(f"  {name:<8} {each.kind}, {each.text}")
+            print(*_describe_group(path, group, fields, stored=stored), sep="\n")
         if not all(each.has_checksums or each.is_left_out for each in stored):
             print("  no checksums: `python convert.py repack` writes them")
+
+
+def _describe_group(path: str, group: str, fields: Mapping[str, str], *, stored: Sequence[Stored]) -> list[str]:
+    """Lines of text about the rows in a group, or about its datasets if these are no rows."""
+    places = {name: PurePosixPath(group, key) for name, key in fields.items()}
+    values = {name: each for name, place in places.items() for each in stored if each.holds(place)}
+    try:
+        rows = open_store("FILE", f"{path.partition('::')[0]}::{group}", fields)
+        return [f"  {group}", *describe_rows({"": rows}, {name: each.text for name, each in values.items()})]
+    except UserError as error:
+        datasets = [f"  {name:<8} {each.kind}, {each.text}" for name, each in values.items()]
+        return [f"  {group} cannot be trained on: {error}", *datasets]
 
 
 def check(asked: command.Check) -> int:

@@ -196,7 +196,7 @@ def _faults_of_labels(labels: np.ndarray, source: Dataset) -> Iterator[str]:
             cure = "if they are ids, number them: np.unique(labels, return_inverse=True)[1] over all files at once"
             yield f"numbers up to {n_classes - 1:,}, of which {n_used:,} occur; {cure}"
         # A single pool, if it holds all rows, mixes them.
-        if len(source) * source.row_bytes > sizes.POOL_BYTES:
+        if len(labels) > 1 and len(source) * source.row_bytes > sizes.POOL_BYTES:
             yield from _class_order(labels)
     if len(rows := np.unique(np.nonzero(is_wrong)[0])):
         yield f"{len(rows):,} rows have other values than {allowed}; the first is row {rows[0]:,}"

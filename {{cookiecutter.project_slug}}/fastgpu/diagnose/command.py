@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from fastgpu.process.world import World
     from fastgpu.rows.rows import Rows
 
+__all__ = ["Program", "main"]
+
 
 class Program(Protocol):
     """The functions of train.py that are measured, as a module has them."""

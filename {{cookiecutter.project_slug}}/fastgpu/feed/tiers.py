@@ -164,13 +164,8 @@ class HostLoader(PrefetchLoader):
         arrays = memory.rows(source).numpy()
         kept = ArrayDataset(source.name, arrays, block_rows=source.block_rows, fields=source.fields)
         super().__init__(kept, order, memory.device, loader, echo=echo, n_epochs=n_epochs)
+        self.source = source  # its fingerprint is of the rows in the files, which arrays do not know
         self._memory = memory
-        self._of = source
-
-    @property
-    def fingerprint(self) -> Mapping[str, object]:
-        """With that of the rows in the files, which arrays do not have."""
-        return {**super().fingerprint, "content": self._of.fingerprint}
 
     def prepare(self) -> None:
         self._memory.load()

@@ -6,6 +6,8 @@ from fastgpu.process.launch import UserError
 from fastgpu.rows.classes import MAX_UNUSED_CLASSES, classes_of
 from fastgpu.rows.contract import Dataset
 
+__all__ = ["check_images", "check_labels", "count_classes"]
+
 DTYPES = ("uint8", "float16", "float32")
 """Types of images that networks train on without conversion."""
 CHANNELS = (1, 3, 4)

@@ -14,6 +14,8 @@ from fastgpu.process.files import check_target
 from fastgpu.process.launch import UserError, exit_with_message
 from fastgpu.process.tools import check_exists, start_tool
 
+__all__ = ["main"]
+
 TABLES = (".csv", ".jsonl")
 NO_CHECKPOINT = "name the folder of a run, such as runs/mine, or of a checkpoint"
 PROGRAMS = (".pt2", ".onnx")
@@ -32,7 +34,7 @@ class Predict:
     or HDF5 files (`file.h5::/group`, `part-*.h5`), or one .npy or .npz file.
     """
 
-    checkpoint: str = argument("folder of a run or a checkpoint", metavar="CHECKPOINT")
+    checkpoint: str = argument("folder of a run or a checkpoint")
     inputs: tuple[str, ...] = argument("rows; labelled ones for --evaluate", metavar="INPUT", default=())
     output: str = flag(
         "FILE.csv, with ' before formulas, or FILE.jsonl; default: CSV to stdout",

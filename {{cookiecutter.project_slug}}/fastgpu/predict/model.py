@@ -1,16 +1,15 @@
-"""A trained model: read from its checkpoint, given rows, exported as one file."""
+"""A trained model: read from its checkpoint, exported as one file."""
 
 import io
 import json
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
-import h5py
 import numpy as np
 import torch
 from pydantic import BaseModel
@@ -18,24 +17,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_model as fill
 from torch import Tensor, nn
 
-from fastgpu.feed import PrefetchLoader
-from fastgpu.feed.sources import image_codecs
 from fastgpu.predict.command import NO_CHECKPOINT
-from fastgpu.process.config import Loader
 from fastgpu.process.files import new_file
-from fastgpu.process.launch import UserError, without_secrets
-from fastgpu.process.machine import available_cpus
+from fastgpu.process.launch import UserError
 from fastgpu.process.project import install_command, project_folder
 from fastgpu.process.tools import check_exists
-from fastgpu.rows import BlockSampler
-from fastgpu.rows.contract import Dataset, Out, PoolPlan, Reads
+from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Field, Ragged, Rows
 from fastgpu.run.checkpoint import DESCRIPTION, WEIGHTS, checksum_of_file, newest_first
-from fastgpu.storage.arrays import ArrayDataset
-from fastgpu.storage.hdf5 import expand
-from fastgpu.storage.meaning import check_meaning
-from fastgpu.storage.sources import sources_of
-from fastgpu.storage.store import HDF5Dataset, open_store
 from fastgpu.training.evaluate import Scorer
 
 __all__ = ["Trained", "load_model"]
@@ -164,120 +153,6 @@ def training_rows(card: Mapping[str, Any]) -> Dataset:
     }
     rows.stored_lengths = {name: rows.block_rows for name, field in rows.fields.items() if field.is_ragged}
     return rows
-
-
-class ImageRows(Dataset):
-    """Rows of one field, decoded in the reader threads as the training images were. Each image file is a block."""
-
-    def __init__(self, name: str, field: Field, paths: Sequence[str], preprocessing: str | None):
-        """paths: files, and folders of them. preprocessing: of the training images, as JSON. Raises UserError."""
-        images = import_module("fastgpu.imagefiles")  # which a project without an image workload lacks
-        self.files: list[Path] = []
-        for path in map(Path, paths):
-            self.files += [path / name for name in images.list_images(path)] if path.is_dir() else [path]
-        if not self.files:
-            raise UserError(f"there is no image file in {' and '.join(paths)}")
-        prepared = images.read_preprocessing(preprocessing)
-        self._read = lambda path: images.read_image(path, prepared, field.shape)
-        self.name = "INPUT"
-        self.fields = {name: field}
-        self.attributes = {}
-        self.block_rows = np.ones(len(self.files), np.int32)
-        self.failed: dict[int, str] = {}  # {row: why it cannot be read}
-
-    def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Out]) -> None:
-        """Decode images to their places. Thread-safe. The row of a broken image is undefined, and noted in `failed`."""
-        images: Any = next(iter(out.values()))
-        for row, (place,) in reads.ranges():
-            try:
-                images[place] = self._read(self.files[row])
-            except Exception as error:  # a decoder may raise anything for damaged bytes
-                self.failed[row] = f"{self.files[row]} cannot be read: {error}"
-
-
-def open_inputs(paths: Sequence[str], trained: Trained, *, ids: Sequence[str] = (), labels: bool = False) -> Dataset:
-    """Rows with the inputs of the model and the fields `ids`; or with labels: all fields that it was trained on.
-
-    paths: see INPUT in predict.py. Raises UserError if they do not fit; single numbers may have any type.
-    """
-    stored = {name: field["dataset"] for name, field in trained.card["fields"].items()}
-    names = list(stored) if labels else [*trained.workload.inputs, *ids]
-    fields = {name: trained.rows.fields[name] for name in names if name in stored}
-    preprocessing = trained.rows.attributes.get("preprocessing")
-    if len(paths) == 1 and paths[0].endswith((".npy", ".npz")) and "::" not in paths[0]:
-        source = _open_arrays(paths[0], names)
-    elif "::" in paths[0] or paths[0].endswith((".h5", ".hdf5")) or _is_hdf5(expand("INPUT", paths[0])[0][0]):
-        sizes = {name: field.shape[1:] for name, field in fields.items() if len(field.shape) == 3}
-        codecs = image_codecs(sizes, centre_share=_centre_share(preprocessing))
-        source = open_store("INPUT", paths, {name: stored.get(name, name) for name in names}, codecs)
-    elif len(names) == 1 and fields[names[0]].dtype == np.uint8 and len(fields[names[0]].shape) > 1 and not labels:
-        source = ImageRows(names[0], fields[names[0]], paths, preprocessing)
-    else:
-        cure = "python convert.py arrays or dataset writes one"
-        raise UserError(f"{paths[0]} is not an HDF5 file, nor a single NumPy file, with {' and '.join(names)}; {cure}")
-    for name, field in fields.items():
-        if (field.shape or field.is_ragged) and not source.fields[name].fits(field):
-            raise UserError(f"{source.name}: {name} is {source.fields[name]}; the model was trained on {field}")
-    check_meaning("INPUT", trained.rows, source, labels=labels)
-    if labels:
-        type(trained.workload)(trained.workload.options, trained.rows, source)  # which checks them as in training
-    if ragged := [name for name in ids if source.fields[name].is_ragged]:
-        raise UserError(f"{source.name}: {ragged[0]} has any number of values in a row; --id takes fields of one")
-    return source
-
-
-def places_of(rows: Dataset) -> dict[str, np.ndarray]:
-    """{column: (rows,)} that name each row: its `file`, if there are several; the `row` in that file; and the `source`,
-    where convert.py found it, if the file says that."""
-    if isinstance(rows, ImageRows):
-        return {"file": np.array(list(map(str, rows.files)), object)}
-    places: dict[str, np.ndarray] = {"row": np.arange(len(rows))}
-    if isinstance(rows, HDF5Dataset):
-        files = ["::".join(file) if file[1] != "/" else file[0] for file in rows.files]
-        names = np.array(list(map(without_secrets, files)), object)
-        if len(names) > 1:
-            places = {"file": names.repeat(rows.part_rows), "row": np.concatenate([*map(np.arange, rows.part_rows)])}
-        if any(sources := sources_of(rows)):
-            places["source"] = np.array(sources, object)
-    return places
-
-
-def _is_hdf5(path: str) -> bool:
-    """Whether a file of any name is HDF5, such as rows.mat. Others than regular files are not opened."""
-    return Path(path).is_file() and h5py.is_hdf5(path)
-
-
-def _centre_share(preprocessing: str | None) -> float | None:
-    """What `ImageCodec` had for validation. None: the model was trained on pixels."""
-    try:
-        return json.loads(preprocessing or "")["centre_share"]
-    except (ValueError, TypeError, KeyError):
-        return None
-
-
-def _open_arrays(path: str, names: Sequence[str]) -> Dataset:
-    try:
-        content = np.load(path, mmap_mode="r", allow_pickle=False)
-        arrays = {names[0]: content} if isinstance(content, np.ndarray) else content
-        columns = {name: np.asarray(arrays[name]) for name in names}  # a damaged member is bytes
-        lengths = [len(column) for column in columns.values()]
-        if len({*lengths}) > 1 or 0 in lengths:
-            raise ValueError(f"they have {lengths} rows")
-    except Exception as error:  # a damaged file can raise anything
-        cure = "python convert.py arrays makes rows of other files, such as sparse matrices"
-        text = f"{path} should hold NumPy arrays {' and '.join(names)} of equal length: {error}; {cure}"
-        raise UserError(text) from None
-    return ArrayDataset(path, columns)
-
-
-@contextmanager
-def open_batches(source: Dataset, batch_size: int, device: torch.device) -> Iterator[Iterator[Rows]]:
-    """All rows once, in their order, read ahead by threads, as batches on the device."""
-    pool_batches = max(1, (64 << 20) // (source.row_bytes * batch_size))  # 64 MiB; three pools are in memory
-    order = BlockSampler(source, batch_size, pool_batches=pool_batches, seed=None)
-    loader = Loader(num_readers=available_cpus())
-    with closing(PrefetchLoader(source, order, device, loader, n_epochs=1)) as feed:
-        yield feed.batches(0)
 
 
 @torch.no_grad()

@@ -15,7 +15,8 @@ from tqdm import tqdm
 
 from fastgpu.predict.answers import Answers, ask, describe, find_wrong, to_columns, write_rows
 from fastgpu.predict.command import Predict
-from fastgpu.predict.model import ImageRows, Trained, export, load_model, open_batches, open_inputs, places_of
+from fastgpu.predict.inputs import ImageRows, open_batches, open_inputs, places_of
+from fastgpu.predict.model import Trained, export, load_model
 from fastgpu.process.files import new_file
 from fastgpu.process.launch import UserError
 from fastgpu.process.world import World

@@ -3,6 +3,7 @@
 launch.py         what torchrun set; errors and warnings for a person; the exit code
 config.py         the settings: one class for each section of config.yaml
 config_loader.py  config.yaml and the command line become one checked Config
+yaml_text.py      YAML with the line of each key
 seeds.py          seeds of random numbers, each a function of the run's seed and of what is drawn
 project.py        the folder of the project
 commands.py       command lines as dataclasses
@@ -11,5 +12,5 @@ world.py          the process group: device, rank, collectives, an error of one 
 signals.py        signals that ask for a stop, which all ranks obey after the same step
 files.py          atomic writes, and one writer for each folder
 content.py        what a file is, by its first bytes
-tools.py          what the tools beside train.py share, if there are any
+tools.py          what the tools beside train.py share
 """

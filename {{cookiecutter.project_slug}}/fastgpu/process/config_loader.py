@@ -1,18 +1,13 @@
 """Reads YAML files and words such as `optim.lr=0.1` into one checked `Config`."""
 
 import json
-import os
-import re
 import sys
 from argparse import SUPPRESS
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from math import inf
 from pathlib import Path
-from types import UnionType
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any, TypeVar, get_args
 
-import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
@@ -21,17 +16,12 @@ from fastgpu.process.commands import Parser
 from fastgpu.process.config import Config, Section, expand_home
 from fastgpu.process.launch import SharedError, check_alone, read_launch, say
 from fastgpu.process.project import project_folder
+from fastgpu.process.yaml_text import MAX_TEXT, read_yaml
 
 __all__ = ["load_config", "read_options"]
 
 SectionT = TypeVar("SectionT", bound=Section)
 COMMAND_LINE = "command line"
-MAX_TEXT = 1 << 20
-"""Maximum letters of a config file, whose parsing then takes seconds."""
-MAX_NODES = 100_000
-"""Maximum keys and values of a file, with its aliases written out: a few may stand for millions."""
-MAX_BYTES = 3500
-"""Maximum bytes of a key or value: a path has at most 4,095 bytes, a number that Python reads 4,300 figures."""
 HELP = """\
 docs/config.md explains every key; those of the section model come from the
 class Options of the workload, in workloads/."""
@@ -73,7 +63,9 @@ def load_config(argv: list[str]) -> Config:
     origins: dict[str, str] = {}
     for path in files or ["config.yaml"]:
         cure = "" if files else f"; start it in {project_folder()}, or name a file (--config)"
-        _merge(tree, _read_file(path, origins, cure))
+        layer, places = _read_file(path, cure)
+        _merge(tree, layer)
+        origins |= places
     _add_words(tree, words, origins)
     config = _check(Config, tree, origins)
     config._origins.update(origins)
@@ -129,25 +121,28 @@ def _find_recorded(words: Mapping[str, str]) -> Path | None:
     return recorded[-1]  # a run that was resumed has a config-2.yaml, too
 
 
-def _read_file(path: str, origins: dict[str, str], cure: str) -> dict[str, Any]:
-    """The tree of a config file. The place of each key is added to `origins`. Raises SharedError, with this cure."""
+def _read_file(path: str, cure: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """The tree of a config file, and the place of each key. Raises SharedError, with this cure."""
     try:
         with Path(expand_home(path)).open(encoding="utf-8") as file:
             text = file.read(MAX_TEXT + 1)
     except (OSError, ValueError) as error:  # ValueError: it is no text, or its name has a zero byte
         raise SharedError(f"{path} cannot be read ({error}){cure}") from None
-    tree = _parse(text, path, origins) or {}
-    if not isinstance(tree, dict):
+    tree, places = read_yaml(text, path, Config)
+    if not isinstance(tree or {}, dict):
         allowed = "allowed are sections such as `data:` with keys below them"
         raise SharedError(f"{path}: holds {tree!r:.200}; {allowed}")
-    return tree
+    return tree or {}, places
 
 
 def _add_words(tree: dict[str, Any], words: Mapping[str, str], origins: dict[str, str]) -> None:
     """Merge the values of words, {key: text}, into a tree. Raises SharedError for what is no YAML."""
     for key, text in words.items():
         section, _, name = key.partition(".")
-        value = _as_asked(keys().get(key), text, _parse(text, f"{COMMAND_LINE}: {key}", origins, key))
+        field = keys().get(key)
+        value, places = read_yaml(text, f"{COMMAND_LINE}: {key}", field and field.annotation, key)
+        value = _as_asked(field, text, value)
+        origins |= places
         if name:
             _merge(tree, {section: {name: value}})
         else:  # such as model={}, which leaves out what the files have
@@ -187,115 +182,10 @@ def _merge(tree: dict[str, Any], layer: dict[str, Any]) -> None:
         tree[section] = old | values if isinstance(old, dict) and isinstance(values, dict) else values
 
 
-class YamlLoader(yaml.SafeLoader):
-    """A loader of YAML that stays quick whatever the text is. All errors are those of yaml, or a RecursionError."""
-
-    def __init__(self, text: str):
-        if len(text) > MAX_TEXT:
-            raise yaml.YAMLError(f"has more than {MAX_TEXT:,} letters; name files by a pattern, such as photos-*.h5")
-        super().__init__(text)
-
-    def get_single_node(self) -> yaml.Node | None:
-        """The tree of the text, in which aliases of a value share its node."""
-        node: yaml.Node | None = super().get_single_node()
-        if node and _count_nodes(node, {}) > MAX_NODES:
-            raise yaml.YAMLError(f"stands for more than {MAX_NODES:,} keys and values; write fewer, and fewer aliases")
-        return node
-
-
-def _count_nodes(node: yaml.Node, known: dict[yaml.Node, float]) -> float:
-    """The nodes of a tree, if each alias were written out: endless if a node holds itself."""
-    if node not in known:
-        known[node] = inf
-        below = node.value if isinstance(node, yaml.CollectionNode) else ()
-        pairs = (each if isinstance(each, tuple) else (each,) for each in below)
-        known[node] = 1 + sum(_count_nodes(each, known) for pair in pairs for each in pair)
-    return known[node]
-
-
-class _ConfigLoader(YamlLoader):
-    """YAML as people expect it: `1e-3` is a number, as in YAML 1.2. Whatever it reads can be part of a path."""
-
-    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> str:
-        text: str = super().construct_scalar(node)
-        try:
-            encoded = os.fsencode(text)
-        except UnicodeEncodeError:  # half a pair of surrogates
-            encoded = b"\0"
-        if len(encoded) > MAX_BYTES or b"\0" in encoded:
-            problem = f"{text[:50]!r} is not allowed: use at most {MAX_BYTES:,} bytes of UTF-8, none of them zero"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
-        return text
-
-
-_ConfigLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\.\d+|\d+(\.\d*)?)([eE][-+]?\d+)$"), list("-+.0123456789")
-)
-NAMES = {f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float", "timestamp", "value")}
-"""Tags of values that can be names, too: `on`, 2024, 1e3, 2024-11-27, =."""
-
-
-def _parse(text: str, place: str, origins: dict[str, str], prefix: str = "") -> Any:
-    """The value of a YAML text. Raises SharedError if it is no YAML or a key occurs twice.
-
-    prefix: the key that has this value. The place of each key, such as config.yaml:12, is added to `origins`.
-    """
-    lines: dict[str, int] = {}
-    try:
-        loader = _ConfigLoader(text)
-        node = loader.get_single_node()
-        for key, at in _keys_in(node, prefix):
-            if key in lines:
-                raise yaml.MarkedYAMLError(problem=f"{key} stands twice, first in line {lines[key]}", problem_mark=at)
-            lines[key] = at.line + 1
-        origins |= {key: f"{place}:{line}" for key, line in lines.items()}
-        field = keys().get(prefix)
-        _read_names(loader, node, field.annotation if field else None if prefix else Config)
-        return loader.construct_document(node) if node else None
-    except (yaml.YAMLError, ValueError, LookupError, AttributeError, RecursionError) as error:  # a date in month 13
-        mark = getattr(error, "problem_mark", None)
-        line = f":{mark.line + 1}" if mark else ""
-        problem = " ".join(str(getattr(error, "problem", None) or error).split())
-        if not isinstance(error, yaml.YAMLError | ValueError):
-            is_deep = isinstance(error, RecursionError)
-            problem = "is nested too deeply" if is_deep else "a value does not fit the !!tag before it"
-        is_text = prefix and isinstance(error, yaml.scanner.ScannerError | yaml.parser.ParserError)
-        cure = f"""; if it is text, such as a glob, quote it twice: {prefix}='"{text}"'""" if is_text else ""
-        raise SharedError(f"{place}{line}: {problem}{cure}") from None
-
-
-def _read_names(loader: yaml.SafeLoader, node: yaml.Node | None, kind: Any) -> None:
-    """Make text of numbers and booleans of YAML that are keys, or stand where the config asks for text.
-
-    kind: the type that the config asks for.
-    """
-    for each in get_args(kind) if isinstance(kind, UnionType) else (kind,):
-        origin, inner = get_origin(each), get_args(each)
-        if each is str and isinstance(node, yaml.ScalarNode) and node.tag in NAMES:
-            node.tag = "tag:yaml.org,2002:str"
-        elif origin is list and isinstance(node, yaml.SequenceNode):
-            for item in node.value:
-                _read_names(loader, item, inner[0])
-        elif isinstance(node, yaml.MappingNode) and (origin is dict or hasattr(each, "model_fields")):
-            loader.flatten_mapping(node)  # merge keys
-            for key, value in node.value:
-                _read_names(loader, key, str)
-                field = None if origin else each.model_fields.get(str(key.value))
-                _read_names(loader, value, inner[1] if origin else field and field.annotation)
-
-
 def _as_asked(field: FieldInfo | None, text: str | None, value: Any) -> Any:
     """The value of a word, or its text if YAML sees another type where text is asked for, as in run.name=20241127."""
     kinds = (field.annotation, *get_args(field.annotation)) if field else ()
     return value if text is None or str not in kinds or type(value) in (*kinds, list, dict) else text
-
-
-def _keys_in(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, yaml.Mark]]:
-    """(dotted key, its place in the text) of mappings in mappings."""
-    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
-        dotted = f"{prefix}.{key.value}".lstrip(".")
-        yield dotted, key.start_mark
-        yield from _keys_in(value, dotted)
 
 
 def _check(kind: type[SectionT], values: dict[str, Any], origins: dict[str, str], *section: str) -> SectionT:

@@ -13,6 +13,8 @@ from fastgpu.process.launch import UserError, exit_with_message, say
 from fastgpu.process.tools import check_exists, csv_cell, start_tool
 from fastgpu.report import ledger, results
 
+__all__ = ["main"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Report:

@@ -11,8 +11,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fastgpu.process.config_loader import YamlLoader
 from fastgpu.process.launch import say
+from fastgpu.process.yaml_text import YamlLoader
 from fastgpu.report.ledger import Point, account, goodput, read_process
 
 WEIGHTS = {"train/step_ms": "steps", "data/echo": "fresh_rows"}
@@ -128,7 +128,7 @@ def by_metric(runs: Iterable[Run]) -> list[list[Run]]:
 def facts(run: Run) -> dict[str, Any]:
     """{name: value} of all that runs can be sorted by: `summary`, the steps, the goodput, the settings."""
     spent = {"goodput": goodput(run.ledger)} if run.ledger else {}
-    return run.config | summary(run) | {"steps": run.points[-1]["step"]} | spent
+    return run.config | summary(run) | {"steps": int(run.points[-1]["step"])} | spent
 
 
 def compare(runs: Sequence[Run], text_of: Callable[[float], str], sort: str = "") -> list[list[str]]:
@@ -137,21 +137,22 @@ def compare(runs: Sequence[Run], text_of: Callable[[float], str], sort: str = ""
     Runs of one metric are together, the best run first; or, if `sort` names one of `facts`, the run with the lowest
     value.
     """
+    # The settings that differ may explain why one run is better. Its name and folder do not.
     every = dict.fromkeys(key for run in runs for key in run.config if key == "run.seed" or not key.startswith("run."))
     differing = [key for key in every if len({json.dumps(run.config.get(key)) for run in runs}) > 1]
     lines = []
     for group in by_metric(runs):
         metric, direction = group[0].best
-        best = f"best {metric}"
         sign = -1 if direction == "higher" and not sort else 1
+        columns = [f"best {metric}", sort, *differing, *SPEED, "goodput", "steps"]
         ranked = []
         for run in group:
             values = facts(run)
-            columns = [best, *([] if sort in run.config else [sort]), *differing, *SPEED, "goodput", "steps"]
-            shown = {name: values[name] for name in columns if name in values}
-            texts = {name: setting_text(each) if name in run.config else text_of(each) for name, each in shown.items()}
-            texts["steps"] = f"{values['steps']:.0f}"
-            ranked.append((_rank(values.get(sort or best), sign), {"run": str(run.folder)} | texts))
+            line = {"run": str(run.folder)}
+            for name in columns:
+                if name in values:
+                    line[name] = setting_text(values[name]) if name in run.config else text_of(values[name])
+            ranked.append((_rank(values.get(sort or columns[0]), sign), line))
         lines += [line for _, line in sorted(ranked, key=itemgetter(0))]
     names = list(dict.fromkeys(name for line in lines for name in line))
     return [names, *([line.get(name, "-") for name in names] for line in lines)]

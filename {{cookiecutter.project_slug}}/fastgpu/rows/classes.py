@@ -9,7 +9,7 @@ from typing import Any
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Dataset
 
-__all__ = ["MAX_UNUSED_CLASSES", "read_classes"]
+__all__ = ["classes_of"]
 
 MAX_CLASSES = 10_000_000
 MAX_UNUSED_CLASSES = 1000
