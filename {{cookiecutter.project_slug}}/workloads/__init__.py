@@ -34,7 +34,7 @@ class Workload(Protocol):
     best: Best
     """The metric that selects the best checkpoint, and which of its values are better.
 
-    Of epochs with equal values, the later one is better, unless its metric `loss` is higher.
+    Of validations with equal values, the later one is better, unless its metric `loss` is higher.
     """
 
     inputs: tuple[str, ...] = ()
