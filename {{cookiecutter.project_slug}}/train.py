@@ -29,7 +29,7 @@ from fastgpu.process.config import Config, Optim
 from fastgpu.process.seeds import reseed
 from fastgpu.process.world import World, init_distributed
 from fastgpu.rows import BlockSampler, Rows, Shard
-from fastgpu.run import Run, Stateful, describe_model, identify_job
+from fastgpu.run import Run, Stateful, describe_model, identify_job, saved_canonical_ranks
 from fastgpu.telemetry import Clock, Monitor, TensorBoard
 
 
@@ -51,12 +51,15 @@ class Training(NamedTuple):
 
 # -------------------------------------------------------------------------- data, model, optimizer
 def build(cfg: Config, splits: feed.Splits, world: World) -> Training:
+    # A resumed run keeps its canonical ranks, so that fewer ranks see the same global batches.
+    saved_ranks = saved_canonical_ranks(cfg.run, world)
+
     # If a rank raises a UserError in this block, such as a missing file, all ranks raise it. So no
     # collective may be in it, and no DDP, which has one: the other ranks would wait for it.
     with world.raise_on_all_ranks():
         if splits.error:
             raise splits.error
-        chosen = feed.resolve_auto(cfg, splits, world)
+        chosen = feed.resolve_auto(cfg, splits, world, saved_ranks)
         loader, val_loader = build_loaders(chosen, splits, world)
 
         # Tensor cores prefer the NHWC memory format, so the weights of convolutions have it, too.
@@ -87,8 +90,7 @@ def build_loaders(cfg: Config, splits: feed.Splits, world: World) -> tuple[feed.
     """The batches of this rank, on its device: shuffled to train, in file order to validate."""
     # BlockSampler is a DistributedSampler that shuffles blocks of a file, then the samples of many
     # batches. Any number of ranks that divides `canonical_ranks` sees the same global batches.
-    canonical_ranks = feed.canonical_ranks(cfg.data, splits.train, world.world_size)
-    shard = Shard(world.rank, world.world_size, canonical_ranks)
+    shard = Shard(world.rank, world.world_size, int(cfg.data.canonical_ranks))
     val_shard = Shard(world.rank, world.world_size)
     size, pool = cfg.data.batch_size // world.world_size, int(cfg.data.pool_batches)
     sampler = BlockSampler(splits.train, size, shard, pool, seed=cfg.run.seed)
