@@ -1,6 +1,7 @@
 """A seed gives the same rows in the same order, bit for bit: one matrix over all kinds of rows, and whole runs."""
 
 import json
+import random
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 import torch
 import train as script
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset as TorchDataset
 
 from fastgpu.feed import PoolLoader
@@ -30,7 +32,7 @@ from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.rows.rows import Ragged, Rows
 from support.images import photo, write_photos
-from support.ranks import ALONE, in_world, kill_tree, needs_gpu, printed_by, train_command
+from support.ranks import ALONE, copy_project, in_world, kill_tree, needs_gpu, printed_by, run_to_end, train_command
 from support.rows import numbered, open_feed, ragged, rows_before, write_ragged, write_rows
 from support.runs import (
     at_call,
@@ -258,6 +260,75 @@ def test_same_weights_after_a_signal(folder, monkeypatch, capsys, number, stop_a
     assert train("run.resume=auto", *SHORT, *more) == 0
     assert not (run / "stopped.json").exists()
     assert_same_end(folder / "runs/whole", run, *(["ema"] if "train.ema=0.9" in more else []))
+
+
+OFTEN = ("data.echo=2.5", "train.validate_every_steps=7")
+
+
+def assert_validation_changes_nothing(folder: Path, train: Callable[..., object]) -> None:
+    """Three runs end with the same weights and moments: validated after each epoch, or inside them, or also saved."""
+    saves = "run.checkpoint_every_steps=5"
+    train("run.name=plain", "data.echo=2.5", *SHORT)
+    train("run.name=often", *OFTEN, *SHORT)
+    train("run.name=saves", *OFTEN, saves, *SHORT)
+    plain, *others = (folder / "runs" / name for name in ("plain", "often", "saves"))
+    assert (len(val_points(plain)), *map(len, map(val_points, others))) == (2, 15, 15)
+    assert val_points(others[0])[-1]["val/mse"] == val_points(others[1])[-1]["val/mse"]
+    for other in others:
+        assert_same_end(plain, other)
+        ours, theirs = (tree_leaves(weights_of(run, "optimizer")["state"]) for run in (plain, other))
+        assert all(map(torch.equal, ours, theirs))
+
+
+def test_same_weights_with_validation_inside_epochs(folder):
+    assert_validation_changes_nothing(folder, train)
+
+
+@pytest.mark.slow
+def test_same_weights_with_validation_inside_on_two_ranks(folder):
+    assert_validation_changes_nothing(folder, partial(in_world, 2, train_rank))
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_same_weights_after_kills_inside_validations(folder, monkeypatch, n_ranks):
+    """SIGKILL and SIGTERM at random batches of validations inside epochs. All values of all validations are the same,
+    too."""
+    rng = random.Random(n_ranks)
+    words = (*OFTEN, *SHORT, "run.checkpoint_every_steps=5", "run.resume=auto")
+    train_all = train_command(*words, ranks=n_ranks, root=copy_project(folder))
+    (folder / "workloads/killed.py").write_text(KILLED)
+    printed_by([*train_all, "workload=killed", "run.name=whole"], folder)
+    expected = [point["val/mse"] for point in val_points(folder / "runs/whole")]
+    for number in range(4):
+        name = f"run.name=killed{number}"
+        batch, signal_number = rng.randrange(1, 4 * len(expected) - 4), (signal.SIGKILL, signal.SIGTERM)[number % 2]
+        killed = {"KILL_AT": str(batch), "KILL_BY": str(int(signal_number))}
+        run_to_end([*train_all, "workload=killed", name], folder, **killed)
+        run = folder / f"runs/killed{number}"
+        assert len(val_points(run)) < len(expected)
+        printed_by([*train_all, "workload=killed", name], folder)
+        assert_same_end(folder / "runs/whole", run)
+        assert [point["val/mse"] for point in read_run(run).points if "val/mse" in point] == expected
+
+
+KILLED = """
+import os
+from itertools import count
+
+from workloads import minimal
+
+
+class Workload(minimal.Workload):
+    calls = count(1)
+
+    def score(self, model, batch):
+        if next(self.calls) == int(os.environ.get("KILL_AT", 0)) and os.environ.get("RANK", "0") == "0":
+            os.kill(os.getpid(), int(os.environ["KILL_BY"]))
+        return super().score(model, batch)
+"""
+"""A signal comes to rank 0 at a batch of a validation."""
 
 
 def test_same_weights_after_a_crash(folder, monkeypatch):

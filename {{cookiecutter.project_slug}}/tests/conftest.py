@@ -61,8 +61,7 @@ def open_parts(words: tuple[str, ...], stack: ExitStack) -> train.Training:
     config = load_config([*words])
     world = stack.enter_context(init_distributed(config.dist, Launch()))
     parts = train.build(config, open_rows(config), world)
-    stack.callback(parts.loader.close)
-    stack.callback(parts.val_loader.close)
+    stack.callback(parts.close)
     return parts
 
 

@@ -73,7 +73,7 @@ def test_both_splits_have_the_fields_of_the_config(parts):
 
 
 def test_no_value_is_nan_or_infinite(parts):
-    for loader in (parts.loader, parts.val_loader):
+    for loader in (parts.loader, *parts.val_loaders.values()):
         for rows in first_batches(loader):
             for name in rows.columns:
                 values = values_of(rows[name])
@@ -82,7 +82,7 @@ def test_no_value_is_nan_or_infinite(parts):
 
 def test_labels_that_are_whole_numbers_fit_the_class_names(parts):
     names = parts.splits.train.attributes.get("class_names")
-    for loader in (parts.loader, parts.val_loader):
+    for loader in (parts.loader, *parts.val_loaders.values()):
         for rows in first_batches(loader):
             if "labels" not in rows.columns or rows["labels"].is_floating_point():
                 pytest.skip("the rows have no labels that are whole numbers")
@@ -97,7 +97,9 @@ def test_most_validation_rows_are_not_trained_on(build):
     shared = sorted(train.fields.keys() & val.fields.keys())
     names = [name for name in shared if train.fields[name].shape or train.fields[name].is_ragged] or shared
     trained_on = [key for rows in first_batches(parts.loader, 4 * MAX_ROWS) for key in row_keys(rows, names)]
-    validated = [key for rows in first_batches(parts.val_loader) for key in row_keys(rows, names)]
+    validated = [
+        key for loader in parts.val_loaders.values() for rows in first_batches(loader) for key in row_keys(rows, names)
+    ]
     equal = np.flatnonzero(np.isin(validated, trained_on))
     # Of a large file, only a part of the training rows was looked at.
     leaked_pct = 100 * len(equal) / len(validated) * max(1, len(train) / len(trained_on))

@@ -244,7 +244,7 @@ def test_checkpoint_damage_is_found(run, capsys, file, damage):
         "flip": content[:middle] + bytes([content[middle] ^ 255]) + content[middle + 1 :],
         "cut": content[:middle],
         "nested": b"[" * 99_999,
-        "another format": content.replace(b'"format": 5', b'"format": 6'),
+        "another format": content.replace(b'"format": 6', b'"format": 7'),
     }
     path.write_bytes(damaged.get(damage, b""))
     if damage in ("no files", "a file elsewhere"):  # with a checksum that fits
@@ -288,7 +288,7 @@ def test_checkpoint_folder_is_made_again(run):
 
 def test_checkpoint_none_intact_or_of_another_version(run):
     save_step(run, "last", 1)
-    write_state(run / "checkpoints/last-000001/state.json", {"format": 2})
+    write_state(run / "checkpoints/last-000001/state.json", {"format": checkpoint.FORMAT - 1})
     with pytest.raises(UserError, match=r"last-000001 is of another version: resume it with that version"):
         resume(run)
     (run / "checkpoints/last-000001/state.json").unlink()

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from math import inf, nan
+from math import inf, isnan, nan
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -56,13 +56,10 @@ def train_epoch(run: Run, *, loss: float = 0.5, score: float = 1.0, save_every: 
     """Four steps, and the end of an epoch."""
     at = run.progress
     for _ in range(SHORT_STEPS):
-        at.step += 1
-        at.epoch_step += 1
+        at.advance(SHORT_STEPS)
         run.should_stop()
         if save_every and at.step % save_every == 0:
             run.save()
-    at.epoch += 1
-    at.epoch_step = 0
     run.save({"val/score": score, "val/loss": loss})
     run.wait_for_save()
 
@@ -145,7 +142,7 @@ def test_run_saves_inside_and_after_an_epoch(tmp_path):
     assert description["best"] == ["score", "higher"]
     assert {"command", "started", "gpu", "git_commit", "versions"} < description.keys()
     with started_run(tmp_path, resume="auto") as run:
-        assert run.progress == checkpoint.Progress(2, 0, 8, 2.0, 0.5, 1, run.progress.metric)
+        assert run.progress == checkpoint.Progress(2, 0, 8, 2.0, 0.5, 1, run.progress.metric, 2, 8)
 
 
 def test_run_state_comes_back(tmp_path):
@@ -171,38 +168,40 @@ def test_run_state_comes_back(tmp_path):
     ("direction", "scores", "epochs"),
     [("higher", [nan, 3, 1, nan, 4, 2, 4], [0, 2, 2, 2, 5, 5, 7]), ("lower", [inf, 1, 2, nan, 0.5], [0, 2, 2, 2, 5])],
 )
-def test_run_best_follows_the_metric(tmp_path, direction, scores, epochs):
+def test_run_best_follows_the_metric(tmp_path, capsys, direction, scores, epochs):
     kept = []
     with started_run(tmp_path, best=("score", direction)) as run:
         for score in scores:
             train_epoch(run, score=score)
-            kept.append(run.progress.best_epoch)
+            warning = "warning: val/score is nan, which no checkpoint can be judged by"
+            assert (warning in capsys.readouterr().out) == isnan(score)
+            kept.append(run.progress.best_validation)
             best = [step_of(path) // SHORT_STEPS for path in (tmp_path / "a").glob("checkpoints/best-*")]
             assert best == [epoch for epoch in kept[-1:] if epoch]
     assert kept == epochs
 
 
 @pytest.mark.parametrize(
-    ("losses", "best_epoch"),
+    ("losses", "best_validation"),
     [((0.3, 0.1, 0.2), 2), ((0.2, 0.2, 0.3), 2), ((0.1, nan, 0.2), 1), ((None, None, None), 3)],
 )
-def test_run_best_of_equal_values_by_the_loss(tmp_path, losses, best_epoch):
+def test_run_best_of_equal_values_by_the_loss(tmp_path, losses, best_validation):
     for loss in losses:
         with started_run(tmp_path, resume="auto") as run:
             run.progress.epoch += 1
             run.save({"val/score": 1.0} | ({} if loss is None else {"val/loss": loss}))
-    assert run.progress.best_epoch == best_epoch
+    assert run.progress.best_validation == best_validation
 
 
 def lose_the_best(world: World, folder: Path) -> list[tuple[float | None, int]]:
-    """(best, best_epoch) after each of four epochs. The disk is full when the first best model is written."""
+    """(best, best_validation) after each of four epochs. The disk is full when the first best model is written."""
     known = []
     written = at_call(1, checkpoint.save_model, Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.MonkeyPatch.context() as patch, started_run(folder, world=world) as run:
         patch.setattr(checkpoint, "save_model", written)
         for score in (90.0, 50.0, 40.0, 60.0):
             train_epoch(run, score=score)
-            known.append((run.progress.best, run.progress.best_epoch))
+            known.append((run.progress.best, run.progress.best_validation))
             best = [step_of(path) // SHORT_STEPS for path in (folder / "a").glob("checkpoints/best-*")]
             assert not world.is_main or best == [epoch for _, epoch in known[-1:] if epoch]
     return known
@@ -263,12 +262,12 @@ def test_run_forgets_a_best_that_a_thread_could_not_write(tmp_path, gate):
             patch.setattr(checkpoint, "save_model", Mock(side_effect=OSError(28, "No space left on device")))
             run.progress.epoch = 2
             run.save({"val/score": 90.0})
-            assert (run.progress.best, run.progress.best_epoch) == (90, 2)
+            assert (run.progress.best, run.progress.best_validation) == (90, 2)
             gate.set()
             run.wait_for_save()
-        assert (run.progress.best, run.progress.best_epoch) == (50, 1)
+        assert (run.progress.best, run.progress.best_validation) == (50, 1)
         train_epoch(run, score=70.0)
-        assert (run.progress.best, run.progress.best_epoch) == (70, 3)
+        assert (run.progress.best, run.progress.best_validation) == (70, 3)
 
 
 def test_run_error_of_the_saving_thread_is_raised(tmp_path, monkeypatch):

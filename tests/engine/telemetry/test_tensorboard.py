@@ -42,7 +42,7 @@ def board(tmp_path) -> Iterator[Callable[..., TensorBoard]]:
     with ExitStack() as stack:
 
         def make(step: int = 0, world: World = ALONE, **config: Any):
-            settings = {"log.wandb": "", "train.epochs": 1, **config}
+            settings = {"log.wandb": "", "train.epochs": 1, "train.steps": 0, "train.validate_every_steps": 0, **config}
             return stack.enter_context(TensorBoard(tmp_path, settings, world, step=step))
 
         yield make
@@ -62,7 +62,7 @@ def losses_in(folder: Path) -> list[tuple[int, float]]:
 def test_log_of_other_ranks_is_silent(board, tmp_path, capsys):
     log = board(world=World(1, 1, 1, CPU))
     log.write(1, {"train/loss": 1.0}, STEP)
-    log.end_epoch(1, 1, {"val/x": 1.0})
+    log.write_validation(1, 1, {"val/x": 1.0})
     assert not list(tmp_path.iterdir())
     assert capsys.readouterr().out == ""
 
@@ -140,8 +140,8 @@ def test_log_epoch_line_means_and_waiting(board, capsys, waits_s, is_bound):
     log = board(**{"train.epochs": 2})
     for n_steps, loss, wait_s in zip((1, 3), (4.0, 2.0), waits_s, strict=True):  # two reports of unequal length
         log.write(n_steps, {"train/loss": loss}, STEP._replace(steps=n_steps, wait_s=wait_s))
-    log.end_epoch(1, 4, {"val/score": 1.0}, "reading; try x")
-    log.end_epoch(2, 4, {"val/score": 1.0})  # as if resumed at the end of an epoch: no step is left
+    log.write_validation(1, 4, {"val/score": 1.0}, "reading; try x")
+    log.write_validation(2, 4, {"val/score": 1.0})  # as if resumed at the end of an epoch: no step is left
     printed = capsys.readouterr().out
     assert "epoch 1/2 train/loss 2.5, val/score 1, 10 fresh rows/s, " in printed
     advice = "(input-bound: reading; try x, or run `python diagnose.py` with the same arguments)"

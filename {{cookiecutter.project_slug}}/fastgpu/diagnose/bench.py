@@ -34,12 +34,13 @@ class Bench:
         self.world = world
         self.meter = Meter(world, seconds)
         parts = train.build(config, open_rows(config), world)
-        parts.val_loader.close()
+        for val_loader in parts.val_loaders.values():
+            val_loader.close()
         self._other = None if isinstance(parts.loader, PoolLoader) else parts.loader
         if not self._other:
             parts.loader.close()  # measurements open feeds of their own
         # What a closed loader keeps on the device would count twice.
-        self.parts = parts._replace(loader=None, val_loader=None)
+        self.parts = parts._replace(loader=None, val_loaders={})
         self.config = parts.config
         world.check_same({"data.tier": self.config.data.tier}, "set data.tier: free memory differs")
         self._seed = config.run.seed

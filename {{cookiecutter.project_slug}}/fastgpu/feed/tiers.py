@@ -3,6 +3,7 @@
 All three tiers give the same batches, bit for bit.
 """
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import NamedTuple
@@ -178,6 +179,10 @@ def open_loader(source: Dataset, order: BlockSampler, memory: ResidentRows, cfg:
         echo, loader = 1.0, one_ahead(loader)
     if cfg.data.tier == "device":
         return ResidentLoader(memory, source, order, echo)
+    # If steps decide where the run ends, or when it validates, no epoch and no validation is known to be the last one.
+    # Then the pools that are ahead of the last one are read for nothing.
+    by_steps = cfg.train.steps or (cfg.train.validate_every_steps and not order.shuffle)
+    n_epochs = sys.maxsize if by_steps else cfg.train.epochs
     if cfg.data.tier == "host":
-        return HostLoader(memory, source, order, loader, echo=echo, n_epochs=cfg.train.epochs)
-    return PrefetchLoader(source, order, memory.device, loader, echo=echo, n_epochs=cfg.train.epochs)
+        return HostLoader(memory, source, order, loader, echo=echo, n_epochs=n_epochs)
+    return PrefetchLoader(source, order, memory.device, loader, echo=echo, n_epochs=n_epochs)

@@ -78,7 +78,7 @@ class Run(Section):
     runs/first: the run continues with its recorded config; other `key=value` arguments override it. Both choose each
     value that is auto again for this machine, and print a change, such as of train.precision."""
     checkpoint_every_steps: CountOrZero = 0
-    """Also save inside an epoch, after every so many steps of the run. 0: save only after each epoch."""
+    """Also save between two validations, after every so many steps of the run. 0: save only with each validation."""
     deterministic: bool = False
     """true: operations of torch that give the same bits in every run, and float32 matrix products without TF32, so that
     a run on a GPU can be repeated, and resumed, bit for bit; it is slower, and an operation that has no deterministic
@@ -175,6 +175,13 @@ class Train(Section):
 
     epochs: Count = 20
     """Passes over the training rows."""
+    steps: CountOrZero = 0
+    """The run and its schedule end after so many optimizer steps, also inside an epoch; train.epochs has no effect
+    then. They are counted over the whole run, so do not change data.batch_size or data.echo when it is resumed. 0:
+    train.epochs decides."""
+    validate_every_steps: CountOrZero = 0
+    """Validate, log the metrics, and save the last and the best checkpoint, after every so many steps of the run and at
+    its end. 0: after each epoch and at the end."""
     precision: Literal[Precision, Auto] = "auto"
     """auto: bf16 on a GPU that supports it, fp16 on an older GPU, fp32 on a CPU."""
     compile: bool = False
@@ -204,8 +211,8 @@ class Log(Section):
     """Logging."""
 
     every_steps: Count = 50
-    """Steps between two points in metrics.jsonl and TensorBoard; fewer before a checkpoint, and at the end of an
-    epoch."""
+    """Steps between two points in metrics.jsonl and TensorBoard; fewer before a checkpoint or a validation, and at
+    the end of an epoch."""
     wandb: str = ""
     """A project of Weights & Biases that gets the scalars, too (pip install -c constraints.txt wandb), as a run
     of the name of its folder; a resumed run goes on there."""
