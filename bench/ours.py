@@ -40,7 +40,7 @@ def open_feed(
     world = World(0, 1, 1, torch.device("cpu"))
     train = Train(epochs=1_000_000)  # so that each epoch is read ahead, however long a measurement takes
     config = Config(workload="images", data=data, loader=loader, train=train)
-    config = resolve_auto(config, Splits(rows, rows), world)
+    config = resolve_auto(config, Splits(rows, {"val": rows}), world)
     shard = Shard(canonical_ranks=int(config.data.canonical_ranks))
     order = BlockSampler(rows.block_rows, batch_size, shard, int(config.data.pool_batches), seed=0)
     return open_loader(rows, order, ResidentRows([rows], config, world.device), config)

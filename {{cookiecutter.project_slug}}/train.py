@@ -40,7 +40,7 @@ class Training(NamedTuple):
     asked: Config  # with `auto`, which a resumed run chooses again for its machine
     splits: feed.Splits
     loader: feed.Loader
-    val_loaders: dict[str, feed.Loader]  # {group of the metrics, such as "val": batches}
+    val_loaders: dict[str, feed.Loader]  # {group of the metrics: batches}: val, or val/<name> of several
     workload: workloads.Workload
     model: nn.Module
     ddp: nn.Module  # the model, wrapped in DistributedDataParallel if there is more than one rank
@@ -96,18 +96,23 @@ def build_loaders(cfg: Config, splits: feed.Splits, world: World) -> tuple[feed.
     # BlockSampler is a DistributedSampler that shuffles blocks of a file, then the samples of many
     # batches. Any number of ranks that divides `canonical_ranks` sees the same global batches.
     shard = Shard(world.rank, world.world_size, int(cfg.data.canonical_ranks))
-    val_shard = Shard(world.rank, world.world_size)
     size, pool = cfg.data.batch_size // world.world_size, int(cfg.data.pool_batches)
     sampler = BlockSampler(splits.train, size, shard, pool, seed=cfg.run.seed)
-    val_sampler = BlockSampler(splits.val, size, val_shard, pool, seed=None)
     world.print_once(feed.describe(cfg, splits, sampler, world))
 
     # A PrefetchLoader reads ahead in threads or worker processes and copies to the device; a
     # ResidentLoader has all data there. Both echo: with data.echo=2, batches are trained on twice.
     # Your own: objects with fingerprint, steps_per_epoch, batches, close (see docs/code.md).
-    memory = feed.ResidentRows((splits.train, splits.val), cfg, world.device)
+    memory = feed.ResidentRows((splits.train, *splits.val.values()), cfg, world.device)
     loader = feed.open_loader(splits.train, sampler, memory, cfg)
-    return loader, {"val": feed.open_loader(splits.val, val_sampler, memory, cfg)}
+
+    # Several validation sets share the memory of one: smaller pools in file order hold the same batches.
+    val_shard, val_pool = Shard(world.rank, world.world_size), max(1, pool // len(splits.val))
+    val_loaders: dict[str, feed.Loader] = {}
+    for tag, rows in splits.val.items():
+        val_sampler = BlockSampler(rows, size, val_shard, val_pool, seed=None)
+        val_loaders[tag] = feed.open_loader(rows, val_sampler, memory, cfg)
+    return loader, val_loaders
 
 
 def make_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:

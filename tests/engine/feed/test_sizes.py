@@ -57,7 +57,7 @@ def choose(
 ) -> Config:
     """values: of section `data`. sections: other ones."""
     config = Config(workload="images", data=data(**values), **sections)
-    return resolve_auto(config, Splits(source, val_source or Shape(0)), world)
+    return resolve_auto(config, Splits(source, {"val": val_source or Shape(0)}), world)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_sizes_fewer_ranks_see_the_same_global_batches():
     rows, saved, seen = Shape(1000), None, []
     for n_ranks in (16, 8, 2):
         config = resolve_auto(
-            Config(workload="images", data=data()), Splits(rows, rows), World(0, n_ranks, 2, CPU), saved
+            Config(workload="images", data=data()), Splits(rows, {"val": rows}), World(0, n_ranks, 2, CPU), saved
         )
         saved = config.data.canonical_ranks
         shards = [Shard(rank, n_ranks, saved) for rank in range(n_ranks)]
@@ -199,7 +199,7 @@ def test_sizes_all_together():
     config = choose(source, world, val_source, sections=ACCUMULATION)
     assert (config.data.tier, config.data.pool_batches, config.loader.num_readers) == ("device", 4, 8)
     sampler = BlockSampler(source, 16, Shard(1, 4, 8), 4)
-    assert describe(config, Splits(source, val_source), sampler, world).splitlines()[1:] == [
+    assert describe(config, Splits(source, {"val": val_source}), sampler, world).splitlines()[1:] == [
         "memory: 2.0 GiB for all rows, kept on the device; free for each rank: 10.0 GiB on its device, 32.0 GiB in RAM",
         "batches: 64 rows over all ranks, 16 on each; 4 are shuffled together",
         "each epoch: 1,984 of 2,000 rows; the rest does not fill a batch",
@@ -212,7 +212,8 @@ def test_sizes_rows_of_an_epoch():
     weighted.selection = Mixture(groups, weighted.block_rows, 4, 0)
     config = Config(workload="images", data=data(tier="disk"))
     told = [
-        describe(config, Splits(rows, rows), BlockSampler(rows, 4), ALONE).splitlines() for rows in (plain, weighted)
+        describe(config, Splits(rows, {"val": rows}), BlockSampler(rows, 4), ALONE).splitlines()
+        for rows in (plain, weighted)
     ]
     assert [lines[-1] for lines in told] == [
         "each epoch: 1,008 of 1,011 rows; the rest does not fill a batch",

@@ -33,7 +33,7 @@ def resolve_auto(cfg: Config, splits: Splits, world: World, saved_ranks: int | N
     pool_rows = min(len(train), POOL_BYTES // train.row_bytes, MAX_POOL_ROWS)  # of all ranks: so is the order
     pool_batches = max(1, pool_rows // data.batch_size) if data.pool_batches == "auto" else data.pool_batches
     n_local = max(n for _, n in ranks)
-    sources = (train, splits.val)
+    sources = (train, *splits.val.values())
     tier = choose_tier(data, sources, measure_memory(sources, world.device, n_local))
     key, n_readers = choose_readers(train, cfg.loader, n_local)
     canonical_ranks = choose_canonical_ranks(data, train, world.world_size, saved_ranks)
@@ -92,7 +92,7 @@ def describe(cfg: Config, splits: Splits, sampler: BlockSampler, world: World) -
     sampler: of the training. Call it before the rows are kept: it says how much memory is free.
     """
     train, n_local = splits.train, max(n for _, n in _ranks(cfg, world))
-    memory = measure_memory((train, splits.val), world.device, n_local)
+    memory = measure_memory((train, *splits.val.values()), world.device, n_local)
     key, n_readers = choose_readers(train, cfg.loader, n_local)
     kind = {"num_workers": "worker processes", "num_readers": "reader threads"}[key]
     readers = "" if cfg.data.tier == "device" else f"; {kind} on each rank: {n_readers}"
