@@ -29,7 +29,7 @@ from fastgpu.process.config import Config, Optim
 from fastgpu.process.seeds import reseed
 from fastgpu.process.world import World, init_distributed
 from fastgpu.rows import BlockSampler, Rows, Shard
-from fastgpu.run import Run, Stateful, describe_model, identify_job
+from fastgpu.run import Run, Stateful, describe_model, identify_job, saved_canonical_ranks
 from fastgpu.telemetry import Clock, Monitor, TensorBoard
 
 
@@ -40,7 +40,7 @@ class Training(NamedTuple):
     asked: Config  # with `auto`, which a resumed run chooses again for its machine
     splits: feed.Splits
     loader: feed.Loader
-    val_loaders: dict[str, feed.Loader]  # {group of the metrics, such as "val": batches}
+    val_loaders: dict[str, feed.Loader]  # {group of the metrics: batches}: val, or val/<name> of several
     workload: workloads.Workload
     model: nn.Module
     ddp: nn.Module  # the model, wrapped in DistributedDataParallel if there is more than one rank
@@ -56,12 +56,15 @@ class Training(NamedTuple):
 
 # -------------------------------------------------------------------------- data, model, optimizer
 def build(cfg: Config, splits: feed.Splits, world: World) -> Training:
+    # A resumed run keeps its canonical ranks, so that fewer ranks see the same global batches.
+    saved_ranks = saved_canonical_ranks(cfg.run, world)
+
     # If a rank raises a UserError in this block, such as a missing file, all ranks raise it. So no
     # collective may be in it, and no DDP, which has one: the other ranks would wait for it.
     with world.raise_on_all_ranks():
         if splits.error:
             raise splits.error
-        chosen = feed.resolve_auto(cfg, splits, world)
+        chosen = feed.resolve_auto(cfg, splits, world, saved_ranks)
         loader, val_loaders = build_loaders(chosen, splits, world)
 
         # Tensor cores prefer the NHWC memory format, so the weights of convolutions have it, too.
@@ -92,20 +95,24 @@ def build_loaders(cfg: Config, splits: feed.Splits, world: World) -> tuple[feed.
     """The batches of this rank, on its device: shuffled to train, in file order to validate."""
     # BlockSampler is a DistributedSampler that shuffles blocks of a file, then the samples of many
     # batches. Any number of ranks that divides `canonical_ranks` sees the same global batches.
-    canonical_ranks = feed.canonical_ranks(cfg.data, splits.train, world.world_size)
-    shard = Shard(world.rank, world.world_size, canonical_ranks)
-    val_shard = Shard(world.rank, world.world_size)
+    shard = Shard(world.rank, world.world_size, int(cfg.data.canonical_ranks))
     size, pool = cfg.data.batch_size // world.world_size, int(cfg.data.pool_batches)
     sampler = BlockSampler(splits.train, size, shard, pool, seed=cfg.run.seed)
-    val_sampler = BlockSampler(splits.val, size, val_shard, pool, seed=None)
     world.print_once(feed.describe(cfg, splits, sampler, world))
 
     # A PrefetchLoader reads ahead in threads or worker processes and copies to the device; a
     # ResidentLoader has all data there. Both echo: with data.echo=2, batches are trained on twice.
     # Your own: objects with fingerprint, steps_per_epoch, batches, close (see docs/code.md).
-    memory = feed.ResidentRows((splits.train, splits.val), cfg, world.device)
+    memory = feed.ResidentRows((splits.train, *splits.val.values()), cfg, world.device)
     loader = feed.open_loader(splits.train, sampler, memory, cfg)
-    return loader, {"val": feed.open_loader(splits.val, val_sampler, memory, cfg)}
+
+    # Several validation sets share the memory of one: smaller pools in file order hold the same batches.
+    val_shard, val_pool = Shard(world.rank, world.world_size), max(1, pool // len(splits.val))
+    val_loaders: dict[str, feed.Loader] = {}
+    for tag, rows in splits.val.items():
+        val_sampler = BlockSampler(rows, size, val_shard, val_pool, seed=None)
+        val_loaders[tag] = feed.open_loader(rows, val_sampler, memory, cfg)
+    return loader, val_loaders
 
 
 def make_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:

@@ -32,7 +32,7 @@ from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.rows.rows import Ragged, Rows
 from support.images import photo, write_photos
-from support.ranks import copy_project, in_world, kill_tree, needs_gpu, printed_by, run_to_end, train_command
+from support.ranks import ALONE, copy_project, in_world, kill_tree, needs_gpu, printed_by, run_to_end, train_command
 from support.rows import numbered, open_feed, ragged, rows_before, write_ragged, write_rows
 from support.runs import (
     at_call,
@@ -368,6 +368,41 @@ def test_same_weights_on_one_and_then_two_ranks(folder, monkeypatch):
     whole, run = folder / "runs/whole", folder / "runs/a"
     torch.testing.assert_close(weights_of(whole), weights_of(run), rtol=1e-3, atol=1e-4)
     assert val_points(whole)[-1]["val/mse"] == pytest.approx(val_points(run)[-1]["val/mse"], rel=1e-4)
+
+
+def train_rows(world: World, stop_at: int, *words: str) -> list[np.ndarray]:
+    """The rows of this rank in each step, up to a step in which a signal comes; 0: to the end."""
+    batches: list[np.ndarray] = []
+
+    def keep(training: script.Training, batch: Rows, factor: float) -> dict[str, Tensor]:
+        batches.append(batch["x"].numpy().copy())
+        return script_step(training, batch, factor)
+
+    script_step = script.train_step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(signals, "MAX_CALLS", 1)  # the ranks ask each other for signals in each step
+        patch.setattr(script, "train_step", at_call(stop_at, keep, signalled(signal.SIGTERM)))
+        train("train.epochs=2", "data.tier=disk", *words, world=world)
+    return batches
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("echo", ["1", "2.5"])
+def test_same_global_batches_on_fewer_and_fewer_ranks(folder, echo):
+    """Inside an epoch: a run keeps its canonical ranks, of which it would choose fewer today."""
+    words = (f"data.echo={echo}", "data.pool_batches=3")
+    whole = train_rows(ALONE, 0, "run.name=whole", "data.canonical_ranks=16", *words)
+    steps: list[np.ndarray] = []
+    for n_ranks, stop_at, word in (
+        (4, 5, "data.canonical_ranks=16"),
+        (2, 6, "run.resume=auto"),
+        (1, 0, "run.resume=auto"),
+    ):
+        of_ranks = in_world(n_ranks, train_rows, stop_at, word, *words)
+        steps += [np.concatenate(batches) for batches in zip(*of_ranks, strict=True)]
+    assert len(steps) == len(whole) > 40
+    for step, (ours, expected) in enumerate(zip(steps, whole, strict=True)):
+        np.testing.assert_array_equal(ours, expected, f"step {step}")
 
 
 def train_norms(world: World, *words: str, step: int = 0) -> dict[str, Tensor]:

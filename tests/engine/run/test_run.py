@@ -27,7 +27,7 @@ from fastgpu.process.world import World
 from fastgpu.run import checkpoint
 from fastgpu.run import run as run_module
 from fastgpu.run.record import describe_model, write_or_warn
-from fastgpu.run.run import Run, lock_folder
+from fastgpu.run.run import Run, lock_folder, name_best
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.training.average import AveragedModel
 from fastgpu.training.step import prepare_optimizer
@@ -41,14 +41,14 @@ def started_run(
     *,
     best: tuple[str, str] = ("score", "higher"),
     state: dict[str, Any] | None = None,
-    splits: tuple[ArrayDataset, ArrayDataset] = (SHORT_SOURCE, SHORT_SOURCE),
+    splits: Splits = Splits(SHORT_SOURCE, {"val": SHORT_SOURCE}),  # noqa: B008 (immutable)
     world: World = ALONE,
     **settings: Any,
 ) -> Run:
     """A run of this process. settings: of the sections `run` and `train`. state: more than the model."""
     of_train = {name: settings.pop(name) for name in settings.keys() & config.Train.model_fields.keys()}
     cfg = SHORT_CONFIG.resolved(run={"folder": str(folder), "name": "a", **settings}, train=of_train)
-    card = describe_model(cfg.flat(), Splits(*splits), {"classes": ["a", "b"]}, SHORT_ORDER.fingerprint)
+    card = describe_model(cfg.flat(), splits, {"classes": ["a", "b"]}, SHORT_ORDER.fingerprint)
     state = {"model": model or nn.Linear(2, 2), **(state or {})}
     return Run(cfg.run, world, state, card, values=cfg.model_dump(), best=best)
 
@@ -248,6 +248,28 @@ def test_run_best_of_equal_values_by_the_loss(tmp_path, losses, best_validation)
     assert run.progress.best_validation == best_validation
 
 
+def test_run_best_of_several_sets_by_the_loss_of_the_first(tmp_path):
+    sets = Splits(SHORT_SOURCE, {"val/day": SHORT_SOURCE, "val/night": SHORT_SOURCE})
+    with started_run(tmp_path, splits=sets) as run:
+        for loss in (0.3, 0.1, 0.2):
+            run.save({"val/day/score": 1.0, "val/day/loss": loss, "val/night/loss": -loss, "val/night/score": -1.0})
+    assert (run.progress.best, run.progress.best_validation) == (1.0, 2)
+
+
+@pytest.mark.parametrize(
+    ("metric", "sets", "named"),
+    [
+        ("mse", (), ("", "mse")),
+        ("group/mse", (), ("", "group/mse")),
+        ("mse", ("day", "night"), ("day", "day/mse")),
+        ("night/mse", ("day", "night"), ("night", "night/mse")),
+        ("group/mse", ("day", "night"), ("day", "day/group/mse")),
+    ],
+)
+def test_run_best_names_its_validation_set(metric, sets, named):
+    assert name_best((metric, "lower"), sets) == (named[0], (named[1], "lower"))
+
+
 def lose_the_best(world: World, folder: Path) -> list[tuple[float | None, int]]:
     """(best, best_validation) after each of four epochs. The disk is full when the first best model is written."""
     known = []
@@ -416,7 +438,7 @@ def test_run_loader_that_fails_on_a_rank_of_two(tmp_path, monkeypatch, capsys, p
 @pytest.mark.parametrize(("n_rows", "is_told"), [(199, True), (200, False)])
 def test_run_best_of_few_rows_is_a_warning(tmp_path, capsys, n_rows, is_told):
     rows = ArrayDataset("few", {"x": np.zeros((n_rows, 100), np.uint8)})
-    with started_run(tmp_path, splits=(rows, rows)):
+    with started_run(tmp_path, splits=Splits(rows, {"val": rows})):
         pass
     line = f"warning: {n_rows} validation rows choose the best checkpoint, each counts 0.5 %; use more\n"
     assert (line in capsys.readouterr().out) == is_told
@@ -428,7 +450,7 @@ def test_run_best_of_another_metric(tmp_path, capsys):
     with started_run(tmp_path, best=("loss", "lower"), resume="auto") as run:
         train_epoch(run, loss=0.6)
         assert run.progress.best == 0.6
-        run._card["val_rows"] = "other rows"  # to validate on
+        run._val_rows = "other rows"  # to validate on
         train_epoch(run, loss=0.7)
         assert run.progress.best == 0.7
     with started_run(tmp_path, best=("recall", "higher"), resume="auto") as run:
@@ -442,7 +464,7 @@ def test_run_newest_of_other_rows_is_refused(tmp_path):
         train_epoch(run)
     others = ArrayDataset("others", {"x": np.ones((9, 100), np.uint8)})
     with pytest.raises(UserError, match="run.name: the newest run, .*/a, has other rows; use run.resume=FOLDER"):
-        started_run(tmp_path, name="auto", resume="auto", splits=(others, others))
+        started_run(tmp_path, name="auto", resume="auto", splits=Splits(others, {"val": others}))
 
 
 def test_run_full_disk_costs_the_description(tmp_path, monkeypatch, capsys):

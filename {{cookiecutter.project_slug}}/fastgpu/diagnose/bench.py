@@ -11,7 +11,7 @@ from fastgpu.diagnose import ceilings
 from fastgpu.diagnose.ceilings import Loop, Meter, Supply, open_supplies, read_pool, repeat
 from fastgpu.diagnose.command import Program
 from fastgpu.diagnose.verdict import Measured
-from fastgpu.feed import PoolLoader, canonical_ranks, open_rows
+from fastgpu.feed import PoolLoader, open_rows
 from fastgpu.process.config import MAX_THREADS, Config
 from fastgpu.process.seeds import reseed
 from fastgpu.process.world import World
@@ -106,7 +106,7 @@ class Bench:
         """Another order each time: what is measured second must not find its blocks in the page cache."""
         self._seed += 1
         data, rows, n_ranks = self.config.data, self.parts.splits.train, self.world.world_size
-        shard = Shard(self.world.rank, n_ranks, canonical_ranks(data, rows, n_ranks))
+        shard = Shard(self.world.rank, n_ranks, int(data.canonical_ranks))
         return BlockSampler(rows, data.batch_size // n_ranks, shard, self._pool_batches, seed=self._seed)
 
 
