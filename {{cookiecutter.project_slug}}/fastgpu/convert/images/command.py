@@ -9,7 +9,7 @@ from typing import Literal
 from fastgpu.convert.command import SplitCommand
 from fastgpu.process.commands import argument, flag
 from fastgpu.process.launch import UserError
-from fastgpu.process.tools import check_exists
+from fastgpu.process.tools import check_exist
 
 MAX_SIDE = 1 << 14
 """Pixels of a side of an image."""
@@ -69,7 +69,7 @@ class Images(ImageCommand):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_exists(self.source)
+        check_exist(self.source)
         if self.source.is_file() and self.source.suffix.lower() in ARCHIVES:
             raise UserError(f"{self.source} is an archive; unpack it and name the folder")
         idle = ["columns", "split_by", "no_header"] if self.source.is_dir() else ["masks"]
@@ -80,7 +80,7 @@ class Images(ImageCommand):
         if self.keep_encoded and self.size and self.size[0] != self.size[1]:
             raise UserError("--size should be one number, of the shorter side, with --keep-encoded")
         if self.masks:
-            check_exists(self.masks)
+            check_exist(self.masks)
 
     def run(self) -> None:
         from fastgpu.convert.images.program import write_images
@@ -100,7 +100,7 @@ class Pixels(ImageCommand):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_exists(self.source)
+        check_exist(self.source)
 
     def run(self) -> None:
         from fastgpu.convert.images.program import write_pixels
