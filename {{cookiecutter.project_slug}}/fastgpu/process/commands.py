@@ -50,17 +50,17 @@ def flag(text: str, *names: str, default: Any = None, **options: Any) -> Any:
     return field(default=default, metadata={"names": names, "help": text, **options})
 
 
-def parse(kind: type[T], argv: Sequence[str], *, program: str, text: str = "") -> T:
-    """The command line as an instance of a dataclass. Raises SharedError for a mistake.
+def parse(kind: type[T], argv: Sequence[str], *, program: str) -> T:
+    """The command line as an instance of a dataclass. Raises SharedError for a mistake. program: its name in messages.
 
-    program: its name in messages. text: shown by --help; the docstring of the dataclass is, if it is empty.
+    --help shows the docstring of the dataclass.
     """
-    return _make(kind, _parser_of(kind, program, text).parse_intermixed_args(argv))
+    return _make(kind, _parser_of(kind, program).parse_intermixed_args(argv))
 
 
-def parse_known(kind: type[T], argv: Sequence[str], *, program: str, text: str = "") -> tuple[T, list[str]]:
+def parse_known(kind: type[T], argv: Sequence[str], *, program: str) -> tuple[T, list[str]]:
     """The same, and the words that are no arguments of the dataclass."""
-    given, others = _parser_of(kind, program, text).parse_known_intermixed_args(argv)
+    given, others = _parser_of(kind, program).parse_known_intermixed_args(argv)
     return _make(kind, given), others
 
 
@@ -84,8 +84,8 @@ def parse_command(kinds: Mapping[str, type[T]], argv: Sequence[str], *, program:
     return parse(kinds[name], argv[1:], program=f"{program} {name}")
 
 
-def _parser_of(kind: type, program: str, text: str) -> Parser:
-    parser = Parser(prog=program, description=text or getdoc(kind))
+def _parser_of(kind: type, program: str) -> Parser:
+    parser = Parser(prog=program, description=getdoc(kind))
     _add_fields(parser, kind)
     # `parse_intermixed_args` takes the usage for a format, in which the % of a metavar would be a mistake.
     parser.usage = parser.format_usage().removeprefix("usage: ").rstrip().replace("%", "%%")
