@@ -107,9 +107,10 @@ class Arrays(SplitCommand):
         check_exist(*(split_name(source)[1] for source in self.sources))
 
     def run(self) -> None:
-        from fastgpu.convert.program import write_arrays
+        from fastgpu.convert.arrays import open_arrays
+        from fastgpu.convert.program import write
 
-        write_arrays(self)
+        write(open_arrays(self.sources, channels_last=self.layout == "nhwc"), self, split=self.split)
 
 
 @dataclass(frozen=True, kw_only=True)

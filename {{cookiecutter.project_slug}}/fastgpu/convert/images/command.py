@@ -4,7 +4,7 @@ import re
 from argparse import ArgumentTypeError
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from fastgpu.convert.command import SplitCommand
 from fastgpu.process.commands import argument, flag
@@ -83,9 +83,24 @@ class Images(ImageCommand):
             check_exist(self.masks)
 
     def run(self) -> None:
-        from fastgpu.convert.images.program import write_images
+        from fastgpu.convert.images.readers import ImageFiles, ImageFolder, ImageTable, Masks
+        from fastgpu.convert.program import write
+        from fastgpu.images.parts import Preprocessing
 
-        write_images(self)
+        how: dict[str, Any] = {
+            "encoded": self.keep_encoded,
+            "prepared": Preprocessing(self.size, self.resize or "shorter"),
+        }
+        source: ImageFiles
+        if self.masks:
+            source = Masks(self.source, self.masks, is_binary=self.binary_masks, drawn_on=self.masks_fit, **how)
+        elif self.source.is_dir():
+            source = ImageFolder(self.source, **how)
+        else:
+            columns = (self.columns or ("1,2" if self.no_header else "path,label")).split(",")
+            has_header = not self.no_header
+            source = ImageTable(self.source, columns=columns, split_by=self.split_by, has_header=has_header, **how)
+        write(source, self, split=self.split, max_broken=self.on_error)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,9 +118,12 @@ class Pixels(ImageCommand):
         check_exist(self.source)
 
     def run(self) -> None:
-        from fastgpu.convert.images.program import write_pixels
+        from fastgpu.convert.images.readers import PixelTable
+        from fastgpu.convert.program import write
 
-        write_pixels(self)
+        has_header = not self.no_header
+        source = PixelTable(self.source, label=self.label, split_by=self.split_by, has_header=has_header)
+        write(source, self, split=self.split)
 
 
 COMMANDS = {"images": Images, "pixels": Pixels}
