@@ -99,7 +99,8 @@ class PrefetchLoader(PoolLoader):
         """loader: its num_readers threads read; or its num_workers processes, for a torch Dataset (0: the loop reads).
 
         echo: see `PoolLoader`. n_epochs: epochs of the run: pools of the next epoch are read ahead, but not past the
-        last one. Raises UserError if the processes cannot be started.
+        last one, after which the threads end until another one is asked for. 0: each epoch is the last one so far.
+        Raises UserError if the processes cannot be started.
         """
         super().__init__(source, order, echo)
         self._n_epochs = n_epochs
@@ -154,6 +155,8 @@ class PrefetchLoader(PoolLoader):
             if plan.number + 1 == self.order.pools_per_epoch:
                 if epoch + 1 < self._n_epochs:
                     self._next = (epoch + 1, 0)
+                else:
+                    self._end_threads(CLOSE_S)
                 return
 
     def _start(self, plans: Iterator[PoolPlan]) -> None:

@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 
 from fastgpu.process.commands import Parser
 from fastgpu.process.config import Config, Section, expand_home
-from fastgpu.process.launch import SharedError, check_alone, read_launch, say
+from fastgpu.process.launch import SharedError, check_alone, read_launch, say, warn
 from fastgpu.process.project import project_folder
 from fastgpu.process.yaml_text import MAX_TEXT, read_yaml
 
@@ -72,6 +72,8 @@ def load_config(argv: list[str]) -> Config:
     config._words.update(words)
     if not config.run.check:  # launch/node.sh checks on each node, before it starts torchrun
         check_alone()
+    if config.train.steps and (place := origins.get("train.epochs")):
+        warn(f"{place}: train.epochs has no effect: train.steps={config.train.steps} ends the run")
     if recorded and read_launch().rank == 0:
         code = f"workload={config.workload} data.dataset={config.data.dataset}"
         say(f"{recorded} is resumed; the code that will be imported: {code}")
