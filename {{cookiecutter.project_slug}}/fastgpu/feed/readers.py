@@ -73,7 +73,7 @@ class Readers:
         if sys.platform == "linux":  # elsewhere, the priority of a thread is that of its process
             os.nice(READERS_NICE)  # so that the loop wakes up to queue a step that the device is waiting for
         while (item := jobs.get()) and not closing.is_set():
-            self.do(*item, inbox)
+            self.do(item[0], item[1], inbox)
 
     def do(self, job: Callable[[], None], done: object, inbox: SimpleQueue[Any]) -> None:
         """Do a job, and put `done` into the inbox, or the error that the job raised."""

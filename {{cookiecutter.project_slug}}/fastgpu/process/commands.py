@@ -89,7 +89,7 @@ def _parser_of(kind: type, program: str) -> Parser:
     parser = Parser(prog=program, description=getdoc(kind))
     types = get_type_hints(kind)
     field_of = {each.name: each for each in fields(kind)}
-    for name in (name for base in kind.__mro__ for name in get_annotations(base)):
+    for name in dict.fromkeys(name for base in kind.__mro__ for name in get_annotations(base)):
         default = field_of[name].default
         options = dict(field_of[name].metadata)
         names = options.pop("names")
