@@ -161,6 +161,24 @@ def test_loop_ends_inside_an_epoch(folder, capsys):
         assert [point["step"] for point in val_points(run)] == [20, 40, 50, 60][: n_steps // 10 - 2]
 
 
+def test_loop_early_stop_of_the_page(folder, monkeypatch):
+    """Nothing is learned, so the first validation stays the best one."""
+
+    def validate(t: script.Training, run: script.Run, *more: Any) -> bool:
+        at = run.progress
+        return whole(t, run, *more) and at.validations - at.best_validation < 5
+
+    assert "`return at.validations - at.best_validation < 5`" in (PROJECT / "docs/code.md").read_text()
+    whole = script.validate
+    monkeypatch.setattr(script, "validate", validate)
+    monkeypatch.setattr(minimal.Workload, "metrics", lambda self, sums: {"mse": next(errors)})
+    errors = count(1)
+    assert train("train.validate_every_steps=4") == 0
+    run = folder / "runs/a"
+    assert [point["step"] for point in val_points(run)] == [4, 8, 12, 16, 20, 24]
+    assert (step_of(newest(run)), step_of(newest(run, "best"))) == (24, 4)
+
+
 def test_loop_threads_outlive_a_validation(folder, monkeypatch):
     """Those of both loaders, with what they have read ahead: no validation but the first one starts any."""
     threads: list[set[threading.Thread]] = []

@@ -34,7 +34,7 @@ class Workload(Protocol):
     best: Best
     """The metric that selects the best checkpoint, and which of its values are better.
 
-    Of epochs with equal values, the later one is better, unless its metric `loss` is higher. With
+    Of validations with equal values, the later one is better, unless its metric `loss` is higher. With
     several validation sets it is that of the first one; `night/top1_pct` is that of the set night.
     """
 

@@ -45,8 +45,9 @@ def started_run(
     world: World = ALONE,
     **settings: Any,
 ) -> Run:
-    """A run of this process. settings: of section `run`. state: more than the model."""
-    cfg = SHORT_CONFIG.resolved(run={"folder": str(folder), "name": "a", **settings})
+    """A run of this process. settings: of the sections `run` and `train`. state: more than the model."""
+    of_train = {name: settings.pop(name) for name in settings.keys() & config.Train.model_fields.keys()}
+    cfg = SHORT_CONFIG.resolved(run={"folder": str(folder), "name": "a", **settings}, train=of_train)
     card = describe_model(cfg.flat(), splits, {"classes": ["a", "b"]}, SHORT_ORDER.fingerprint)
     state = {"model": model or nn.Linear(2, 2), **(state or {})}
     return Run(cfg.run, world, state, card, values=cfg.model_dump(), best=best)
@@ -143,6 +144,60 @@ def test_run_saves_inside_and_after_an_epoch(tmp_path):
     assert {"command", "started", "gpu", "git_commit", "versions"} < description.keys()
     with started_run(tmp_path, resume="auto") as run:
         assert run.progress == checkpoint.Progress(2, 0, 8, 2.0, 0.5, 1, run.progress.metric, 2, 8)
+
+
+def questions_of(run: Run, n_epochs: int, epoch_steps: int, *, stop_at: int = 0) -> list[str]:
+    """What a run asks for after each step, as a letter for each answer that is yes. It validates when it should."""
+    answers = []
+    while run.progress.epoch < n_epochs and not run.is_over():
+        run.progress.advance(epoch_steps)
+        names = {"v": run.should_validate, "s": run.should_save, ".": run.is_over}
+        answers.append("".join(letter for letter, question in names.items() if question()))
+        if run.progress.step == stop_at:
+            run.save()
+            break
+        if run.should_validate():
+            run.save({"val/score": 1.0})
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("length", "answers"),
+    [
+        ({}, ["", "", "s", "v", "", "s", "", "v."]),
+        ({"validate_every_steps": 3}, ["", "", "vs", "", "", "vs", "", "v."]),
+        ({"steps": 6}, ["", "", "s", "v", "", "vs."]),
+        ({"steps": 6, "validate_every_steps": 5}, ["", "", "s", "", "v", "vs."]),
+        ({"steps": 2, "validate_every_steps": 100}, ["", "v."]),
+        ({"steps": 10**6, "validate_every_steps": 2}, ["", "v", "s", "v", "", "vs", "", "v"]),
+    ],
+)
+def test_run_asks_for_validations_and_saves(tmp_path, length, answers):
+    """Two epochs of four steps. A run that is stopped at any step, and resumed, asks for the same."""
+    options = {**length, "checkpoint_every_steps": 3}
+    with started_run(tmp_path, name="whole", **options) as run:
+        assert questions_of(run, 2, SHORT_STEPS) == answers
+        assert not run.should_validate()
+        assert run.progress.validations == sum("v" in each for each in answers)
+    for step, expected in enumerate(answers, 1):
+        with started_run(tmp_path, name=f"stop{step}", **options) as run:
+            assert questions_of(run, 2, SHORT_STEPS, stop_at=step) == answers[:step]
+        with started_run(tmp_path, name=f"stop{step}", resume="auto", **options) as run:
+            assert run.should_validate() == ("v" in expected)
+            if run.should_validate():
+                run.save({"val/score": 1.0})
+            assert questions_of(run, 2, SHORT_STEPS) == answers[step:]
+
+
+def test_run_share_that_is_done(tmp_path):
+    """In the middle of each step. It depends on the unit that decides where the run ends."""
+    for length, n_steps in (({}, 8), ({"steps": 5}, 5), ({"steps": 11}, 11)):
+        with started_run(tmp_path, name=f"to{n_steps}", **length) as run:
+            shares = []
+            while not run.is_over():
+                shares.append(run.share_done(SHORT_STEPS))
+                run.progress.advance(SHORT_STEPS)
+            assert shares == [(step + 0.5) / n_steps for step in range(n_steps)]
 
 
 def test_run_state_comes_back(tmp_path):

@@ -63,7 +63,7 @@ def test_diagnose_table_and_profile(project):
 
 @pytest.mark.slow
 def test_diagnose_two_ranks_as_json(project):
-    numbers = json.loads(printed_by(command_of("--json", "data.tier=host", ranks=2), project, OMP_NUM_THREADS="1"))
+    numbers = json.loads(printed_by(command_of("--json", ranks=2), project, OMP_NUM_THREADS="1"))
     assert numbers["title"].startswith("2 x CPU over gloo, 16 rows per step")
     assert numbers["config"]["data.batch_size"] == 16
     assert len(numbers["ranks_compute"]) == 2

@@ -200,7 +200,7 @@ PLANTED: dict[str, tuple[Times, Cause, str, dict[str, Any]]] = {
 
 @pytest.fixture
 def path(dense_file, monkeypatch):
-    monkeypatch.setattr("fastgpu.feed.prefetch.JOB_BYTES", 1)  # a block is a job, however small the rows are
+    monkeypatch.setattr("fastgpu.feed.readers.JOB_BYTES", 1)  # a block is a job, however small the rows are
     return dense_file(N_ROWS, (1, 4, 2), chunk=BATCH_SIZE)
 
 

@@ -37,11 +37,15 @@ class Loader(Protocol):
         """
 
     def steps_per_epoch(self, epoch: int) -> int:
-        """Number of batches of that epoch. It is the same on every rank, since each step averages their gradients."""
+        """Number of batches of that epoch. It is the same on every rank, since each step averages their gradients.
+
+        `batches` has to give as many: the position of a run depends on it.
+        """
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Rows]:
         """The batches of that epoch on the device, from step `start` on, where a run is resumed.
 
+        A validation is an epoch of its loader. They are numbered over the run, whether they come inside epochs or not.
         A batch is valid until the next one is asked for: clone what you keep. Batches to train on have equally many
         rows; the last ones of validation may have fewer, or none.
         """

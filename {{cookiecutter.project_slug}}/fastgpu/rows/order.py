@@ -146,13 +146,7 @@ class BlockSampler(DistributedSampler):
             repeats = np.empty(n_rows, np.int64)
             repeats[reads.places] = np.repeat(rows.repeats[numbers], runs.counts)
         return PoolPlan(
-            seed=self.seed,
-            epoch=epoch,
-            number=number,
-            n_real_rows=n_real_rows,
-            is_shuffled=self.shuffle,
-            reads=reads,
-            repeats=repeats,
+            reads, repeats, n_real_rows, seed=self.seed, epoch=epoch, number=number, is_shuffled=self.shuffle
         )
 
     def _rng(self, epoch: int, *part: int) -> np.random.Generator:

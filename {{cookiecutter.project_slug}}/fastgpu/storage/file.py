@@ -65,11 +65,9 @@ class OpenFile:
     n_requests = 0
     """Requests to a network so far."""
 
-    def __init__(self, path: str | int, *, name: str = "", size: int | None = None, around_page_cache: bool = False):
-        """path: of a file, or the descriptor of one. name, size: those that it shall have, if these are others.
-
-        around_page_cache: read directly from the disk (O_DIRECT), if the file system can.
-        """
+    def __init__(self, path: str | int, *, name: str = "", around_page_cache: bool = False):
+        """path: of a file, or the descriptor of one. name: to show instead of the path. around_page_cache: read
+        directly from the disk (O_DIRECT), if the file system can."""
         self.path = name or str(path)
         self._raw = FileIO(path)
         self._source = self._raw
@@ -88,7 +86,7 @@ class OpenFile:
         self._own = threading.local()
         self._own.file = self._source
         self._status = os.fstat(self._raw.fileno())
-        self.size = self._status.st_size if size is None else size
+        self.size = self._status.st_size
         self._seen = {0: os.pread(self._raw.fileno(), SEEN_BYTES, 0)}
         """{offset: bytes} that the file had there."""
         self._rng = random.Random(0)

@@ -40,13 +40,7 @@ class Part(NamedTuple):
 
 
 def open_part(
-    key: str,
-    file: tuple[str, str],
-    fields: Mapping[str, str],
-    *,
-    around_page_cache: bool,
-    cache: str,
-    is_first: bool,
+    key: str, file: tuple[str, str], fields: Mapping[str, str], *, around_page_cache: bool, cache: str, is_first: bool
 ) -> Part:
     """Open a file. Raises UserError if a person has to change something. key: the config key that names it.
 

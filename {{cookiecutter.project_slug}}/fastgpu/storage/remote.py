@@ -77,17 +77,17 @@ class RemoteFile(OpenFile):
         self._prepared: dict[int, int] = {}  # offset -> number of bytes
         self._expected = np.empty((0, 2), np.int64)
         self._n_local = 0  # expected chunks at the beginning that are known to be local
-        tag, size, modified = self._version
+        tag, _, modified = self._version
         if tag is None and not modified.timestamp():  # obstore has 1970 for none
             why = "its server says neither an ETag nor a date, so nobody would notice that it has changed"
             raise UserError(f"{where} cannot be read: {why}; download it")
         self._copy = _open_copy(folder, where, without_secrets(url), self._version)
-        super().__init__(self._copy.descriptor, name=url, size=size)
+        super().__init__(self._copy.descriptor, name=url)
         self.cure = f"if the file is whole there, its copy is damaged: rm {self._copy.path}*"
         # This runs after the end of the reader threads, which are made later.
         atexit.register(self._close_h5)
         # The metadata is at both ends. It is fetched now, because h5py reads one file at a time.
-        for number in sorted({0, max(0, size - 1) // PIECE_BYTES}):
+        for number in sorted({0, max(0, self.size - 1) // PIECE_BYTES}):
             self.read_piece(number)
 
     def check_unchanged(self) -> None:

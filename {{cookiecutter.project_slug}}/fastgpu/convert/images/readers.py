@@ -25,6 +25,8 @@ from fastgpu.images.parts import Box, Preprocessing
 from fastgpu.process.content import open_regular
 from fastgpu.process.launch import UserError, warn
 
+__all__ = ["ImageFolder"]
+
 JPEG_QUALITY = 92
 """Quality of images that are made smaller and stay encoded."""
 IGNORED_CLASS = 255
