@@ -17,7 +17,6 @@ from fastgpu.storage import hdf5, part
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.storage.hdf5 import open_file
 from fastgpu.storage.meaning import check_meaning
-from fastgpu.storage.sources import sources_of
 from fastgpu.storage.store import open_store
 from support.rows import DENSE_FIELDS
 
@@ -149,7 +148,7 @@ def test_messages_of_storage(compare_messages, dense_file, ragged_file, tmp_path
     def reads_sources() -> None:
         with h5py.File(dense_file(8, name="sources.h5"), "a") as file:
             file.create_dataset("fastgpu_source", (8,), "S4", external=[("text.h5", 0, 32)])
-        sources_of(open_store("data.train", "sources.h5", DENSE_FIELDS))
+        open_store("data.train", "sources.h5", DENSE_FIELDS).sources()
 
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe.h5")

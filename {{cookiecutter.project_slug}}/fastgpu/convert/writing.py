@@ -24,7 +24,6 @@ from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage.layout import BLOCK_BYTES
-from fastgpu.storage.sources import sources_of
 from fastgpu.storage.store import HDF5Dataset
 
 POOL_BYTES, POOL_BLOCKS = 1 << 30, 512
@@ -87,7 +86,7 @@ def write_files(
                 write_attributes(file, facts)
                 ids = np.concatenate(row_ids[name])
                 if isinstance(part, Reader | HDF5Dataset):
-                    write_sources(file, part.sources(ids) if isinstance(part, Reader) else sources_of(part, ids))
+                    write_sources(file, part.sources(ids))
             flush(partial[name])  # now, since the disk may refuse: all files get their names, or none
     broken_list.unlink(missing_ok=True)  # of an earlier try
     for name, part in parts.items():

@@ -106,12 +106,12 @@ class PrefetchLoader(PoolLoader):
         self._n_epochs = n_epochs
         self._timeout_s = loader.timeout_s
         self._hang_error = HangError(f"no rows have come from {source.name} in loader.timeout_s ({loader.timeout_s} s)")
-        self._device = device = with_index(device)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._slots = [self._make_slot(source) for _ in range(loader.prefetch_pools + 1)]
+        self._device = with_index(device)
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._slots = [self._make_slot() for _ in range(loader.prefetch_pools + 1)]
         if self._stream:
             # Kernels of a previous owner of the slots' memory may still run on the loop's stream.
-            self._stream.wait_stream(torch.cuda.current_stream(device))
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self.readers = Readers(source, order, loader)
         self._threads: list[threading.Thread] = []
         self._next: tuple[int, int] | None = None  # (epoch, number) of the pools that are being read now
@@ -119,8 +119,8 @@ class PrefetchLoader(PoolLoader):
         # Python ends would abort the process, so they are asked to end before.
         atexit.register(self.close)
 
-    def _make_slot(self, source: Dataset) -> _Slot:
-        host = Rows.empty(source.fields, self.order.max_pool_rows, torch.device("cpu"), pinned=bool(self._stream))
+    def _make_slot(self) -> _Slot:
+        host = Rows.empty(self.source.fields, self.order.max_pool_rows, torch.device("cpu"), pinned=bool(self._stream))
         if self._stream is None:
             return _Slot(host, host)
         copied = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps; others occupy a CPU

@@ -50,17 +50,17 @@ def flag(text: str, *names: str, default: Any = None, **options: Any) -> Any:
     return field(default=default, metadata={"names": names, "help": text, **options})
 
 
-def parse(kind: type[T], argv: Sequence[str], *, program: str, text: str = "") -> T:
-    """The command line as an instance of a dataclass. Raises SharedError for a mistake.
+def parse(kind: type[T], argv: Sequence[str], *, program: str) -> T:
+    """The command line as an instance of a dataclass. Raises SharedError for a mistake. program: its name in messages.
 
-    program: its name in messages. text: shown by --help; the docstring of the dataclass is, if it is empty.
+    --help shows the docstring of the dataclass.
     """
-    return _make(kind, _parser_of(kind, program, text).parse_intermixed_args(argv))
+    return _make(kind, _parser_of(kind, program).parse_intermixed_args(argv))
 
 
-def parse_known(kind: type[T], argv: Sequence[str], *, program: str, text: str = "") -> tuple[T, list[str]]:
+def parse_known(kind: type[T], argv: Sequence[str], *, program: str) -> tuple[T, list[str]]:
     """The same, and the words that are no arguments of the dataclass."""
-    given, others = _parser_of(kind, program, text).parse_known_intermixed_args(argv)
+    given, others = _parser_of(kind, program).parse_known_intermixed_args(argv)
     return _make(kind, given), others
 
 
@@ -84,9 +84,25 @@ def parse_command(kinds: Mapping[str, type[T]], argv: Sequence[str], *, program:
     return parse(kinds[name], argv[1:], program=f"{program} {name}")
 
 
-def _parser_of(kind: type, program: str, text: str) -> Parser:
-    parser = Parser(prog=program, description=text or getdoc(kind))
-    _add_fields(parser, kind)
+def _parser_of(kind: type, program: str) -> Parser:
+    """A parser with an argument for each field, as its type asks for: first its own fields, last those of its base."""
+    parser = Parser(prog=program, description=getdoc(kind))
+    types = get_type_hints(kind)
+    field_of = {each.name: each for each in fields(kind)}
+    for name in dict.fromkeys(name for base in kind.__mro__ for name in get_annotations(base)):
+        default = field_of[name].default
+        options = dict(field_of[name].metadata)
+        names = options.pop("names")
+        is_required = default is MISSING
+        if not is_required:
+            options["default"] = list(default) if isinstance(default, tuple) else default
+        if "type" not in options:
+            options = _options_of(types[name], is_required=is_required) | options
+        if names is None:
+            parser.add_argument(name, **{"metavar": name.upper()} | options)
+        else:
+            names = names or (f"--{name.replace('_', '-')}",)
+            parser.add_argument(*names, dest=name, required=is_required, **options)
     # `parse_intermixed_args` takes the usage for a format, in which the % of a metavar would be a mistake.
     parser.usage = parser.format_usage().removeprefix("usage: ").rstrip().replace("%", "%%")
     return parser
@@ -95,25 +111,6 @@ def _parser_of(kind: type, program: str, text: str) -> Parser:
 def _make(kind: type[T], given: Namespace) -> T:
     values = {each.name: getattr(given, each.name) for each in fields(kind)}  # type: ignore[arg-type]
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
-
-
-def _add_fields(parser: Parser, kind: type) -> None:
-    """Add an argument for each field of a dataclass, as its type asks for: first its own, last those of its base."""
-    types = get_type_hints(kind)
-    depth = {name: -number for number, base in enumerate(reversed(kind.__mro__)) for name in get_annotations(base)}
-    for each in sorted(fields(kind), key=lambda each: depth[each.name]):
-        options = dict(each.metadata)
-        names = options.pop("names")
-        is_required = each.default is MISSING
-        if not is_required:
-            options["default"] = list(each.default) if isinstance(each.default, tuple) else each.default
-        if "type" not in options:
-            options = _options_of(types[each.name], is_required=is_required) | options
-        if names is None:
-            parser.add_argument(each.name, **{"metavar": each.name.upper()} | options)
-        else:
-            names = names or (f"--{each.name.replace('_', '-')}",)
-            parser.add_argument(*names, dest=each.name, required=is_required, **options)
 
 
 def _options_of(kind: Any, *, is_required: bool) -> dict[str, Any]:
