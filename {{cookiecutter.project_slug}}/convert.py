@@ -5,4 +5,4 @@ import sys
 from fastgpu.convert.command import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(sys.argv[1:])

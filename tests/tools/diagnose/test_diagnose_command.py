@@ -1,6 +1,5 @@
 """The command line of diagnose.py: its own flags, and the words of train.py."""
 
-import re
 import sys
 
 import pytest
@@ -17,12 +16,26 @@ def test_diagnose_takes_the_words_of_train(folder):
     assert (config.data.batch_size, config.run.name) == (8, "b")
 
 
-@pytest.mark.parametrize("words", [["--second", "1"], ["--lr=0.1"], ["--seconds", "1", "--verbose"]])
-def test_diagnose_names_its_flags(folder, words):
-    flag = words[-1] if len(words) > 2 else words[0]
-    text = f"unknown flag {flag}; diagnose.py takes --seconds S, --json, --trace N, --config FILE and keys such as "
-    with pytest.raises(SharedError, match=re.escape(text)):
-        read(words)
+@pytest.mark.parametrize("words", ["--seconds 0", "--seconds nan", "--trace -1"])
+def test_diagnose_refuses_numbers_without_a_meaning(folder, words):
+    with pytest.raises(SharedError, match="^--seconds should be above 0, and --trace at least 0$"):
+        read(words.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("--lr 0.1", "--lr: write optim.lr=0.1"),
+        ("--batch-size=64 --json", "--batch-size=64: write data.batch_size=64"),
+        (
+            "--seconds 1 --verbose",
+            "--verbose: keys are words, such as optim.lr=0.1, and flags of torchrun come before ",
+        ),
+    ],
+)
+def test_diagnose_explains_unknown_flags_as_train(folder, words, text):
+    with pytest.raises(SharedError, match=rf"^unknown flag {text}.*; python diagnose.py --help lists what it takes$"):
+        read(words.split())
 
 
 MISTAKES = """

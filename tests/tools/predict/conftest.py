@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fastgpu.predict import program
-from fastgpu.predict.command import Predict, check
+from fastgpu.predict.command import Predict
 from fastgpu.predict.model import Trained, load_model, training_rows
 from fastgpu.process.commands import parse
 from fastgpu.rows.rows import Rows
@@ -51,7 +51,6 @@ def run() -> Callable[..., str]:
     def call(*words: object) -> str:
         terminal = io.StringIO()
         asked = parse(Predict, [*map(str, words)], program="predict.py")
-        check(asked)
         program.run(asked, ALONE, terminal)
         return terminal.getvalue()
 

@@ -153,7 +153,7 @@ def test_predict_of_broken_images_writes_nothing(tmp_path, model_of):
     (tmp_path / "a.png").write_text("no image")
     trained = model_of({"images": {"shape": [3, 6, 6]}}, predict=lambda _, batch: {"x": batch["images"][:, 0, 0, 0]})
     trained.card.update(precision="fp32", batch_size=4)
-    asked = Predict(checkpoint="", inputs=(f"{tmp_path}/a.png",))
+    asked = Predict(checkpoint=str(tmp_path), inputs=(f"{tmp_path}/a.png",))
     file = io.StringIO()
     with pytest.raises(UserError, match="1 of 1 images are left out"):
         program.write_predictions(trained, open_inputs(asked.inputs, trained), asked, file, device=CPU)
@@ -203,12 +203,12 @@ def test_predict_evaluates_in_one_pass(model_of):
 
 MISTAKES = """
 import sys
-from fastgpu.predict.command import Predict, check
+from fastgpu.predict.command import Predict
 from fastgpu.process.commands import parse
 
 for words in ("", "x y --id", "x y --top 0", "none x", ". none.png", ". x-*.h5", ". . -o none/x.csv", ". . -o old.csv"):
     try:
-        check(parse(Predict, words.split(), program="predict.py"))
+        parse(Predict, words.split(), program="predict.py")
     except ValueError as error:
         print(error)
 sys.exit("torch" in sys.modules)

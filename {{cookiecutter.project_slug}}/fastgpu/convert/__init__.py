@@ -1,7 +1,7 @@
 """What convert.py is made of: other data into HDF5 files that are read fastest. Training does not import this room.
 
 command.py    the command line: a dataclass for each command, without torch
-program.py    what the commands for files, arrays and Datasets do
+program.py    what the commands do with HDF5 files and Datasets, and how all of them write
 reader.py     a source of rows, whose items may be broken, and its splits
 arrays.py     NumPy arrays and sparse matrices as rows
 tables.py     CSV files

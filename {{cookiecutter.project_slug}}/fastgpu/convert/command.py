@@ -18,7 +18,7 @@ from fastgpu import convert
 from fastgpu.process.commands import argument, flag, parse_command
 from fastgpu.process.launch import UserError, exit_with_message
 from fastgpu.process.project import install_command
-from fastgpu.process.tools import check_exists, start_tool
+from fastgpu.process.tools import check_exist, start_tool
 
 __all__ = ["main"]
 
@@ -104,13 +104,13 @@ class Arrays(SplitCommand):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for source in self.sources:
-            check_exists(split_name(source)[1])
+        check_exist(*(split_name(source)[1] for source in self.sources))
 
     def run(self) -> None:
-        from fastgpu.convert.program import write_arrays
+        from fastgpu.convert.arrays import open_arrays
+        from fastgpu.convert.program import write
 
-        write_arrays(self)
+        write(open_arrays(self.sources, channels_last=self.layout == "nhwc"), self, split=self.split)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,8 +147,7 @@ class Repack(WriteCommand):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for source in self.sources:
-            check_exists(source)
+        check_exist(*self.sources)
 
     def run(self) -> None:
         from fastgpu.convert.program import repack
@@ -163,8 +162,7 @@ class LookCommand(Command):
     sources: tuple[str, ...] = argument("file.h5, or file.h5::/group", metavar="SOURCE")
 
     def __post_init__(self) -> None:
-        for source in self.sources:
-            check_exists(source)
+        check_exist(*self.sources)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,15 +215,18 @@ def run(command: Command) -> int:
         raise UserError(f"{error}; convert.py needs: {install_command('convert')}") from None
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The program. Returns the exit code."""
-    with exit_with_message():
-        command = parse(sys.argv[1:] if argv is None else argv)
+def main(argv: Sequence[str]) -> None:
+    """Run `convert.py` with these words. The exit code is 1 if `check` finds damage."""
     start_tool()
+    with exit_with_message():
+        command = parse(argv)
     if isinstance(command, LookCommand):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends them, which write no files
+
+    # Torch, whose import takes seconds, comes after what can be wrong without it.
     import torch
 
     torch.set_num_threads(1)  # each of the reader threads works alone
     with exit_with_message(OSError):
-        return run(command)
+        exit_code = run(command)
+    sys.exit(exit_code)

@@ -1,11 +1,10 @@
-"""What the commands for files, arrays and Datasets do."""
+"""What the commands do with HDF5 files and Datasets, and how all of them write."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path, PurePosixPath
 
 from fastgpu.convert import command
-from fastgpu.convert.arrays import open_arrays
 from fastgpu.convert.reader import list_first, split_rows
 from fastgpu.convert.summary import Stored, check_rows, damaged, describe_rows, fields_of, inspect
 from fastgpu.convert.writing import write_files
@@ -36,11 +35,6 @@ def write(
         return
     seed = None if asked.keep_order else asked.seed
     write_files(parts, asked.target, seed, asked.compression, replace=asked.force, max_broken=max_broken)
-
-
-def write_arrays(asked: command.Arrays) -> None:
-    """Write arrays of equal length, one for each field of the rows."""
-    write(open_arrays(asked.sources, channels_last=asked.layout == "nhwc"), asked, split=asked.split)
 
 
 def write_dataset(asked: command.Dataset) -> None:

@@ -12,7 +12,7 @@ from fastgpu.process.commands import argument, flag, parse
 from fastgpu.process.config import Dist
 from fastgpu.process.files import check_target
 from fastgpu.process.launch import UserError, exit_with_message
-from fastgpu.process.tools import check_exists, start_tool
+from fastgpu.process.tools import check_exist, start_tool
 
 __all__ = ["main"]
 
@@ -48,42 +48,40 @@ class Predict:
     top: int | None = flag("number of classes or items for each row, best first", metavar="N")
     all: bool = flag("write the probability of every class, by its name, too", default=False)
     evaluate: bool = flag("evaluate on labelled INPUT: metrics and confusions", default=False)
-    errors: str | None = flag("with --evaluate: the rows with wrong answers, as CSV or JSON lines", metavar="FILE")
-    export: str | None = flag("write FILE.onnx, or FILE.pt2 for torch.export, with model.json in it", metavar="FILE")
+    errors: str = flag("with --evaluate: the rows with wrong answers, as CSV or JSON lines", default="", metavar="FILE")
+    export: str = flag(
+        "write FILE.onnx, or FILE.pt2 for torch.export, with model.json in it", default="", metavar="FILE"
+    )
     force: bool = flag("replace the file of -o, --errors or --export, if there is one", default=False)
     batch_size: int | None = flag("rows of a batch; default: as in training", metavar="N")
     device: Literal["auto", "cuda", "cpu"] = flag("default: auto", default="auto")
 
-
-def check(asked: Predict) -> None:
-    """Raise UserError for flags that do not fit together, and for paths that cannot be read or written."""
-    if bool(asked.inputs) == bool(asked.export):
-        raise UserError("give INPUT or --export FILE, one of them; see --help")
-    if (asked.evaluate or asked.export) and (asked.output != "-" or asked.id or asked.top or asked.all):
-        raise UserError("-o, --id, --top and --all are for predictions, not for --evaluate and --export")
-    if asked.errors and not asked.evaluate:
-        raise UserError("--errors is for --evaluate, which compares the answers with labels")
-    if any(number is not None and number < 1 for number in (asked.batch_size, asked.top)):
-        raise UserError("--batch-size and --top should be at least 1")
-    written = [("-o", asked.output, TABLES), ("--errors", asked.errors, TABLES), ("--export", asked.export, PROGRAMS)]
-    targets = {name: (target, suffixes) for name, target, suffixes in written if target and target != "-"}
-    for name, (target, suffixes) in targets.items():
-        if not target.endswith(suffixes):
-            raise UserError(f"{name} is {target}; it should end in {' or '.join(suffixes)}")
-    check_exists(asked.checkpoint, NO_CHECKPOINT)
-    for path in asked.inputs:
-        check_exists(path)
-    for target, _ in targets.values():
-        check_target(Path(target), replace=asked.force)
+    def __post_init__(self) -> None:
+        if bool(self.inputs) == bool(self.export):
+            raise UserError("give INPUT or --export FILE, one of them; see --help")
+        if (self.evaluate or self.export) and (self.output != "-" or self.id or self.top or self.all):
+            raise UserError("-o, --id, --top and --all are for predictions, not for --evaluate and --export")
+        if self.errors and not self.evaluate:
+            raise UserError("--errors is for --evaluate, which compares the answers with labels")
+        if any(number is not None and number < 1 for number in (self.batch_size, self.top)):
+            raise UserError("--batch-size and --top should be at least 1")
+        files = {"-o": (self.output, TABLES), "--errors": (self.errors, TABLES), "--export": (self.export, PROGRAMS)}
+        targets = {name: file for name, file in files.items() if file[0] not in ("", "-")}
+        for name, (target, suffixes) in targets.items():
+            if not target.endswith(suffixes):
+                raise UserError(f"{name} is {target}; it should end in {' or '.join(suffixes)}")
+        check_exist(self.checkpoint, cure=NO_CHECKPOINT)
+        check_exist(*self.inputs)
+        for target, _ in targets.values():
+            check_target(Path(target), replace=self.force)
 
 
 def main(argv: Sequence[str]) -> None:
     """Run `predict.py` with these words. What is asked for goes to stdout, everything else to stderr."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the program
     start_tool()
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the program
     with exit_with_message():
         asked = parse(Predict, argv, program="predict.py")
-        check(asked)
 
     # Torch, whose import takes seconds, comes after what can be wrong without it.
     from fastgpu.predict.program import run

@@ -21,7 +21,7 @@ from fastgpu.predict.command import NO_CHECKPOINT
 from fastgpu.process.files import new_file
 from fastgpu.process.launch import UserError
 from fastgpu.process.project import install_command, project_folder
-from fastgpu.process.tools import check_exists
+from fastgpu.process.tools import check_exist
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Field, Ragged, Rows
 from fastgpu.run.checkpoint import DESCRIPTION, WEIGHTS, checksum_of_file, newest_first
@@ -91,7 +91,7 @@ def load_model(path: str | Path, *, project: str | Path | None = None) -> Traine
     current one. Raises UserError if there is no checkpoint or no such code, if one is damaged, or if they do not fit.
     """
     run = Path(path)
-    check_exists(run, NO_CHECKPOINT)
+    check_exist(run, cure=NO_CHECKPOINT)
     saved = [*newest_first(run, "best"), *newest_first(run, "last")]
     folder = run if not saved or (run / DESCRIPTION).exists() else saved[0]
     workloads = import_workloads(Path(project) if project else None)

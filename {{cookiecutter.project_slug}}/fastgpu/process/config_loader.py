@@ -48,12 +48,13 @@ WISHES = {
 """{type of a mistake that pydantic finds: what the value should be}. Of other types, its own words are shown."""
 
 
-def load_config(argv: list[str]) -> Config:
+def load_config(argv: list[str], *, program: str = "train.py") -> Config:
     """Read `[--config FILE]... [section.key=value]...`; later ones win. The default file is config.yaml.
 
-    Raises SharedError with one line for each mistake: file and line, key, value, what is allowed, and the nearest key.
+    program: its name in messages. Raises SharedError with one line for each mistake: file and line, key, value, what is
+    allowed, and the nearest key.
     """
-    files, words = _read_words(argv)
+    files, words = _read_words(argv, program)
     recorded = _find_recorded(words)
     if recorded:
         files.insert(0, str(recorded))
@@ -80,16 +81,16 @@ def load_config(argv: list[str]) -> Config:
     return config
 
 
-def _read_words(argv: list[str]) -> tuple[list[str], dict[str, str]]:
+def _read_words(argv: list[str], program: str) -> tuple[list[str], dict[str, str]]:
     """The config files that a command line names, and its words, {key: text}. Raises SharedError."""
-    parser = Parser(prog="train.py", description=sys.modules["__main__"].__doc__, epilog=HELP)
+    parser = Parser(prog=program, description=sys.modules["__main__"].__doc__, epilog=HELP)
     parser.add_argument("--config", metavar="FILE", action="append", default=[], help="default: config.yaml")
     parser.add_argument("--local-rank", type=int, help=SUPPRESS)  # python -m torch.distributed.launch adds it
     parser.add_argument("words", metavar="section.key=value", nargs="*", help="any key of the config")
     args, flags = parser.parse_known_intermixed_args(argv)
     if flags:
         word = _as_word(flags[0], argv)
-        hint = "keys are words, such as optim.lr=0.1, and flags of torchrun come before train.py"
+        hint = f"keys are words, such as optim.lr=0.1, and flags of torchrun come before {program}"
         parser.error(f"unknown flag {flags[0]}: {f'write {word}' if word else hint}")
     words: dict[str, str] = {}
     for word in args.words:

@@ -32,16 +32,23 @@ def start_tool() -> None:
             signal.signal(number, lambda number, _: sys.exit(128 + number))
     end_on_interrupt()
     for name in ("stdout", "stderr"):
-        if stream := getattr(sys, name):  # None: it was closed
-            how = {"line_buffering": stream.line_buffering, "write_through": stream.write_through}
-            setattr(sys, name, _Terminal(stream.buffer, stream.encoding, "backslashreplace", **how))
+        stream = getattr(sys, name)
+        if type(stream) is io.TextIOWrapper:  # it may be closed, of a notebook, or a _Terminal already
+            terminal = _Terminal(
+                stream.buffer,
+                stream.encoding,
+                "backslashreplace",
+                line_buffering=stream.line_buffering,
+                write_through=stream.write_through,
+            )
+            setattr(sys, name, terminal)
 
 
-def check_exists(path: str | Path, cure: str = "") -> None:
-    """Raise UserError unless a path, `file.h5::/group` or a glob leads to something. URLs are not looked up."""
-    file = str(path).partition("::")[0]
-    if "://" not in file and not os.path.lexists(file) and not glob.glob(file):  # noqa: PTH207 (of absolute globs, too)
-        raise UserError(f"{not_found(file)}; {cure}") if cure else not_found(file)
+def check_exist(*paths: str | Path, cure: str = "") -> None:
+    """Raise UserError unless each path, `file.h5::/group` or glob leads to something. URLs are not looked up."""
+    for file in (str(path).partition("::")[0] for path in paths):
+        if "://" not in file and not os.path.lexists(file) and not glob.glob(file):  # noqa: PTH207 (absolute ones, too)
+            raise UserError(f"{not_found(file)}; {cure}") if cure else not_found(file)
 
 
 def csv_cell(value: Any) -> Any:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fastgpu.process.commands import argument, flag, parse
 from fastgpu.process.launch import UserError, exit_with_message, say
-from fastgpu.process.tools import check_exists, csv_cell, start_tool
+from fastgpu.process.tools import check_exist, csv_cell, start_tool
 from fastgpu.report import ledger, results
 
 __all__ = ["main"]
@@ -38,13 +38,14 @@ class Report:
         metavar="KEY",
     )
 
+    def __post_init__(self) -> None:
+        if self.sort and not (self.compare or self.csv):
+            raise UserError("--sort is for --compare and --csv")
+        check_exist(*self.runs, cure="name the folder of a run, such as runs/mine")
+
 
 def report(asked: Report) -> None:
     """Print what is asked for. Raises UserError, or OSError if the output cannot be written."""
-    if asked.sort and not (asked.compare or asked.csv):
-        raise UserError("--sort is for --compare and --csv")
-    for folder in asked.runs:
-        check_exists(folder, "name the folder of a run, such as runs/mine")
     read = [results.read_run(run) for run in asked.runs]
     runs = [run for run in read if run.points]
     empty = [str(run.folder) for run in read if not run.points]
@@ -78,7 +79,7 @@ def show(run: results.Run) -> None:
 
 def main(argv: Sequence[str]) -> None:
     """Run `report.py` with these words. It does not import torch, so it answers at once."""
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the program
     start_tool()
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the program
     with exit_with_message(OSError):
         report(parse(Report, argv, program="report.py"))

@@ -4,12 +4,12 @@ import re
 from argparse import ArgumentTypeError
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from fastgpu.convert.command import SplitCommand
 from fastgpu.process.commands import argument, flag
 from fastgpu.process.launch import UserError
-from fastgpu.process.tools import check_exists
+from fastgpu.process.tools import check_exist
 
 MAX_SIDE = 1 << 14
 """Pixels of a side of an image."""
@@ -69,7 +69,7 @@ class Images(ImageCommand):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_exists(self.source)
+        check_exist(self.source)
         if self.source.is_file() and self.source.suffix.lower() in ARCHIVES:
             raise UserError(f"{self.source} is an archive; unpack it and name the folder")
         idle = ["columns", "split_by", "no_header"] if self.source.is_dir() else ["masks"]
@@ -80,12 +80,27 @@ class Images(ImageCommand):
         if self.keep_encoded and self.size and self.size[0] != self.size[1]:
             raise UserError("--size should be one number, of the shorter side, with --keep-encoded")
         if self.masks:
-            check_exists(self.masks)
+            check_exist(self.masks)
 
     def run(self) -> None:
-        from fastgpu.convert.images.program import write_images
+        from fastgpu.convert.images.readers import ImageFiles, ImageFolder, ImageTable, Masks
+        from fastgpu.convert.program import write
+        from fastgpu.images.parts import Preprocessing
 
-        write_images(self)
+        how: dict[str, Any] = {
+            "encoded": self.keep_encoded,
+            "prepared": Preprocessing(self.size, self.resize or "shorter"),
+        }
+        source: ImageFiles
+        if self.masks:
+            source = Masks(self.source, self.masks, is_binary=self.binary_masks, drawn_on=self.masks_fit, **how)
+        elif self.source.is_dir():
+            source = ImageFolder(self.source, **how)
+        else:
+            columns = (self.columns or ("1,2" if self.no_header else "path,label")).split(",")
+            has_header = not self.no_header
+            source = ImageTable(self.source, columns=columns, split_by=self.split_by, has_header=has_header, **how)
+        write(source, self, split=self.split, max_broken=self.on_error)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,12 +115,15 @@ class Pixels(ImageCommand):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_exists(self.source)
+        check_exist(self.source)
 
     def run(self) -> None:
-        from fastgpu.convert.images.program import write_pixels
+        from fastgpu.convert.images.readers import PixelTable
+        from fastgpu.convert.program import write
 
-        write_pixels(self)
+        has_header = not self.no_header
+        source = PixelTable(self.source, label=self.label, split_by=self.split_by, has_header=has_header)
+        write(source, self, split=self.split)
 
 
 COMMANDS = {"images": Images, "pixels": Pixels}

@@ -6,7 +6,7 @@ from functools import partial
 from fastgpu.convert.command import WriteCommand, natural
 from fastgpu.process.commands import argument, flag
 from fastgpu.process.launch import UserError
-from fastgpu.process.tools import check_exists
+from fastgpu.process.tools import check_exist
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Events(WriteCommand):
             raise UserError(f"--columns, --above and --no-header are for a CSV; {cure}")
         if self.above is not None and len(self.column_names) == 2:
             raise UserError(f"--above is {self.above:g}, but --columns, {self.columns}, names no ratings; drop it")
-        check_exists(self.source)
+        check_exist(self.source)
 
     def run(self) -> None:
         from fastgpu.convert.recsys.program import write_events
