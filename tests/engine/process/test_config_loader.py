@@ -56,6 +56,7 @@ MISTAKES_IN_WORDS = (
     "--epochs 3 data.echo=2",
     "--batch-size=64",
     "--compile data.echo=2",
+    "--compile --seed 3",
     "--width 8",
     "--config",
     "--config nowhere.yaml",

@@ -109,7 +109,7 @@ def _as_word(flag: str, argv: Sequence[str]) -> str:
     key_of = {key.rpartition(".")[2]: key for key in keys()}
     close = get_close_matches(name.replace("-", "_"), key_of, 1, 0.75)
     next_word = argv[argv.index(flag) + 1 :][:1]
-    value = value or "".join(word for word in next_word if "=" not in word)
+    value = value or "".join(word for word in next_word if "=" not in word and not word.startswith("--"))
     return f"{key_of[close[0]]}={value or '...'}" if close else ""
 
 
