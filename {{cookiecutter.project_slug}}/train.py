@@ -171,10 +171,8 @@ def train_step(t: Training, batch: Rows, factor: float) -> dict[str, Tensor]:
 
 # ---------------------------------------------------------------------------------------- the loop
 def validate(t: Training, run: Run, board: TensorBoard, world: World) -> bool:
-    """Validate the average of the weights, log, and save. False: a signal came before the end.
-
-    It changes nothing of the training, so all ranks together may call it after any step.
-    """
+    """Validate the average of the weights, log, and save. False: a signal came before the end."""
+    # Nothing of the training changes, so all ranks together may call this after any step.
     at, model, workload = run.progress, t.ema.module, t.workload
     metrics: dict[str, float] = {}
     for tag, loader in t.val_loaders.items():
@@ -267,8 +265,7 @@ if __name__ == "__main__":
     with exit_with_message():
         # HDF5 files (HDF5Dataset), or any torch Dataset (data.dataset). They are opened first: the
         # workers of a Dataset are forks of this process, and neither CUDA nor NCCL survives a fork.
-        # An error is kept as `splits.error`, which `build` raises where all ranks end together.
-        splits = feed.open_rows(config)
+        splits = feed.open_rows(config)  # `build` raises its error, where all ranks end together
         # The process group is nccl, or gloo on CPUs. On a GPU the kernels are chosen before NCCL
         # starts: cudnn.benchmark and TF32, or with run.deterministic the same bits in every run.
         with init_distributed(config.dist, deterministic=config.run.deterministic) as world:

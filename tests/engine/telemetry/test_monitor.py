@@ -220,8 +220,6 @@ def test_monitor_scalars_are_those_of_the_page(folder, nvml):
     logged |= {"gpu0/util_min_pct", *gpu_counters(GPU)}
     page = (PROJECT / "docs/measuring.md").read_text(encoding="utf-8")
     explained = re.findall(r"(?m)^\| `([^`|]+/[^`|]+)` \| [^|]* \| [^|]+ \| [^|]*\|$", page)
-    patterns = {
-        name: name.replace("<n>", r"\d+").replace("<metric>", r"\w+").replace("<name>", r"\w+") for name in explained
-    }
+    patterns = {name: re.sub("<(name|metric)>", r"\\w+", name.replace("<n>", r"\d+")) for name in explained}
     assert [name for name in logged if not any(re.fullmatch(pattern, name) for pattern in patterns.values())] == []
     assert [name for name in explained if not any(re.fullmatch(patterns[name], each) for each in logged)] == []
