@@ -45,7 +45,7 @@ def test_answers_of_attributes_have_thresholds():
 
 
 def test_answers_wrong_are_sorted_by_certainty():
-    answers = Answers(["cat", "dog"], np.array([0, 1, 1, 0]), np.array([0, 0, 1, 1]), np.array([0.9, 0.6, 0.7, 0.8]))
+    answers = Answers(["cat", "dog"], np.array([0, 1, 1, 0]), np.array([0, 0, 1, 1]), np.float32([0.9, 0.6, 0.7, 0.8]))
     assert find_wrong(answers, {"row": np.arange(4)}) == {
         "row": [3, 1],
         "label": [0, 1],

@@ -301,8 +301,11 @@ def test_predict_script_ends_cleanly(tmp_path, minimal_run, rows):
     read_end, write_end = os.pipe()
     os.close(read_end)  # as `| head` does, when it has seen enough
     closed = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, check=False)
-    os.close(write_end)
     assert (closed.returncode, len(closed.stderr.splitlines())) == (-signal.SIGPIPE, 1)
+    closed = subprocess.run([*command, "-o", "x.csv"], cwd=tmp_path, stderr=write_end, check=False)
+    os.close(write_end)
+    assert closed.returncode == 2
+    assert not list(tmp_path.iterdir())
 
 
 def test_predict_evaluate_for_any_batch_size(run, minimal_run, rows):

@@ -98,7 +98,7 @@ def write_files(
     for name, count in n_odd.items():
         warn(f"{name} has {count:,} values that are NaN or infinite, and so is their loss: fill them in, or leave out")
     if old := ", ".join(str(path) for name, path in named.items() if name not in parts and path.is_file()):
-        warn(f"{old} was here before: if it is of the same source, it has rows of the new files; delete it")
+        warn(f"written earlier: {old}; if they are of the same source, they hold rows of the new files: delete them")
 
 
 def _read(

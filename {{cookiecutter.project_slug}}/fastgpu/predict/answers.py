@@ -135,7 +135,8 @@ def find_wrong(answers: Answers, places: Mapping[str, np.ndarray]) -> dict[str, 
         columns["attribute"] = names[attribute[0]]
     else:
         columns |= {"label_name": names[labels[wrong]], "class_name": names[chosen[wrong]]}
-    return {name: values.tolist() for name, values in columns.items()}
+    probabilities = to_list(torch.from_numpy(probability[wrong]))
+    return {name: values.tolist() for name, values in columns.items()} | {"probability": probabilities}
 
 
 def describe(answers: Answers) -> Iterator[str]:

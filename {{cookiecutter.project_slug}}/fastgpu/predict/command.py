@@ -79,9 +79,10 @@ class Predict:
 def main(argv: Sequence[str]) -> None:
     """Run `predict.py` with these words. What is asked for goes to stdout, everything else to stderr."""
     start_tool()
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the program
     with exit_with_message():
         asked = parse(Predict, argv, program="predict.py")
+    if asked.output == "-" and not asked.errors:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends what writes no table
 
     # Torch, whose import takes seconds, comes after what can be wrong without it.
     from fastgpu.predict.program import run

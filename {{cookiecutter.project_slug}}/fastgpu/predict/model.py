@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
@@ -94,6 +95,8 @@ def load_model(path: str | Path, *, project: str | Path | None = None) -> Traine
     check_exist(run, cure=NO_CHECKPOINT)
     saved = [*newest_first(run, "best"), *newest_first(run, "last")]
     folder = run if not saved or (run / DESCRIPTION).exists() else saved[0]
+    if not (folder / DESCRIPTION).exists():
+        raise UserError(f"{folder} has no checkpoint and no {DESCRIPTION}; {NO_CHECKPOINT}")
     workloads = import_workloads(Path(project) if project else None)
     with _report_damage(folder):
         if (folder / "state.json").exists():  # a copy of two files has no checksums to compare with
@@ -174,6 +177,7 @@ def export(trained: Trained, path: Path, *, replace: bool = False) -> None:
             found, expected = program.module()(*others), model(*others)
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4, equal_nan=True)
             if path.suffix == ".onnx":
+                logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it warns if torchvision is missing
                 own_names = names if len(names) == len(inputs) else None  # a ragged field is two inputs
                 onnx: Any = torch.onnx.export(program, (), input_names=own_names, dynamo=True, verbose=False)
                 onnx.model.metadata_props[DESCRIPTION] = text

@@ -139,8 +139,9 @@ class Data(Section):
     million."""
     canonical_ranks: Count | Auto = "auto"
     """Equal parts of a global batch. Every number of ranks that divides it sees the same global batches, and can resume
-    a run inside an epoch. auto: that of the run that is resumed, if today's ranks divide it; else 8 or, if 8 ranks
-    cannot divide it, a multiple of the ranks. Write a number, such as 64, for a run that may grow to 64 ranks."""
+    a run inside an epoch. auto: that of the run that is resumed, if today's ranks divide it; else 8 for 1, 2, 4 or 8
+    ranks, the smallest multiple of 8 and the ranks for others, and the ranks if data.batch_size or the blocks of the
+    file do not allow that. Write a number, such as 64, for a run that may grow to 64 ranks."""
     cache: Annotated[str, Field(min_length=1), AfterValidator(_as_paths)] = "data/cache"
     """Folder for the local copies of files that are named by URLs: s3://, gs://, az:// or https://."""
     echo: Annotated[float, Field(ge=1, le=1000)] = 1.0
