@@ -16,7 +16,6 @@ from fastgpu.feed import prefetch, readers
 from fastgpu.feed.prefetch import PrefetchLoader
 from fastgpu.process.config import Loader
 from fastgpu.process.launch import HangError, UserError
-from fastgpu.process.machine import READERS_NICE
 from fastgpu.rows import rows as rows_module
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import RaggedArray
@@ -103,7 +102,7 @@ def test_prefetch_readers_share_a_pool_at_low_priority(store):
     before = os.getpriority(os.PRIO_PROCESS, 0)
     with closing(make_prefetcher(store, read, n_readers=all_readers.parties)) as prefetcher:
         list(prefetcher.pools(0))
-    assert priorities == {min(19, before + READERS_NICE)}
+    assert priorities == {min(19, before + 5)}
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 

@@ -9,9 +9,9 @@ import h5py
 import numpy as np
 
 from fastgpu.convert.command import split_name
-from fastgpu.convert.reader import explain_errors, list_first
+from fastgpu.convert.reader import explain_errors
 from fastgpu.process.content import describe_content, open_regular
-from fastgpu.process.launch import UserError, warn
+from fastgpu.process.launch import UserError, list_first, warn
 from fastgpu.process.machine import free_host_bytes
 from fastgpu.rows.rows import OFFSET_DTYPE, Field, RaggedArray
 from fastgpu.storage.arrays import ArrayDataset

@@ -5,12 +5,12 @@ from contextlib import closing
 from pathlib import Path, PurePosixPath
 
 from fastgpu.convert import command
-from fastgpu.convert.reader import list_first, split_rows
+from fastgpu.convert.reader import split_rows
 from fastgpu.convert.summary import Stored, check_rows, damaged, describe_rows, fields_of, inspect
 from fastgpu.convert.writing import write_files
 from fastgpu.dataset.source import open_dataset
 from fastgpu.process.config import Loader
-from fastgpu.process.launch import UserError, warn
+from fastgpu.process.launch import UserError, list_first, warn
 from fastgpu.process.machine import available_cpus
 from fastgpu.rows.contract import Dataset
 from fastgpu.storage.hdf5 import expand

@@ -11,7 +11,7 @@ import numpy as np
 from fastgpu.dataset.items import Columns
 from fastgpu.dataset.source import ItemSource
 from fastgpu.process.files import not_found
-from fastgpu.process.launch import UserError
+from fastgpu.process.launch import UserError, list_first
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Field, RaggedArray
 from fastgpu.rows.selection import Subset
@@ -156,12 +156,6 @@ def read_splits(where: str, words: Iterable[str]) -> np.ndarray:
     if unknown := sorted({word for word in words if word.lower() not in SPLIT_OF_WORD}):
         raise UserError(f"{where}: the splits are {list_first(unknown)}; allowed are {', '.join(SPLIT_OF_WORD)}")
     return np.array([SPLIT_OF_WORD[word.lower()] for word in words], np.uint8)
-
-
-def list_first(items: Sequence[str], separator: str = ", ") -> str:
-    """The first 20 of some texts, and how many more there are."""
-    more = [f"and {len(items) - 20:,} more"] if len(items) > 20 else []
-    return separator.join([*items[:20], *more])
 
 
 @contextmanager

@@ -12,9 +12,8 @@ import h5py
 import numpy as np
 from tqdm import tqdm
 
-from fastgpu.convert.reader import list_first
 from fastgpu.feed import sizes
-from fastgpu.process.launch import UserError
+from fastgpu.process.launch import UserError, list_first
 from fastgpu.process.machine import MIB, available_cpus, format_bytes
 from fastgpu.rows.classes import MAX_UNUSED_CLASSES, classes_of
 from fastgpu.rows.contract import Dataset

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from fastgpu.convert.reader import explain_errors, list_first
+from fastgpu.convert.reader import explain_errors
 from fastgpu.process.content import describe_content, open_regular
-from fastgpu.process.launch import UserError, warn
+from fastgpu.process.launch import UserError, list_first, warn
 from fastgpu.rows.classes import MAX_UNUSED_CLASSES
 
 SEPARATORS = (",", ";", "\t", "|")

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from fastgpu.convert.reader import SPLITS, Reader, list_first, rows_of
+from fastgpu.convert.reader import SPLITS, Reader, rows_of
 from fastgpu.convert.writer import Compression, write_attributes, write_rows, write_sources
 from fastgpu.dataset.items import Columns
 from fastgpu.dataset.source import ItemDataset
 from fastgpu.feed import PrefetchLoader
 from fastgpu.process.config import Loader
 from fastgpu.process.files import flush, new_file
-from fastgpu.process.launch import ESCAPES, UserError, warn
+from fastgpu.process.launch import ESCAPES, UserError, list_first, warn
 from fastgpu.process.machine import available_cpus, free_host_bytes
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler

@@ -8,7 +8,6 @@ be started before this process uses CUDA or NCCL, neither of which survives a fo
 import atexit
 import faulthandler
 import multiprocessing
-import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -29,7 +28,7 @@ from torch.utils.data._utils.worker import WorkerInfo
 
 from fastgpu.process.config import MAX_THREADS
 from fastgpu.process.launch import UserError, end_with_parent, warn
-from fastgpu.process.machine import READERS_NICE
+from fastgpu.process.machine import lower_priority
 from fastgpu.process.signals import STOP
 
 SLOW_S = 30.0
@@ -136,7 +135,7 @@ def _work(pipe: Connection, answer: Answer, info: WorkerInfo, timeout_s: float) 
     for number in STOP:  # torchrun sends them to all processes of a rank, which has a step to finish
         signal.signal(number, signal.SIG_IGN)
     end_with_parent()
-    os.nice(READERS_NICE)
+    lower_priority()
     torch.set_num_threads(1)  # those of OpenMP do not survive a fork
     ForkingPickler.register(np.ndarray, _pickle_array)
     pipe.send(None)  # it has begun

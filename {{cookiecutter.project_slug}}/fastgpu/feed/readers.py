@@ -1,7 +1,5 @@
 """The readers of a loader: how many there are, how large their jobs are, and what their time goes to."""
 
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -11,7 +9,7 @@ from typing import Any
 from fastgpu.dataset.source import ItemDataset, rows_per_ask
 from fastgpu.process.config import Loader
 from fastgpu.process.launch import read_launch
-from fastgpu.process.machine import READERS_NICE, cpus_of_rank
+from fastgpu.process.machine import cpus_of_rank, lower_priority
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler
 from fastgpu.storage.filters import DECODING
@@ -70,8 +68,7 @@ class Readers:
 
     def work(self, jobs: SimpleQueue[Any], inbox: SimpleQueue[Any], closing: threading.Event) -> None:
         """The program of a thread. jobs: (job, done) for `do`; None ends the thread. After `closing`, none is done."""
-        if sys.platform == "linux":  # elsewhere, the priority of a thread is that of its process
-            os.nice(READERS_NICE)  # so that the loop wakes up to queue a step that the device is waiting for
+        lower_priority()
         while (item := jobs.get()) and not closing.is_set():
             self.do(item[0], item[1], inbox)
 

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, TextIO
 
@@ -124,6 +124,12 @@ def say(text: str, file: TextIO | None = None) -> None:
 def without_secrets(text: str) -> str:
     """A text in which no URL has a password or a query. What is printed or recorded goes through here."""
     return QUERY.sub(rf"\1{LEFT_OUT}", USER.sub("", text)) if "://" in text else text
+
+
+def list_first(items: Sequence[str], separator: str = ", ") -> str:
+    """The first 20 of some texts, and how many more there are."""
+    more = f"{len(items) - 20:,} more" if separator == " or " else f"and {len(items) - 20:,} more"
+    return separator.join([*items[:20], *[more] * (len(items) > 20)])
 
 
 def warn(text: str, *, own: bool = False) -> None:

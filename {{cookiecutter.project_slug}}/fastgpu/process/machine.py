@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -10,8 +11,15 @@ import psutil
 GIB = 1 << 30
 MIB = 1 << 20
 CGROUPS = Path("/sys/fs/cgroup")
-READERS_NICE = 5
-"""Threads and processes that read have a lower priority than the training loop, by so many steps of nice(1)."""
+
+
+def lower_priority() -> None:
+    """Give this thread, or worker process, a lower priority than the training loop, by 5 steps of nice(1).
+
+    So the loop wakes up to queue a step that the device is waiting for.
+    """
+    if sys.platform == "linux":  # elsewhere, the priority of a thread is that of its process
+        os.nice(5)
 
 
 def available_cpus() -> int:

@@ -1,7 +1,5 @@
 """Saves in a thread: the loop waits for a copy of the state in host memory, and not for the disk."""
 
-import os
-import sys
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -10,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fastgpu.process.machine import READERS_NICE
+from fastgpu.process.machine import lower_priority
 from fastgpu.run import checkpoint
 
 
@@ -30,7 +28,7 @@ class Saver:
         """folder: of the run."""
         self._folder = folder
         self._memory: dict[int, Tensor] = {}
-        self._thread = ThreadPoolExecutor(1, "save", initializer=_be_nice)
+        self._thread = ThreadPoolExecutor(1, "save", initializer=lower_priority)
         self._saving: Future[Saved] | None = None
 
     def start(
@@ -64,8 +62,3 @@ class Saver:
             at = replace(at, **best)
         saved = checkpoint.save(self._folder, "last", at, snapshot, card=card, same_model=saved_best)
         return Saved(at if saved else None, bool(saved_best))
-
-
-def _be_nice() -> None:
-    if sys.platform == "linux":  # elsewhere, the priority of a thread is that of its process
-        os.nice(READERS_NICE)  # so that the loop wakes up to queue the next step

@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from PIL import Image, ImageFile, ImageOps
 
-from fastgpu.convert.reader import SPLIT_OF_WORD, Reader, list_first, read_splits
+from fastgpu.convert.reader import SPLIT_OF_WORD, Reader, read_splits
 from fastgpu.convert.writer import CODECS
 from fastgpu.imagefiles.folders import is_image, list_images
 from fastgpu.imagefiles.pixels import EXIF_ON_ITS_SIDE, EXIF_ORIENTATION, UprightImage, decode, fit, open_upright
 from fastgpu.images.decode import open_whole
 from fastgpu.images.parts import Box, Preprocessing
 from fastgpu.process.content import open_regular
-from fastgpu.process.launch import UserError, warn
+from fastgpu.process.launch import UserError, list_first, warn
 
 __all__ = ["ImageFolder"]
 
