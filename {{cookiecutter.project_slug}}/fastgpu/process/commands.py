@@ -84,21 +84,14 @@ def parse_command(kinds: Mapping[str, type[T]], argv: Sequence[str], *, program:
     return parse(kinds[name], argv[1:], program=f"{program} {name}")
 
 
-def _parser_of(kind: type, program: str) -> Parser:
-    parser = Parser(prog=program, description=getdoc(kind))
-    _add_fields(parser, kind)
-    # `parse_intermixed_args` takes the usage for a format, in which the % of a metavar would be a mistake.
-    parser.usage = parser.format_usage().removeprefix("usage: ").rstrip().replace("%", "%%")
-    return parser
-
-
 def _make(kind: type[T], given: Namespace) -> T:
     values = {each.name: getattr(given, each.name) for each in fields(kind)}  # type: ignore[arg-type]
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
-def _add_fields(parser: Parser, kind: type) -> None:
-    """Add an argument for each field of a dataclass, as its type asks for: first its own, last those of its base."""
+def _parser_of(kind: type, program: str) -> Parser:
+    """It has an argument for each field of a dataclass, as its type asks for: first its own, last those of its base."""
+    parser = Parser(prog=program, description=getdoc(kind))
     types = get_type_hints(kind)
     depth = {name: -number for number, base in enumerate(reversed(kind.__mro__)) for name in get_annotations(base)}
     for each in sorted(fields(kind), key=lambda each: depth[each.name]):
@@ -114,6 +107,9 @@ def _add_fields(parser: Parser, kind: type) -> None:
         else:
             names = names or (f"--{each.name.replace('_', '-')}",)
             parser.add_argument(*names, dest=each.name, required=is_required, **options)
+    # `parse_intermixed_args` takes the usage for a format, in which the % of a metavar would be a mistake.
+    parser.usage = parser.format_usage().removeprefix("usage: ").rstrip().replace("%", "%%")
+    return parser
 
 
 def _options_of(kind: Any, *, is_required: bool) -> dict[str, Any]:
