@@ -141,7 +141,8 @@ class Bench:
             except UserError as error:
                 self.failed[name] = str(error)
                 continue
-            parts.val_loader.close()
+            for val_loader in parts.val_loaders.values():
+                val_loader.close()
             stack.callback(parts.loader.close)
             sources[name] = batches_of(parts)
             if tier == "disk":

@@ -6,7 +6,7 @@ from pathlib import Path
 import peers  # noqa: F401  makes the project importable
 import torch
 
-from fastgpu.feed import PoolLoader, ResidentRows, Splits, canonical_ranks, open_loader, resolve_auto
+from fastgpu.feed import PoolLoader, ResidentRows, Splits, open_loader, resolve_auto
 from fastgpu.feed.readers import MAX_READERS
 from fastgpu.process.config import Auto, Config, Data, Loader, Tier, Train
 from fastgpu.process.machine import available_cpus
@@ -40,8 +40,8 @@ def open_feed(
     world = World(0, 1, 1, torch.device("cpu"))
     train = Train(epochs=1_000_000)  # so that each epoch is read ahead, however long a measurement takes
     config = Config(workload="images", data=data, loader=loader, train=train)
-    config = resolve_auto(config, Splits(rows, rows), world)
-    shard = Shard(canonical_ranks=canonical_ranks(config.data, rows, 1))
+    config = resolve_auto(config, Splits(rows, {"val": rows}), world)
+    shard = Shard(canonical_ranks=int(config.data.canonical_ranks))
     order = BlockSampler(rows.block_rows, batch_size, shard, int(config.data.pool_batches), seed=0)
     return open_loader(rows, order, ResidentRows([rows], config, world.device), config)
 

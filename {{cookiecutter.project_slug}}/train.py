@@ -29,7 +29,7 @@ from fastgpu.process.config import Config, Optim
 from fastgpu.process.seeds import reseed
 from fastgpu.process.world import World, init_distributed
 from fastgpu.rows import BlockSampler, Rows, Shard
-from fastgpu.run import Run, Stateful, describe_model, identify_job
+from fastgpu.run import Run, Stateful, describe_model, identify_job, saved_canonical_ranks
 from fastgpu.telemetry import Clock, Monitor, TensorBoard
 
 
@@ -40,7 +40,7 @@ class Training(NamedTuple):
     asked: Config  # with `auto`, which a resumed run chooses again for its machine
     splits: feed.Splits
     loader: feed.Loader
-    val_loader: feed.Loader
+    val_loaders: dict[str, feed.Loader]  # {group of the metrics: batches}: val, or val/<name> of several
     workload: workloads.Workload
     model: nn.Module
     ddp: nn.Module  # the model, wrapped in DistributedDataParallel if there is more than one rank
@@ -48,16 +48,24 @@ class Training(NamedTuple):
     precision: training.MixedPrecision
     ema: training.AveragedModel  # ema.module is validated, and saved for use
 
+    def close(self) -> None:
+        """End the threads and processes that read."""
+        for loader in (self.loader, *self.val_loaders.values()):
+            loader.close()
+
 
 # -------------------------------------------------------------------------- data, model, optimizer
 def build(cfg: Config, splits: feed.Splits, world: World) -> Training:
+    # A resumed run keeps its canonical ranks, so that fewer ranks see the same global batches.
+    saved_ranks = saved_canonical_ranks(cfg.run, world)
+
     # If a rank raises a UserError in this block, such as a missing file, all ranks raise it. So no
     # collective may be in it, and no DDP, which has one: the other ranks would wait for it.
     with world.raise_on_all_ranks():
         if splits.error:
             raise splits.error
-        chosen = feed.resolve_auto(cfg, splits, world)
-        loader, val_loader = build_loaders(chosen, splits, world)
+        chosen = feed.resolve_auto(cfg, splits, world, saved_ranks)
+        loader, val_loaders = build_loaders(chosen, splits, world)
 
         # Tensor cores prefer the NHWC memory format, so the weights of convolutions have it, too.
         workload = workloads.make(cfg, splits.train, splits.val)
@@ -80,27 +88,31 @@ def build(cfg: Config, splits: feed.Splits, world: World) -> Training:
     ddp = training.wrap_in_ddp(model, cfg.dist, world)
     if cfg.train.compile:
         ddp = training.compile_module(ddp)
-    return Training(cfg, asked, splits, loader, val_loader, workload, model, ddp, optimizer, precision, ema)
+    return Training(cfg, asked, splits, loader, val_loaders, workload, model, ddp, optimizer, precision, ema)
 
 
-def build_loaders(cfg: Config, splits: feed.Splits, world: World) -> tuple[feed.Loader, feed.Loader]:
+def build_loaders(cfg: Config, splits: feed.Splits, world: World) -> tuple[feed.Loader, dict[str, feed.Loader]]:
     """The batches of this rank, on its device: shuffled to train, in file order to validate."""
     # BlockSampler is a DistributedSampler that shuffles blocks of a file, then the samples of many
     # batches. Any number of ranks that divides `canonical_ranks` sees the same global batches.
-    canonical_ranks = feed.canonical_ranks(cfg.data, splits.train, world.world_size)
-    shard = Shard(world.rank, world.world_size, canonical_ranks)
-    val_shard = Shard(world.rank, world.world_size)
+    shard = Shard(world.rank, world.world_size, int(cfg.data.canonical_ranks))
     size, pool = cfg.data.batch_size // world.world_size, int(cfg.data.pool_batches)
     sampler = BlockSampler(splits.train, size, shard, pool, seed=cfg.run.seed)
-    val_sampler = BlockSampler(splits.val, size, val_shard, pool, seed=None)
     world.print_once(feed.describe(cfg, splits, sampler, world))
 
     # A PrefetchLoader reads ahead in threads or worker processes and copies to the device; a
     # ResidentLoader has all data there. Both echo: with data.echo=2, batches are trained on twice.
-    # Your own: two objects with fingerprint, steps_per_epoch, batches, close (see docs/code.md).
-    memory = feed.ResidentRows((splits.train, splits.val), cfg, world.device)
+    # Your own: objects with fingerprint, steps_per_epoch, batches, close (see docs/code.md).
+    memory = feed.ResidentRows((splits.train, *splits.val.values()), cfg, world.device)
     loader = feed.open_loader(splits.train, sampler, memory, cfg)
-    return loader, feed.open_loader(splits.val, val_sampler, memory, cfg)
+
+    # Several validation sets share the memory of one: smaller pools in file order hold the same batches.
+    val_shard, val_pool = Shard(world.rank, world.world_size), max(1, pool // len(splits.val))
+    val_loaders: dict[str, feed.Loader] = {}
+    for tag, rows in splits.val.items():
+        val_sampler = BlockSampler(rows, size, val_shard, val_pool, seed=None)
+        val_loaders[tag] = feed.open_loader(rows, val_sampler, memory, cfg)
+    return loader, val_loaders
 
 
 def make_optimizer(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
@@ -158,9 +170,29 @@ def train_step(t: Training, batch: Rows, factor: float) -> dict[str, Tensor]:
 
 
 # ---------------------------------------------------------------------------------------- the loop
+def validate(t: Training, run: Run, board: TensorBoard, world: World) -> bool:
+    """Validate the average of the weights, log, and save. False: a signal came before the end.
+
+    It changes nothing of the training, so all ranks together may call it after any step.
+    """
+    at, model, workload = run.progress, t.ema.module, t.workload
+    metrics: dict[str, float] = {}
+    for tag, loader in t.val_loaders.items():
+        # They are counted over the run: while the numbers follow each other, the loader reads ahead.
+        batches = run.guard(loader.batches(at.validations))
+        found = training.evaluate(model, workload, batches, world, precision=t.precision, should_stop=run.should_stop)
+        if found is None:
+            return False
+        metrics |= {f"{tag}/{name}": value for name, value in found.items()}
+    metrics |= run.save(metrics)  # as the last one, and if it is the best one as that
+    advice, epoch_steps = feed.bottleneck(t.loader), t.loader.steps_per_epoch(at.epoch)
+    board.write_validation(at.epoch, at.step, metrics, advice, epoch_steps=epoch_steps)
+    return True
+
+
 def train(t: Training, world: World) -> int:
     """Train to the end, or until SIGTERM, SIGINT, SIGUSR2 or SIGHUP. Returns the exit code."""
-    cfg, loader, val_loader, workload = t.config, t.loader, t.val_loader, t.workload
+    cfg, loader, workload, lr = t.config, t.loader, t.workload, t.config.optim.lr
 
     # What a checkpoint keeps, by name: anything with a state_dict, such as a second optimizer.
     state: dict[str, Stateful] = {"model": t.model, "optimizer": t.optimizer}
@@ -171,12 +203,10 @@ def train(t: Training, world: World) -> int:
 
     run = Run(cfg.run, world, state, model_card, values=t.asked.model_dump(), best=workload.best)
     at = run.progress  # epoch, epoch_step, step: zeros, or of the checkpoint that Run has loaded
-    n_epochs, save_every, lr = cfg.train.epochs, cfg.run.checkpoint_every_steps, cfg.optim.lr
     clock = Clock(world, cfg.data.batch_size, cfg.data.echo)
     metrics: list[dict[str, Tensor]] = []  # of the steps since the last point of the log
     with (
-        closing(loader),
-        closing(val_loader),
+        closing(t),
         run,
         TensorBoard(run.folder, cfg.flat(), world, step=at.step) as board,
         Monitor(world, {"use of buckets": feed.counters}) as monitor,
@@ -184,31 +214,33 @@ def train(t: Training, world: World) -> int:
         # What is built by now lives to the end: the garbage collector need not visit it again.
         gc.collect(1)  # young garbage only: a whole pass takes 0.15 s
         gc.freeze()
-        while at.epoch < n_epochs:
+        # A signal has cut the validation of this step short, so a resumed run begins with it.
+        stop = run.should_validate() and not validate(t, run, board, world)
+        while not (stop or run.is_over()):
             n_steps = loader.steps_per_epoch(at.epoch)
             training.check_groups(t.model, state.values())  # a part may have been set free
             # The batches come on the device. A resumed run begins with the step after its last one.
             # If the loader fails, `guard` saves the last step.
-            for batch in clock.timed(run.guard(loader.batches(at.epoch, start=at.epoch_step))):
-                # The part of the run that is done in mid-step, as if all epochs were like this one.
-                done = (at.epoch * n_steps + at.epoch_step + 0.5) / (n_epochs * n_steps)
+            batches = run.guard(loader.batches(at.epoch, start=at.epoch_step), n_steps)
+            for batch in clock.timed(batches):
+                done = run.share_done(n_steps)  # in mid-step
                 factor = schedule(done, cfg.optim)
 
                 # Each step has its own seed: a resumed run draws the same augmentation and dropout.
                 rng = reseed(world.device, cfg.run.seed, at.epoch, at.epoch_step, world.rank)
                 metrics.append(train_step(t, workload.transform(batch, rng), factor))
-                at.step += 1
-                at.epoch_step += 1
+                at.advance(n_steps)  # the last step of an epoch leads to step 0 of the next one
                 board.count(at.step, done)
 
-                # All ranks get the same answer after the same step: whether a signal came to any of
-                # them. So all do what follows, or none: saving, for instance, needs all of them.
+                # All ranks get here after the same steps, and get the same answers: whether a signal
+                # came to any of them. So all do what follows, or none: if one rank alone left it out,
+                # by a `continue` of its own, the others would wait for it.
                 stop = run.should_stop()
-                saves = save_every > 0 and at.step % save_every == 0
+                validates, saves = run.should_validate(), run.should_save()
 
-                # The host runs ahead of the device, and waits for it only here, for the metrics. A
-                # save is no step, so it comes after a point of the log: no interval counts it.
-                is_break = at.epoch_step == n_steps or stop or saves
+                # The host runs ahead of the device, and waits for it only here, for the metrics.
+                # Whatever is no step comes after a point of the log, so no interval counts it.
+                is_break = at.epoch_step == 0 or stop or validates or saves
                 if is_break or len(metrics) == cfg.log.every_steps:
                     means = training.mean_over_ranks(metrics, world)
                     metrics.clear()
@@ -216,26 +248,17 @@ def train(t: Training, world: World) -> int:
                         raise SharedError(f"loss is {loss} at step {at.step}; lower optim.lr={lr}")
                     means |= {"train/lr": lr * factor} | monitor.means()
                     board.write(at.step, means, clock.interval())
-                if stop:
-                    run.save()
-                    return run.end()
-                if saves:
-                    board.write(at.step, run.save())
-                    clock.restart()
 
-            # Validate the average of the weights. This changes nothing of the model, so all ranks
-            # together may also do it every so many steps. None: a signal came; a resume redoes it.
-            model, batches = t.ema.module, run.guard(val_loader.batches(at.epoch))
-            val_metrics = training.evaluate(
-                model, workload, batches, world, precision=t.precision, should_stop=run.should_stop
-            )
-            if val_metrics is None:
-                run.save()
-                return run.end()
-            at.epoch += 1
-            at.epoch_step = 0
-            val_metrics |= run.save(val_metrics)  # as the last one, and if it is the best one as that
-            board.end_epoch(at.epoch, at.step, val_metrics, feed.bottleneck(loader))
+                if validates and not stop:
+                    stop = not validate(t, run, board, world)
+                elif saves and not stop:
+                    board.write(at.step, run.save())
+                if stop or run.is_over():
+                    break
+                if validates or saves:
+                    clock.restart()
+        if stop:
+            run.save()
         return run.end()
 
 

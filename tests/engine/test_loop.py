@@ -6,10 +6,12 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from functools import partial
-from itertools import count, islice
+from itertools import count, islice, repeat
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -114,17 +116,112 @@ def test_loop_signal_at_the_end_is_harmless(folder, monkeypatch, capsys):
     assert "done: epoch 1" in capsys.readouterr().out
 
 
-def test_loop_signal_in_a_validation(folder, monkeypatch):
-    words = ("data.tier=disk", "train.epochs=2")
+@pytest.mark.parametrize(
+    ("more", "n_batches", "position"),
+    [
+        ((), 2, (1, 0, STEPS_PER_EPOCH, 0)),  # the last step of an epoch leads to the first one of the next
+        (("train.validate_every_steps=8", "run.checkpoint_every_steps=3"), 6, (0, 16, 16, 1)),  # of 4 batches each
+        (("train.steps=30",), 7, (1, 9, 30, 1)),  # the validation at the end of the run
+    ],
+)
+def test_loop_signal_in_a_validation(folder, monkeypatch, more, n_batches, position):
+    """The run that is resumed begins with it. A run that is resumed after a validation does not repeat it."""
+    words = ("data.tier=disk", "train.epochs=2", *more)
     train("run.name=whole", *words)
     with monkeypatch.context() as patch:
-        score = at_call(2, minimal.Workload.score, signalled(signal.SIGTERM))
+        score = at_call(n_batches, minimal.Workload.score, signalled(signal.SIGTERM))
         patch.setattr(minimal.Workload, "score", score)
         assert train("run.name=stopped", *words) == 128 + signal.SIGTERM
-    assert not val_points(folder / "runs/stopped")
-    train("run.name=stopped", "run.resume=auto", *words)
-    first, second = (val_points(folder / "runs" / name) for name in ("whole", "stopped"))
-    assert [point["val/mse"] for point in first] == [point["val/mse"] for point in second]
+    run = folder / "runs/stopped"
+    at = json.loads((newest(run) / "state.json").read_text())["progress"]
+    assert (at["epoch"], at["epoch_step"], at["step"], at["validations"]) == position
+    assert len(val_points(run)) == at["validations"]
+    for _ in range(2):
+        train("run.name=stopped", "run.resume=auto", *words)
+        first, second = (val_points(folder / "runs" / name) for name in ("whole", "stopped"))
+        assert [point["val/mse"] for point in first] == [point["val/mse"] for point in second]
+    assert same_weights(folder / "runs/whole", run)
+
+
+def test_loop_ends_inside_an_epoch(folder, capsys):
+    words = ("train.validate_every_steps=20", "run.resume=auto", "log.every_steps=6", "data.tier=disk")
+    train("train.steps=50", *words)
+    printed = capsys.readouterr().out
+    assert "config.yaml:5: train.epochs has no effect: train.steps=50 ends the run" in printed
+    assert re.findall(r"^step (\d+/50) train/loss .*val/mse", printed, re.MULTILINE) == ["20/50", "40/50", "50/50"]
+    assert "done: epoch 2, step 50;" in printed
+    run = folder / "runs/a"
+    lr = [point["train/lr"] for point in metrics_of(run) if "train/lr" in point][-1]
+    assert lr == pytest.approx(3e-3 * script.schedule(49.5 / 50, Optim()))
+    best = min(val_points(run), key=lambda point: point["val/mse"])
+    assert step_of(newest(run, "best")) == best["step"]
+    for n_steps in (50, 60):  # it has ended; it goes on
+        train(f"train.steps={n_steps}", *words)
+        assert step_of(newest(run)) == n_steps
+        assert [point["step"] for point in val_points(run)] == [20, 40, 50, 60][: n_steps // 10 - 2]
+
+
+def test_loop_early_stop_of_the_page(folder, monkeypatch):
+    """Nothing is learned, so the first validation stays the best one."""
+
+    def validate(t: script.Training, run: script.Run, *more: Any) -> bool:
+        at = run.progress
+        return whole(t, run, *more) and at.validations - at.best_validation < 5
+
+    assert "`return at.validations - at.best_validation < 5`" in (PROJECT / "docs/code.md").read_text()
+    whole = script.validate
+    monkeypatch.setattr(script, "validate", validate)
+    monkeypatch.setattr(minimal.Workload, "metrics", lambda self, sums: {"mse": next(errors)})
+    errors = count(1)
+    assert train("train.validate_every_steps=4") == 0
+    run = folder / "runs/a"
+    assert [point["step"] for point in val_points(run)] == [4, 8, 12, 16, 20, 24]
+    assert (step_of(newest(run)), step_of(newest(run, "best"))) == (24, 4)
+
+
+def test_loop_threads_outlive_a_validation(folder, monkeypatch):
+    """Those of both loaders, with what they have read ahead: no validation but the first one starts any."""
+    threads: list[set[threading.Thread]] = []
+
+    def look(*arguments: Any, **options: Any) -> dict[str, float] | None:
+        threads.append(readers())
+        metrics = evaluate(*arguments, **options)
+        threads.append(readers())
+        return metrics
+
+    def readers() -> set[threading.Thread]:
+        return {each for each in threading.enumerate() if each.name.startswith(("reader_", "feeder"))}
+
+    evaluate = script.training.evaluate
+    monkeypatch.setattr(script.training, "evaluate", look)
+    train("data.tier=disk", "data.echo=2.5", "loader.num_readers=2", "train.validate_every_steps=7")
+    before, first, *later = threads
+    assert len(before) == 3
+    assert len(first) == 6
+    assert len(later) > 40
+    assert all(before <= each <= first for each in later[:-6])  # those of the training end with its last pool
+    assert all(each <= first for each in later)
+
+
+@pytest.mark.parametrize(("n_given", "n_said"), [(18, 21), (0, 21), (22, 21), (0, 0)])
+def test_loop_loader_that_gives_other_batches_than_it_says(folder, n_given, n_said):
+    """Without this error, a run whose epochs never end would begin them again and again."""
+    parts = build("train.epochs=2")
+    batch = next(parts.loader.batches(0))
+    loader = SimpleNamespace(
+        fingerprint={},
+        steps_per_epoch=lambda epoch: n_said,
+        batches=lambda epoch, start=0: repeat(batch, n_given - start),
+        close=parts.loader.close,
+    )
+    message = f"the loader gave {n_given} batches of epoch 0, and its steps_per_epoch says {n_said}"
+    try:
+        with pytest.raises(UserError, match=message):
+            script.train(parts._replace(loader=loader), ALONE)
+    finally:
+        gc.unfreeze()
+    saved = [step_of(path) for path in (folder / "runs/a").glob("checkpoints/last-*")]
+    assert max(saved, default=0) == min(n_given, n_said)
 
 
 @pytest.mark.parametrize("n_reads", [4, 7])  # of six pools to train on, and one to validate on
@@ -148,19 +245,21 @@ def test_loop_feed_that_fails_costs_no_step(folder, monkeypatch, capsys, n_reads
     assert same_weights(folder / "runs/whole", folder / "runs/a")
 
 
-def test_loop_save_is_in_no_interval(folder, monkeypatch):
-    """A clock that ticks at each look at it, and 1,000 times in each save."""
+def test_loop_save_and_validation_are_in_no_interval(folder, monkeypatch):
+    """A clock that ticks at each look at it, and 1,000 times in each save and each batch of a validation."""
     ticks = count()
-    copy = checkpoint.take_snapshot
+    copy, score = checkpoint.take_snapshot, minimal.Workload.score
     monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
     monkeypatch.setattr(checkpoint, "take_snapshot", lambda *words: (list(islice(ticks, 1000)), copy(*words))[1])
-    train("train.epochs=1", "log.every_steps=5", "run.checkpoint_every_steps=7")
+    monkeypatch.setattr(minimal.Workload, "score", lambda *words: (list(islice(ticks, 1000)), score(*words))[1])
+    train("train.epochs=1", "log.every_steps=5", "run.checkpoint_every_steps=7", "train.validate_every_steps=9")
     points = metrics_of(folder / "runs/a")
     intervals = [point for point in points if "seconds" in point]
-    assert [point["step"] for point in intervals] == [5, 7, 12, 14, 19, 21]
-    assert [point["step"] for point in points if "run/save_s" in point] == [7, 14, 21, 21]
+    assert [point["step"] for point in intervals] == [5, 7, 9, 14, 18, 21]
+    assert [point["step"] for point in points if "run/save_s" in point] == [7, 9, 14, 18, 21]
+    assert [point["step"] for point in points if "val/mse" in point] == [9, 18, 21]
     assert sum(point["steps"] for point in intervals) == STEPS_PER_EPOCH
-    assert all(point["seconds"] < 1000 and "run/save_s" not in point for point in intervals)
+    assert all(point["wait_s"] < point["seconds"] < 1000 and "run/save_s" not in point for point in intervals)
 
 
 def test_loop_average_is_validated_and_may_end(folder):
@@ -217,8 +316,7 @@ def test_loop_resumed_chooses_for_its_machine(folder, monkeypatch, resume):
     monkeypatch.setattr(machine, "available_cpus", lambda: 5)
     parts = build(f"run.resume={resume}", "data.tier=disk")
     assert (parts.config.loader.num_readers, parts.config.data.tier) == (5, "disk")
-    parts.loader.close()
-    parts.val_loader.close()
+    parts.close()
 
 
 def test_loop_finished_run_is_done_when_resumed(folder, capsys):

@@ -32,8 +32,7 @@ def build_cases(world: World) -> dict[str, str]:
     for case, (shared, of_last, _) in CASES.items():
         try:
             parts = build(*shared, *(of_last if world.rank else ()), world=world)
-            parts.loader.close()
-            parts.val_loader.close()
+            parts.close()
         except UserError as error:
             errors[case] = str(error)
     return errors

@@ -1,6 +1,7 @@
 """A seed gives the same rows in the same order, bit for bit: one matrix over all kinds of rows, and whole runs."""
 
 import json
+import random
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 import torch
 import train as script
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset as TorchDataset
 
 from fastgpu.feed import PoolLoader
@@ -30,7 +32,7 @@ from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler, Shard
 from fastgpu.rows.rows import Ragged, Rows
 from support.images import photo, write_photos
-from support.ranks import in_world, kill_tree, needs_gpu, printed_by, train_command
+from support.ranks import ALONE, copy_project, in_world, kill_tree, needs_gpu, printed_by, run_to_end, train_command
 from support.rows import numbered, open_feed, ragged, rows_before, write_ragged, write_rows
 from support.runs import (
     at_call,
@@ -260,6 +262,75 @@ def test_same_weights_after_a_signal(folder, monkeypatch, capsys, number, stop_a
     assert_same_end(folder / "runs/whole", run, *(["ema"] if "train.ema=0.9" in more else []))
 
 
+OFTEN = ("data.echo=2.5", "train.validate_every_steps=7")
+
+
+def assert_validation_changes_nothing(folder: Path, train: Callable[..., object]) -> None:
+    """Three runs end with the same weights and moments: validated after each epoch, or inside them, or also saved."""
+    saves = "run.checkpoint_every_steps=5"
+    train("run.name=plain", "data.echo=2.5", *SHORT)
+    train("run.name=often", *OFTEN, *SHORT)
+    train("run.name=saves", *OFTEN, saves, *SHORT)
+    plain, *others = (folder / "runs" / name for name in ("plain", "often", "saves"))
+    assert (len(val_points(plain)), *map(len, map(val_points, others))) == (2, 15, 15)
+    assert val_points(others[0])[-1]["val/mse"] == val_points(others[1])[-1]["val/mse"]
+    for other in others:
+        assert_same_end(plain, other)
+        ours, theirs = (tree_leaves(weights_of(run, "optimizer")["state"]) for run in (plain, other))
+        assert all(map(torch.equal, ours, theirs))
+
+
+def test_same_weights_with_validation_inside_epochs(folder):
+    assert_validation_changes_nothing(folder, train)
+
+
+@pytest.mark.slow
+def test_same_weights_with_validation_inside_on_two_ranks(folder):
+    assert_validation_changes_nothing(folder, partial(in_world, 2, train_rank))
+
+
+@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_same_weights_after_kills_inside_validations(folder, monkeypatch, n_ranks):
+    """SIGKILL and SIGTERM at random batches of validations inside epochs. All values of all validations are the same,
+    too."""
+    rng = random.Random(n_ranks)
+    words = (*OFTEN, *SHORT, "run.checkpoint_every_steps=5", "run.resume=auto")
+    train_all = train_command(*words, ranks=n_ranks, root=copy_project(folder))
+    (folder / "workloads/killed.py").write_text(KILLED)
+    printed_by([*train_all, "workload=killed", "run.name=whole"], folder)
+    expected = [point["val/mse"] for point in val_points(folder / "runs/whole")]
+    for number in range(4):
+        name = f"run.name=killed{number}"
+        batch, signal_number = rng.randrange(1, 4 * len(expected) - 4), (signal.SIGKILL, signal.SIGTERM)[number % 2]
+        killed = {"KILL_AT": str(batch), "KILL_BY": str(int(signal_number))}
+        run_to_end([*train_all, "workload=killed", name], folder, **killed)
+        run = folder / f"runs/killed{number}"
+        assert len(val_points(run)) < len(expected)
+        printed_by([*train_all, "workload=killed", name], folder)
+        assert_same_end(folder / "runs/whole", run)
+        assert [point["val/mse"] for point in read_run(run).points if "val/mse" in point] == expected
+
+
+KILLED = """
+import os
+from itertools import count
+
+from workloads import minimal
+
+
+class Workload(minimal.Workload):
+    calls = count(1)
+
+    def score(self, model, batch):
+        if next(self.calls) == int(os.environ.get("KILL_AT", 0)) and os.environ.get("RANK", "0") == "0":
+            os.kill(os.getpid(), int(os.environ["KILL_BY"]))
+        return super().score(model, batch)
+"""
+"""A signal comes to rank 0 at a batch of a validation."""
+
+
 def test_same_weights_after_a_crash(folder, monkeypatch):
     words = (*SHORT, "data.echo=2.5", "run.checkpoint_every_steps=35")
     train("run.name=whole", *words)
@@ -297,6 +368,41 @@ def test_same_weights_on_one_and_then_two_ranks(folder, monkeypatch):
     whole, run = folder / "runs/whole", folder / "runs/a"
     torch.testing.assert_close(weights_of(whole), weights_of(run), rtol=1e-3, atol=1e-4)
     assert val_points(whole)[-1]["val/mse"] == pytest.approx(val_points(run)[-1]["val/mse"], rel=1e-4)
+
+
+def train_rows(world: World, stop_at: int, *words: str) -> list[np.ndarray]:
+    """The rows of this rank in each step, up to a step in which a signal comes; 0: to the end."""
+    batches: list[np.ndarray] = []
+
+    def keep(training: script.Training, batch: Rows, factor: float) -> dict[str, Tensor]:
+        batches.append(batch["x"].numpy().copy())
+        return script_step(training, batch, factor)
+
+    script_step = script.train_step
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(signals, "MAX_CALLS", 1)  # the ranks ask each other for signals in each step
+        patch.setattr(script, "train_step", at_call(stop_at, keep, signalled(signal.SIGTERM)))
+        train("train.epochs=2", "data.tier=disk", *words, world=world)
+    return batches
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("echo", ["1", "2.5"])
+def test_same_global_batches_on_fewer_and_fewer_ranks(folder, echo):
+    """Inside an epoch: a run keeps its canonical ranks, of which it would choose fewer today."""
+    words = (f"data.echo={echo}", "data.pool_batches=3")
+    whole = train_rows(ALONE, 0, "run.name=whole", "data.canonical_ranks=16", *words)
+    steps: list[np.ndarray] = []
+    for n_ranks, stop_at, word in (
+        (4, 5, "data.canonical_ranks=16"),
+        (2, 6, "run.resume=auto"),
+        (1, 0, "run.resume=auto"),
+    ):
+        of_ranks = in_world(n_ranks, train_rows, stop_at, word, *words)
+        steps += [np.concatenate(batches) for batches in zip(*of_ranks, strict=True)]
+    assert len(steps) == len(whole) > 40
+    for step, (ours, expected) in enumerate(zip(steps, whole, strict=True)):
+        np.testing.assert_array_equal(ours, expected, f"step {step}")
 
 
 def train_norms(world: World, *words: str, step: int = 0) -> dict[str, Tensor]:

@@ -137,7 +137,7 @@ def make_checkpoint() -> None:
     state["model"](torch.ones(1, 6)).sum().backward()
     state["optimizer"].step()
     source = ArrayDataset("made up", {"x": np.zeros((2, 6), np.float32), "y": np.zeros(2, np.float32)})
-    data = Splits(source, source)
+    data = Splits(source, {"val": source})
     card = describe_model(SHORT_CONFIG.flat(), data, {}, {}) | {"epoch": 2, "metrics": {"val/mse": 0.5}}
     progress = checkpoint.Progress(epoch=2, epoch_step=64, step=7, best=98.5, metric="val/mse")
     SAVED.parent.mkdir(parents=True, exist_ok=True)

@@ -65,10 +65,10 @@ def opened(case: str, rank: int = 0, world_size: int = 1, *, tier: str = "disk")
     splits = feed.open_rows(cfg)
     if splits.error:
         raise splits.error
-    rows, val_rows, _ = splits
+    rows, val_rows = splits.train, splits.val["val"]
     cfg = feed.resolve_auto(cfg, splits, world)
     size, pools = cfg.data.batch_size // world_size, cfg.data.pool_batches
-    shard = Shard(rank, world_size, feed.canonical_ranks(cfg.data, rows, world_size))
+    shard = Shard(rank, world_size, int(cfg.data.canonical_ranks))
     val_shard = Shard(rank, world_size)
     order = BlockSampler(rows, size, shard=shard, pool_batches=pools, seed=cfg.run.seed)
     val_order = BlockSampler(val_rows, size, shard=val_shard, pool_batches=pools, seed=None, drop_last=False)

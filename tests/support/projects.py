@@ -129,11 +129,35 @@ def take_example(project: Path, name: str) -> None:
         shutil.copyfile(path, project / {".py": "workloads", ".yaml": "configs"}.get(path.suffix, "") / path.name)
 
 
-def use_torch_loader(project: Path) -> None:
-    """Put the DataLoader of docs/code.md into a project: a file, and a function of train.py."""
-    page = (project / "docs/code.md").read_text().split("## Another loader in this loop")[1]
-    loader, build = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[:2]
-    (project / "torch_loader.py").write_text(loader.removeprefix("# torch_loader.py\n"))
+def use_diff(program: str, diff: str) -> str:
+    """A program with the changes of a diff of docs/code.md, which has the lines around a change, but no places."""
+    lines = program.splitlines()
+    at = 0
+    for line in diff.splitlines():
+        kind, text = line[0], line[1:]
+        if kind == "+":
+            lines.insert(at, text)
+            at += 1
+        else:
+            at = lines.index(text, at)
+            if kind == "-":
+                del lines[at]
+            else:
+                at += 1
+    return "\n".join([*lines, ""])
+
+
+def section_of_code_page(heading: str) -> list[str]:
+    """The fenced blocks of a section of docs/code.md."""
+    page = (PROJECT / "docs/code.md").read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
+    return re.findall(r"```\w+\n(.*?)```", page, re.DOTALL)
+
+
+def use_loader(project: Path, heading: str, module: str, name: str) -> None:
+    """Put a loader of docs/code.md into a project: the class `name` in a file, and a function of train.py."""
+    loader, build = section_of_code_page(heading)[:2]
+    assert loader.startswith(f"# {module}.py\n")
+    (project / f"{module}.py").write_text(loader)
     program = (project / "train.py").read_text()
     changed = re.sub(r"def build_loaders\(.*?(?=\n\n\n)", lambda _: build.rstrip(), program, flags=re.DOTALL)
     assert changed != program
@@ -142,4 +166,4 @@ def use_torch_loader(project: Path) -> None:
     assert line in changed
     assert unused in changed
     changed = changed.replace(unused, "from fastgpu.rows import Rows\n")
-    (project / "train.py").write_text(changed.replace(line, f"{line}from torch_loader import TorchLoader\n"))
+    (project / "train.py").write_text(changed.replace(line, f"{line}from {module} import {name}\n"))

@@ -173,7 +173,7 @@ def parts_of_step(
     workload: object, model: nn.Module, settings: Optim, precision: Precision = "fp32", *, ddp: nn.Module | None = None
 ) -> Training:
     """The parts that `train_step` needs. workload: its `loss` is used."""
-    unused = dict.fromkeys(("asked", "splits", "loader", "val_loader"))
+    unused = dict.fromkeys(("asked", "splits", "loader", "val_loaders"))
     optimizer = make_optimizer(model, settings)
     prepare_optimizer(model, optimizer)
     return Training(

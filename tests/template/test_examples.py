@@ -1,8 +1,9 @@
 """The examples in docs/examples: their losses, metrics and messages; those with a state of their own are resumed. And
-the loader of docs/code.md: a plain DataLoader in the loop of train.py."""
+what docs/code.md adds to train.py: a plain DataLoader, a loader without a Dataset, a second model, a scheduler."""
 
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -17,10 +18,11 @@ from template import LEAF_ROOMS
 
 from fastgpu.convert.images.readers import IGNORED_CLASS
 from fastgpu.rows.rows import Field, Rows
-from support.projects import EXAMPLES, run_in, take_example, use_torch_loader
-from support.ranks import printed_by
+from support import PROJECT
+from support.projects import EXAMPLES, run_in, section_of_code_page, take_example, use_diff, use_loader
+from support.ranks import copy_project, printed_by
 from support.rows import write_rows
-from support.runs import metrics_of, newest, same_after_a_kill, step_of
+from support.runs import metrics_of, newest, same_after_a_kill, step_of, weights_of
 
 GENERATOR = torch.Generator()
 
@@ -175,7 +177,7 @@ def test_torch_loader_trains_resumes_and_is_diagnosed(own_copy):
     the same after SIGKILL. The project's tests pass."""
     project = own_copy("both")
     (project / "digits.py").write_text(DIGITS)
-    use_torch_loader(project)
+    use_loader(project, "Another loader in this loop", "torch_loader", "TorchLoader")
     assert same_after_a_kill(project, "last-00000[3-9]", *WORDS, "run.checkpoint_every_steps=5", "train.epochs=2")
     assert [point["val/top1_pct"] for point in metrics_of(project / "runs/whole") if "val/top1_pct" in point][-1] > 35
     assert step_of(newest(project / "runs/whole")) == 2 * (1442 * 9 // 10 // 64)
@@ -186,3 +188,82 @@ def test_torch_loader_trains_resumes_and_is_diagnosed(own_copy):
     printed = printed_by([sys.executable, "diagnose.py", *WORDS, "--seconds=0.05"], project)
     assert "TorchLoader as the loader" in printed
     assert "supply" in printed
+
+
+INSIDE = ("run.checkpoint_every_steps=5", "train.validate_every_steps=8", "data.tier=disk")
+"""Two ranks of the workload `minimal` are killed inside an epoch of 21 steps."""
+
+
+@pytest.mark.slow
+def test_loader_without_a_dataset_is_resumed(folder):
+    """Two ranks, and the end after steps, inside an epoch. The error falls, so the rows are those that were meant."""
+    use_loader(copy_project(folder), "A loader without a Dataset", "made_up", "MadeUpLoader")
+    shutil.copyfile(PROJECT / "diagnose.py", folder / "diagnose.py")
+    words = [
+        "data.dataset=made_up:MadeUp",
+        "data.train=6400",
+        "data.val=640",
+        "loader.num_workers=0",
+        "train.steps=330",
+    ]
+    assert same_after_a_kill(folder, "last-00000[5-9]", *words, *INSIDE[:2])
+    run = folder / "runs/killed"
+    errors = [point["val/mse"] for point in metrics_of(run) if "val/mse" in point]
+    assert errors[-1] < 0.5 * errors[0]
+    assert step_of(newest(run)) == 330
+    assert "MadeUpLoader as the loader" in printed_by([sys.executable, "diagnose.py", *words, "--seconds=0.05"], folder)
+
+
+TEACHER = """
+import torch
+from torch import nn
+
+from workloads import minimal
+
+
+class Workload(minimal.Workload):
+    def loss(self, model, batch, teacher=None):
+        loss = super().loss(model, batch)
+        if teacher is None:
+            return loss
+        with torch.no_grad():
+            expected = teacher(batch["x"])
+        return loss + nn.functional.mse_loss(model(batch["x"]), expected)
+"""
+
+
+@pytest.mark.slow
+def test_second_model_that_is_averaged_is_resumed(folder):
+    """A momentum encoder, as the page says: its own file of a checkpoint, and no part of the model to use."""
+    project = copy_project(folder)
+    _, diff = section_of_code_page("A second model")
+    (project / "train.py").write_text(use_diff((project / "train.py").read_text(), diff))
+    (project / "workloads/taught.py").write_text(TEACHER)
+    assert same_after_a_kill(folder, "last-00000[5-9]", "workload=taught", *INSIDE)
+    whole, killed = (weights_of(folder / "runs" / name, "teacher") for name in ("whole", "killed"))
+    assert all(torch.equal(whole[name], killed[name]) for name in whole)
+    assert whole["n_averaged"] == 63
+    assert not torch.equal(whole["module.0.weight"], weights_of(folder / "runs/whole")["0.weight"])
+
+
+@pytest.mark.slow
+def test_second_model_that_is_frozen_is_in_no_checkpoint(folder):
+    project = copy_project(folder)
+    workload, _ = section_of_code_page("A second model")
+    (project / "workloads/distilled.py").write_text(workload)
+    assert same_after_a_kill(folder, "last-00000[5-9]", "workload=distilled", *INSIDE)
+    saved = newest(folder / "runs/whole")
+    assert {path.stem for path in saved.glob("*.pt")} == {"model", "optimizer", "scaler"}
+    assert set(weights_of(folder / "runs/whole")) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+
+
+@pytest.mark.slow
+def test_scheduler_of_torch_is_resumed(folder):
+    project = copy_project(folder)
+    (diff,) = section_of_code_page("A scheduler of torch")
+    (project / "train.py").write_text(use_diff((project / "train.py").read_text(), diff))
+    assert same_after_a_kill(folder, "last-00000[5-9]", *INSIDE)
+    run = folder / "runs/killed"
+    rates = {point["step"]: point["train/lr"] for point in metrics_of(run) if "train/lr" in point}
+    assert rates == pytest.approx({step: 3e-3 * 0.999**step for step in rates})
+    assert weights_of(run, "scheduler")["last_epoch"] == 63

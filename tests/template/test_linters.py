@@ -11,7 +11,7 @@ import pytest
 from template import FOLDER, PROJECT, ROOT
 
 from fastgpu.process.config import Data, Run
-from support.projects import read_blocks, render, run_in, use_torch_loader
+from support.projects import read_blocks, render, run_in, use_loader
 from support.ranks import printed_by, run_to_end
 
 TOOLS = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -137,6 +137,6 @@ def test_code_of_pages_and_examples(own_copy):
     subprocess.run(["git", "apply", ROOT / "docs/examples/gan.diff"], cwd=project, check=True)
     run_in(project, "-m", *mypy)
     (project / "train.py").write_text(program)
-    use_torch_loader(project)
+    use_loader(project, "Another loader in this loop", "torch_loader", "TorchLoader")
     for command in (("ruff", "check", "--fix"), mypy):  # two imports of train.py are no longer used
         run_in(project, "-m", *command)

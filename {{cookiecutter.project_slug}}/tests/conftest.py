@@ -61,8 +61,7 @@ def open_parts(words: tuple[str, ...], stack: ExitStack) -> train.Training:
     config = load_config([*words])
     world = stack.enter_context(init_distributed(config.dist, Launch()))
     parts = train.build(config, open_rows(config), world)
-    stack.callback(parts.loader.close)
-    stack.callback(parts.val_loader.close)
+    stack.callback(parts.close)
     return parts
 
 
@@ -73,7 +72,8 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     data = config.data
     small = (*ON_A_CPU, f"data.batch_size={8 * config.optim.accumulation_steps}", "data.pool_batches=2")
     small += ("data.image_size=64",) * (data.image_size > 64)
-    named = [path for paths in (data.train, data.val) for path in ([paths] if isinstance(paths, str) else paths)]
+    sources = (data.train, *data.val_sets.values())
+    named = [path for paths in sources for path in ([paths] if isinstance(paths, str) else paths)]
     if data.dataset != "none" or all(map(is_there, named)):
         return small
     path = tmp_path_factory.mktemp("rows") / "rows.h5"

@@ -47,7 +47,7 @@ def test_the_first_block_of_each_file_is_as_it_was_written(config):
     """convert.py writes the SHA-256 of each block of rows; `convert.py check` checks all of them."""
     if config.data.dataset != "none":
         pytest.skip("the rows come from a Dataset")
-    for named in (config.data.train, config.data.val):
+    for named in (config.data.train, *config.data.val_sets.values()):
         for path in [named] if isinstance(named, str) else named:
             name, _, group = path.partition("::")
             for file_name in sorted(Path().glob(name)) if not Path(name).is_absolute() else [Path(name)]:
@@ -67,13 +67,14 @@ def check_first_blocks(group: h5py.Group) -> None:
 def test_both_splits_have_the_fields_of_the_config(parts):
     data = parts.config.data
     assert parts.splits.train.fields.keys() == data.fields.keys()
-    assert parts.splits.val.fields.keys() == (data.val_fields or data.fields).keys()
-    for name in parts.splits.train.fields.keys() & parts.splits.val.fields.keys():
-        assert parts.splits.train.fields[name].dtype == parts.splits.val.fields[name].dtype
+    for val in parts.splits.val.values():
+        assert val.fields.keys() == (data.val_fields or data.fields).keys()
+        for name in parts.splits.train.fields.keys() & val.fields.keys():
+            assert parts.splits.train.fields[name].dtype == val.fields[name].dtype
 
 
 def test_no_value_is_nan_or_infinite(parts):
-    for loader in (parts.loader, parts.val_loader):
+    for loader in (parts.loader, *parts.val_loaders.values()):
         for rows in first_batches(loader):
             for name in rows.columns:
                 values = values_of(rows[name])
@@ -82,7 +83,7 @@ def test_no_value_is_nan_or_infinite(parts):
 
 def test_labels_that_are_whole_numbers_fit_the_class_names(parts):
     names = parts.splits.train.attributes.get("class_names")
-    for loader in (parts.loader, parts.val_loader):
+    for loader in (parts.loader, *parts.val_loaders.values()):
         for rows in first_batches(loader):
             if "labels" not in rows.columns or rows["labels"].is_floating_point():
                 pytest.skip("the rows have no labels that are whole numbers")
@@ -93,11 +94,12 @@ def test_labels_that_are_whole_numbers_fit_the_class_names(parts):
 def test_most_validation_rows_are_not_trained_on(build):
     """A few equal rows are no mistake: pictures repeat, and users like the same two items. 5 % are a leak."""
     parts = build("data.min_crop_scale=1", "data.echo=1")  # of encoded images, both splits have the centre
-    train, val = parts.splits.train, parts.splits.val
+    train, val = parts.splits.train, next(iter(parts.splits.val.values()))
     shared = sorted(train.fields.keys() & val.fields.keys())
     names = [name for name in shared if train.fields[name].shape or train.fields[name].is_ragged] or shared
     trained_on = [key for rows in first_batches(parts.loader, 4 * MAX_ROWS) for key in row_keys(rows, names)]
-    validated = [key for rows in first_batches(parts.val_loader) for key in row_keys(rows, names)]
+    first = next(iter(parts.val_loaders.values()))  # of several sets, the first one usually decides
+    validated = [key for rows in first_batches(first) for key in row_keys(rows, names)]
     equal = np.flatnonzero(np.isin(validated, trained_on))
     # Of a large file, only a part of the training rows was looked at.
     leaked_pct = 100 * len(equal) / len(validated) * max(1, len(train) / len(trained_on))

@@ -54,7 +54,8 @@ def test_a_stopped_and_resumed_run_ends_with_equal_weights(words, tmp_path, laun
 
 @pytest.mark.skipif(not (PROJECT / "predict.py").exists(), reason="the project has no predict.py")
 def test_rows_are_predicted_from_a_checkpoint(config, words, tmp_path):
-    rows = config.data.train if str(config.data.val).endswith("%") else config.data.val
+    first = next(iter(config.data.val_sets.values()))
+    rows = config.data.train if str(first).endswith("%") else first
     if config.data.dataset != "none" or not isinstance(rows, str):
         pytest.skip("the rows are not one HDF5 file")
     run = train_until(1, tmp_path / "runs", *words)

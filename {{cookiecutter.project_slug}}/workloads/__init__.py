@@ -34,7 +34,8 @@ class Workload(Protocol):
     best: Best
     """The metric that selects the best checkpoint, and which of its values are better.
 
-    Of epochs with equal values, the later one is better, unless its metric `loss` is higher.
+    Of validations with equal values, the later one is better, unless its metric `loss` is higher. With
+    several validation sets it is that of the first one; `night/top1_pct` is that of the set night.
     """
 
     inputs: tuple[str, ...] = ()
@@ -43,6 +44,8 @@ class Workload(Protocol):
     @abstractmethod
     def __init__(self, options: Section, train: Dataset, val: Dataset):
         """Set `options`, and raise UserError if the rows are not of the expected kind.
+
+        With several validation sets, a workload is made with each, and that of the first set trains.
 
         predict.py passes sources without rows: ask for a `column` only if `len(train)`. They have
         the fields and attributes of the training rows; what `card` returned is among the latter.
@@ -86,10 +89,15 @@ class Workload(Protocol):
         """
 
 
-def make(config: Config, train: Dataset, val: Dataset) -> Workload:
-    """Build the workload that the config names. Raises UserError if options or rows do not fit."""
+def make(config: Config, train: Dataset, val: Mapping[str, Dataset]) -> Workload:
+    """Build the workload that the config names. Raises UserError if options or rows do not fit.
+
+    val: the rows of each validation set. One workload is made with each, which checks them; the first one is returned.
+    """
     kind = load(config.workload)
-    return kind(read_options(config, kind.Options), train, val)
+    options = read_options(config, kind.Options)
+    first, *_ = [kind(options, train, rows) for rows in val.values()]
+    return first
 
 
 def load(name: str) -> type[Workload]:

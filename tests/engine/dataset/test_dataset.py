@@ -388,8 +388,8 @@ def test_dataset_split_at_random_shares_no_rows(write_module, name):
 
     def split(seed: int) -> tuple[list[int], ...]:
         sys.modules.pop("own", None)  # a new run
-        parts = open_splits(data, Loader(num_workers=0), seed)
-        return tuple([int(row) for row in part.dataset.indices] for part in parts)
+        train, val = open_splits(data, Loader(num_workers=0), seed)
+        return tuple([int(row) for row in part.dataset.indices] for part in (train, val["val"]))
 
     train, val = split(1)
     assert sorted(train + val) == list(range(N_ROWS))

@@ -56,7 +56,7 @@ def open_lengths(source: ItemDataset, tier: Tier = "disk", *, n_epochs: int = 10
 
 def choose_tier(source: ItemDataset, tier: Tier) -> None:
     data = Data(train="x", val="y", fields={"x": "x"}, batch_size=4, tier=tier)
-    resolve_auto(Config(workload="minimal", data=data), Splits(source, source), ALONE)
+    resolve_auto(Config(workload="minimal", data=data), Splits(source, {"val": source}), ALONE)
 
 
 def test_lengths_longer_than_expected_get_more_memory():

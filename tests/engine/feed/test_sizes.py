@@ -8,7 +8,8 @@ import torch
 from torch.utils.data import TensorDataset
 
 from fastgpu.dataset.source import ItemDataset
-from fastgpu.feed import Splits, canonical_ranks, describe, resolve_auto, tiers
+from fastgpu.feed import Splits, describe, resolve_auto, tiers
+from fastgpu.feed.sizes import choose_canonical_ranks
 from fastgpu.feed.tiers import Memory, choose_tier
 from fastgpu.process import machine
 from fastgpu.process.config import Config, Data, Dist, Loader, Optim, Run, Section
@@ -56,7 +57,7 @@ def choose(
 ) -> Config:
     """values: of section `data`. sections: other ones."""
     config = Config(workload="images", data=data(**values), **sections)
-    return resolve_auto(config, Splits(source, val_source or Shape(0)), world)
+    return resolve_auto(config, Splits(source, {"val": val_source or Shape(0)}), world)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +86,38 @@ def test_sizes_auto_becomes_a_number(key, chosen, source, n_ranks, settings):
     [(1, 64, 50, 8), (3, 48, 50, 24), (3, 51, 50, 3), (2, 64, 5, 2)],
 )
 def test_sizes_canonical_ranks_are_a_multiple_of_8_if_possible(n_ranks, batch_size, n_blocks, chosen):
-    assert canonical_ranks(data(batch_size=batch_size), Shape(1000, n_blocks=n_blocks), n_ranks) == chosen
+    rows = Shape(1000, n_blocks=n_blocks)
+    assert choose_canonical_ranks(data(batch_size=batch_size), rows, n_ranks) == chosen
+
+
+@pytest.mark.parametrize(
+    ("n_ranks", "saved", "settings", "chosen"),
+    [
+        (16, 64, {}, 64),
+        (4, 64, {}, 64),
+        (3, 64, {"batch_size": 192}, 24),
+        (16, 8, {}, 16),
+        (2, 64, {"batch_size": 48}, 8),
+        (2, 64, {"canonical_ranks": 4}, 4),
+    ],
+)
+def test_sizes_canonical_ranks_of_a_resumed_run_are_kept_if_possible(n_ranks, saved, settings, chosen):
+    assert choose_canonical_ranks(data(**{"batch_size": 128} | settings), Shape(1000), n_ranks, saved) == chosen
+
+
+def test_sizes_fewer_ranks_see_the_same_global_batches():
+    rows, saved, seen = Shape(1000), None, []
+    for n_ranks in (16, 8, 2):
+        config = resolve_auto(
+            Config(workload="images", data=data()), Splits(rows, {"val": rows}), World(0, n_ranks, 2, CPU), saved
+        )
+        saved = config.data.canonical_ranks
+        shards = [Shard(rank, n_ranks, saved) for rank in range(n_ranks)]
+        samplers = [BlockSampler(rows, 64 // n_ranks, shard, config.data.pool_batches) for shard in shards]
+        seen.append(np.concatenate([np.reshape([*each], (-1, each.batch_size)) for each in samplers], axis=1))
+    assert saved == 16
+    np.testing.assert_array_equal(seen[0], seen[1])
+    np.testing.assert_array_equal(seen[0], seen[2])
 
 
 @pytest.mark.parametrize(
@@ -105,6 +137,12 @@ ACCUMULATION = {"optim": Optim(accumulation_steps=2)}
     [
         ({"batch_size": 66}, 1000, r"data.batch_size is 66; .* multiple of 8 \(4 ranks x optim.acc"),
         ({"batch_size": 64}, 63, "data.batch_size is 64; use at most 63, the rows of x.h5"),
+        (
+            {"canonical_ranks": 6},
+            1000,
+            r"data.canonical_ranks is 6; .* multiple of 4 \(ranks\) that divides 64 \(data.b",
+        ),
+        ({"canonical_ranks": 128}, 1000, r"data.canonical_ranks is 128; .*, or auto$"),
         ({"tier": "device"}, 11 * 1024, "data.tier is device, .* 10.0 GiB are free; use data.tier"),
         ({"tier": "host"}, 33 * 1024, "data.tier is host, .* 33.0 GiB .* 32.0 GiB are free"),
     ],
@@ -161,7 +199,7 @@ def test_sizes_all_together():
     config = choose(source, world, val_source, sections=ACCUMULATION)
     assert (config.data.tier, config.data.pool_batches, config.loader.num_readers) == ("device", 4, 8)
     sampler = BlockSampler(source, 16, Shard(1, 4, 8), 4)
-    assert describe(config, Splits(source, val_source), sampler, world).splitlines()[1:] == [
+    assert describe(config, Splits(source, {"val": val_source}), sampler, world).splitlines()[1:] == [
         "memory: 2.0 GiB for all rows, kept on the device; free for each rank: 10.0 GiB on its device, 32.0 GiB in RAM",
         "batches: 64 rows over all ranks, 16 on each; 4 are shuffled together",
         "each epoch: 1,984 of 2,000 rows; the rest does not fill a batch",
@@ -174,7 +212,8 @@ def test_sizes_rows_of_an_epoch():
     weighted.selection = Mixture(groups, weighted.block_rows, 4, 0)
     config = Config(workload="images", data=data(tier="disk"))
     told = [
-        describe(config, Splits(rows, rows), BlockSampler(rows, 4), ALONE).splitlines() for rows in (plain, weighted)
+        describe(config, Splits(rows, {"val": rows}), BlockSampler(rows, 4), ALONE).splitlines()
+        for rows in (plain, weighted)
     ]
     assert [lines[-1] for lines in told] == [
         "each epoch: 1,008 of 1,011 rows; the rest does not fill a batch",

@@ -25,11 +25,13 @@ def in_folder(tmp_path, monkeypatch):
 
 def open_both(
     train: str | list[str] | dict[str, float] = "a.h5",
-    val: str | list[str] = "a.h5",
+    val: str | list[str] | dict[str, str] = "a.h5",
     fields: dict[str, str] | None = None,
     **options,
 ) -> tuple[Dataset, Dataset]:
-    return open_splits(Data(train=train, val=val, fields=fields or DENSE_FIELDS, **options), Loader(num_workers=0), 0)
+    data = Data(train=train, val=val, fields=fields or DENSE_FIELDS, **options)
+    rows, sets = open_splits(data, Loader(num_workers=0), 0)
+    return rows, next(iter(sets.values()))
 
 
 def write_labels(name: str, labels: np.ndarray, **attributes: Any) -> None:
@@ -130,6 +132,11 @@ def test_messages_of_sources(compare_messages, dense_file):
             "weights of a Dataset": lambda: open_both({"rows.h5": 1}, dataset="torch.utils.data:Dataset"),
             "classes in another order": lambda: open_both(["a.h5", "b.h5"]),
             "classes in another order for validation": lambda: open_both("a.h5", "b.h5"),
+            "classes in another order in one of several sets": lambda: open_both(
+                "a.h5", {"few": "few.h5", "b": "b.h5"}
+            ),
+            "one of several sets is missing": lambda: open_both("a.h5", {"few": "few.h5", "b": "nowhere.h5"}),
+            "one of several sets is a share of no rows": lambda: open_both("a.h5", {"few": "few.h5", "b": "0%"}),
             "a folder": lambda: open_both("photos"),
         }
     )
@@ -148,15 +155,15 @@ class Ten(TorchDataset):
         return row
 
 
-@pytest.mark.parametrize(("val", "n_workers"), [("b", 4), ("20%", 2)])
+@pytest.mark.parametrize(("val", "n_workers"), [("b", 4), ("20%", 2), ({"b": "b", "c": "c"}, 4)])
 def test_sources_dataset_is_opened_with_its_workers(val, n_workers):
     data = Data(train="a", val=val, fields={"x": "x"}, dataset="test_sources:Ten")
     before = {*active_children()}  # of other tests
-    splits = open_splits(data, Loader(num_workers=2), 0)
+    train, sets = open_splits(data, Loader(num_workers=2), 0)
     assert len({*active_children()} - before) == n_workers
-    for part in splits:
+    for part in (train, *sets.values()):
         assert part.read_rows(np.array([7, 3]), 0, 0, np.zeros(2, int))["x"].tolist() == [7, 3]
-    for part in splits:
+    for part in (train, *sets.values()):
         part.close()
         assert part.n_workers == 0
     assert not {*active_children()} - before
@@ -171,6 +178,7 @@ def test_sources_dataset_is_opened_with_its_workers(val, n_workers):
         (["groups.h5::train", "./groups.h5::/train"], "10%", "groups.h5::train", {}),
         ("link.h5", "q.h5", "link.h5", {}),
         ("a", "a", "a", {"dataset": "test_sources:Ten"}),
+        ("q.h5", {"val": "p-val.h5", "night": "q.h5"}, "q.h5", {}),
         ("groups.h5::/train", "groups.h5::/val", "", {}),
         ("p-*.h5", "10%", "", {}),
         ("q.h5", "q.h5", "", {"val_fields": {"images": "labels"}}),  # other fields of the same rows
@@ -184,6 +192,7 @@ def test_sources_warn_of_shared_validation_rows(dense_file, capsys, train, val, 
     with h5py.File("groups.h5", "w") as file:
         file["train/images"] = file["val/images"] = np.arange(20)
     open_both(train, val, {"images": "images"}, **options)
-    told = f"warning: data.val ({val}) has rows of {shared} that are trained on, too"
+    key = f"data.val.night ({val['night']})" if isinstance(val, dict) else f"data.val ({val})"
+    told = f"warning: {key} has rows of {shared} that are trained on, too"
     printed = capsys.readouterr().out
     assert (told in printed) == ("trained on" in printed) == bool(shared)

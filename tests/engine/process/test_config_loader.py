@@ -39,6 +39,10 @@ MISTAKES_IN_A_FILE = (
     "model: {label: on, width: 1e3, note: 2024}",
     "model: {day: 2025-01-01, shares: [.5, .6], widths: [1, x], flip: 1}",
     "model: {day: soon, shares: [.1, .2, .3]}",
+    "data: {val: {}}",
+    "data: {val: {a.h5: 2, b.h5: 0.5}}",
+    "data: {val: {day: 10%, night: 20%}}",
+    "data: {val: {day: [a.h5, [b.h5]]}}",
 )
 MISTAKES_IN_WORDS = (
     "data.echo=0.5 data.val=10 optim.lr=-1 optim.warmup_share=2 train.epochs=-1 run.seed=-1 workload=Mine",
@@ -52,6 +56,7 @@ MISTAKES_IN_WORDS = (
     "--epochs 3 data.echo=2",
     "--batch-size=64",
     "--compile data.echo=2",
+    "--compile --seed 3",
     "--width 8",
     "--config",
     "--config nowhere.yaml",

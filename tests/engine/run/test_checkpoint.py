@@ -18,11 +18,20 @@ from torch import nn
 from fastgpu.process.config import Run
 from fastgpu.process.launch import UserError
 from fastgpu.run import checkpoint
-from fastgpu.run.checkpoint import Progress, find_intact, load, newest_first, not_finite, save, take_snapshot
+from fastgpu.run.checkpoint import (
+    Progress,
+    find_intact,
+    load,
+    newest_first,
+    not_finite,
+    read_order,
+    save,
+    take_snapshot,
+)
 from fastgpu.run.run import lock_folder
 from fastgpu.training.average import AveragedModel
 
-ORDER = {"rows": 10, "seed": 0}
+ORDER = {"rows": 10, "seed": 0, "canonical_ranks": 8}
 
 
 def parts(value: float = 0.0, model: nn.Module | None = None, kind: type = torch.optim.AdamW) -> dict[str, Any]:
@@ -235,7 +244,7 @@ def test_checkpoint_damage_is_found(run, capsys, file, damage):
         "flip": content[:middle] + bytes([content[middle] ^ 255]) + content[middle + 1 :],
         "cut": content[:middle],
         "nested": b"[" * 99_999,
-        "another format": content.replace(b'"format": 5', b'"format": 6'),
+        "another format": content.replace(b'"format": 6', b'"format": 7'),
     }
     path.write_bytes(damaged.get(damage, b""))
     if damage in ("no files", "a file elsewhere"):  # with a checksum that fits
@@ -279,7 +288,7 @@ def test_checkpoint_folder_is_made_again(run):
 
 def test_checkpoint_none_intact_or_of_another_version(run):
     save_step(run, "last", 1)
-    write_state(run / "checkpoints/last-000001/state.json", {"format": 2})
+    write_state(run / "checkpoints/last-000001/state.json", {"format": checkpoint.FORMAT - 1})
     with pytest.raises(UserError, match=r"last-000001 is of another version: resume it with that version"):
         resume(run)
     (run / "checkpoints/last-000001/state.json").unlink()
@@ -346,5 +355,18 @@ def test_checkpoint_of_another_order_of_rows(run):
     save_step(run, "last", 1, epoch_step=1)
     with pytest.raises(UserError, match=r"inside an epoch, in which .* cannot change \(seed, content\)$"):
         resume(run, order=changed)
+    with pytest.raises(UserError, match=r"canonical_ranks\); use data.canonical_ranks=auto and ranks that divide 8$"):
+        resume(run, order=ORDER | {"canonical_ranks": 12})
     save_step(run, "last", 2)
     assert resume(run, order=changed) == (2, 2.0)
+
+
+def test_checkpoint_order_is_that_of_the_newest_intact(run):
+    assert read_order(run) == {}
+    save_step(run, "last", 1)
+    save_step(run, "last", 2)
+    assert read_order(run) == ORDER
+    (run / "checkpoints/last-000002/state.json").write_text("{")
+    assert read_order(run) == ORDER
+    (run / "checkpoints/last-000001/model.json").write_text('{"order": {}}')
+    assert read_order(run) == {}

@@ -29,7 +29,7 @@ class Tied(nn.Module):
 def test_record_model_comes_back_with_its_description(tmp_path):
     attributes = {"mean": np.array([1.5], np.float32), "class_names": ["a", "b"], "count": np.int64(3)}
     source = ArrayDataset("made up", {"x": np.zeros((3, 4), np.uint8), "y": np.zeros(3, np.int64)}, attributes)
-    card = describe_model(SHORT_CONFIG.flat(), Splits(source, source), {"classes": ["a", "b"]}, {})
+    card = describe_model(SHORT_CONFIG.flat(), Splits(source, {"val": source}), {"classes": ["a", "b"]}, {})
     model = Tied()
     (tmp_path / "checkpoints").mkdir()
     checkpoint.save(
@@ -52,7 +52,7 @@ def job_of(**sections: dict[str, object]) -> dict[str, object]:
     """What identifies a job with these settings."""
     return identify_job(
         SHORT_CONFIG.resolved(**sections).flat(),
-        Splits(SHORT_SOURCE, SHORT_SOURCE),
+        Splits(SHORT_SOURCE, {"val": SHORT_SOURCE}),
         BlockSampler(SHORT_SOURCE, 4).fingerprint,
     )
 

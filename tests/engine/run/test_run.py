@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from math import inf, nan
+from math import inf, isnan, nan
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from fastgpu.process.world import World
 from fastgpu.run import checkpoint
 from fastgpu.run import run as run_module
 from fastgpu.run.record import describe_model, write_or_warn
-from fastgpu.run.run import Run, lock_folder
+from fastgpu.run.run import Run, lock_folder, name_best
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.training.average import AveragedModel
 from fastgpu.training.step import prepare_optimizer
@@ -41,13 +41,14 @@ def started_run(
     *,
     best: tuple[str, str] = ("score", "higher"),
     state: dict[str, Any] | None = None,
-    splits: tuple[ArrayDataset, ArrayDataset] = (SHORT_SOURCE, SHORT_SOURCE),
+    splits: Splits = Splits(SHORT_SOURCE, {"val": SHORT_SOURCE}),  # noqa: B008 (immutable)
     world: World = ALONE,
     **settings: Any,
 ) -> Run:
-    """A run of this process. settings: of section `run`. state: more than the model."""
-    cfg = SHORT_CONFIG.resolved(run={"folder": str(folder), "name": "a", **settings})
-    card = describe_model(cfg.flat(), Splits(*splits), {"classes": ["a", "b"]}, SHORT_ORDER.fingerprint)
+    """A run of this process. settings: of the sections `run` and `train`. state: more than the model."""
+    of_train = {name: settings.pop(name) for name in settings.keys() & config.Train.model_fields.keys()}
+    cfg = SHORT_CONFIG.resolved(run={"folder": str(folder), "name": "a", **settings}, train=of_train)
+    card = describe_model(cfg.flat(), splits, {"classes": ["a", "b"]}, SHORT_ORDER.fingerprint)
     state = {"model": model or nn.Linear(2, 2), **(state or {})}
     return Run(cfg.run, world, state, card, values=cfg.model_dump(), best=best)
 
@@ -56,13 +57,10 @@ def train_epoch(run: Run, *, loss: float = 0.5, score: float = 1.0, save_every: 
     """Four steps, and the end of an epoch."""
     at = run.progress
     for _ in range(SHORT_STEPS):
-        at.step += 1
-        at.epoch_step += 1
+        at.advance(SHORT_STEPS)
         run.should_stop()
         if save_every and at.step % save_every == 0:
             run.save()
-    at.epoch += 1
-    at.epoch_step = 0
     run.save({"val/score": score, "val/loss": loss})
     run.wait_for_save()
 
@@ -145,7 +143,61 @@ def test_run_saves_inside_and_after_an_epoch(tmp_path):
     assert description["best"] == ["score", "higher"]
     assert {"command", "started", "gpu", "git_commit", "versions"} < description.keys()
     with started_run(tmp_path, resume="auto") as run:
-        assert run.progress == checkpoint.Progress(2, 0, 8, 2.0, 0.5, 1, run.progress.metric)
+        assert run.progress == checkpoint.Progress(2, 0, 8, 2.0, 0.5, 1, run.progress.metric, 2, 8)
+
+
+def questions_of(run: Run, n_epochs: int, epoch_steps: int, *, stop_at: int = 0) -> list[str]:
+    """What a run asks for after each step, as a letter for each answer that is yes. It validates when it should."""
+    answers = []
+    while run.progress.epoch < n_epochs and not run.is_over():
+        run.progress.advance(epoch_steps)
+        names = {"v": run.should_validate, "s": run.should_save, ".": run.is_over}
+        answers.append("".join(letter for letter, question in names.items() if question()))
+        if run.progress.step == stop_at:
+            run.save()
+            break
+        if run.should_validate():
+            run.save({"val/score": 1.0})
+    return answers
+
+
+@pytest.mark.parametrize(
+    ("length", "answers"),
+    [
+        ({}, ["", "", "s", "v", "", "s", "", "v."]),
+        ({"validate_every_steps": 3}, ["", "", "vs", "", "", "vs", "", "v."]),
+        ({"steps": 6}, ["", "", "s", "v", "", "vs."]),
+        ({"steps": 6, "validate_every_steps": 5}, ["", "", "s", "", "v", "vs."]),
+        ({"steps": 2, "validate_every_steps": 100}, ["", "v."]),
+        ({"steps": 10**6, "validate_every_steps": 2}, ["", "v", "s", "v", "", "vs", "", "v"]),
+    ],
+)
+def test_run_asks_for_validations_and_saves(tmp_path, length, answers):
+    """Two epochs of four steps. A run that is stopped at any step, and resumed, asks for the same."""
+    options = {**length, "checkpoint_every_steps": 3}
+    with started_run(tmp_path, name="whole", **options) as run:
+        assert questions_of(run, 2, SHORT_STEPS) == answers
+        assert not run.should_validate()
+        assert run.progress.validations == sum("v" in each for each in answers)
+    for step, expected in enumerate(answers, 1):
+        with started_run(tmp_path, name=f"stop{step}", **options) as run:
+            assert questions_of(run, 2, SHORT_STEPS, stop_at=step) == answers[:step]
+        with started_run(tmp_path, name=f"stop{step}", resume="auto", **options) as run:
+            assert run.should_validate() == ("v" in expected)
+            if run.should_validate():
+                run.save({"val/score": 1.0})
+            assert questions_of(run, 2, SHORT_STEPS) == answers[step:]
+
+
+def test_run_share_that_is_done(tmp_path):
+    """In the middle of each step. It depends on the unit that decides where the run ends."""
+    for length, n_steps in (({}, 8), ({"steps": 5}, 5), ({"steps": 11}, 11)):
+        with started_run(tmp_path, name=f"to{n_steps}", **length) as run:
+            shares = []
+            while not run.is_over():
+                shares.append(run.share_done(SHORT_STEPS))
+                run.progress.advance(SHORT_STEPS)
+            assert shares == [(step + 0.5) / n_steps for step in range(n_steps)]
 
 
 def test_run_state_comes_back(tmp_path):
@@ -171,38 +223,62 @@ def test_run_state_comes_back(tmp_path):
     ("direction", "scores", "epochs"),
     [("higher", [nan, 3, 1, nan, 4, 2, 4], [0, 2, 2, 2, 5, 5, 7]), ("lower", [inf, 1, 2, nan, 0.5], [0, 2, 2, 2, 5])],
 )
-def test_run_best_follows_the_metric(tmp_path, direction, scores, epochs):
+def test_run_best_follows_the_metric(tmp_path, capsys, direction, scores, epochs):
     kept = []
     with started_run(tmp_path, best=("score", direction)) as run:
         for score in scores:
             train_epoch(run, score=score)
-            kept.append(run.progress.best_epoch)
+            warning = "warning: val/score is nan, which no checkpoint can be judged by"
+            assert (warning in capsys.readouterr().out) == isnan(score)
+            kept.append(run.progress.best_validation)
             best = [step_of(path) // SHORT_STEPS for path in (tmp_path / "a").glob("checkpoints/best-*")]
             assert best == [epoch for epoch in kept[-1:] if epoch]
     assert kept == epochs
 
 
 @pytest.mark.parametrize(
-    ("losses", "best_epoch"),
+    ("losses", "best_validation"),
     [((0.3, 0.1, 0.2), 2), ((0.2, 0.2, 0.3), 2), ((0.1, nan, 0.2), 1), ((None, None, None), 3)],
 )
-def test_run_best_of_equal_values_by_the_loss(tmp_path, losses, best_epoch):
+def test_run_best_of_equal_values_by_the_loss(tmp_path, losses, best_validation):
     for loss in losses:
         with started_run(tmp_path, resume="auto") as run:
             run.progress.epoch += 1
             run.save({"val/score": 1.0} | ({} if loss is None else {"val/loss": loss}))
-    assert run.progress.best_epoch == best_epoch
+    assert run.progress.best_validation == best_validation
+
+
+def test_run_best_of_several_sets_by_the_loss_of_the_first(tmp_path):
+    sets = Splits(SHORT_SOURCE, {"val/day": SHORT_SOURCE, "val/night": SHORT_SOURCE})
+    with started_run(tmp_path, splits=sets) as run:
+        for loss in (0.3, 0.1, 0.2):
+            run.save({"val/day/score": 1.0, "val/day/loss": loss, "val/night/loss": -loss, "val/night/score": -1.0})
+    assert (run.progress.best, run.progress.best_validation) == (1.0, 2)
+
+
+@pytest.mark.parametrize(
+    ("metric", "sets", "named"),
+    [
+        ("mse", (), ("", "mse")),
+        ("group/mse", (), ("", "group/mse")),
+        ("mse", ("day", "night"), ("day", "day/mse")),
+        ("night/mse", ("day", "night"), ("night", "night/mse")),
+        ("group/mse", ("day", "night"), ("day", "day/group/mse")),
+    ],
+)
+def test_run_best_names_its_validation_set(metric, sets, named):
+    assert name_best((metric, "lower"), sets) == (named[0], (named[1], "lower"))
 
 
 def lose_the_best(world: World, folder: Path) -> list[tuple[float | None, int]]:
-    """(best, best_epoch) after each of four epochs. The disk is full when the first best model is written."""
+    """(best, best_validation) after each of four epochs. The disk is full when the first best model is written."""
     known = []
     written = at_call(1, checkpoint.save_model, Mock(side_effect=OSError(28, "No space left on device")))
     with pytest.MonkeyPatch.context() as patch, started_run(folder, world=world) as run:
         patch.setattr(checkpoint, "save_model", written)
         for score in (90.0, 50.0, 40.0, 60.0):
             train_epoch(run, score=score)
-            known.append((run.progress.best, run.progress.best_epoch))
+            known.append((run.progress.best, run.progress.best_validation))
             best = [step_of(path) // SHORT_STEPS for path in (folder / "a").glob("checkpoints/best-*")]
             assert not world.is_main or best == [epoch for _, epoch in known[-1:] if epoch]
     return known
@@ -263,12 +339,12 @@ def test_run_forgets_a_best_that_a_thread_could_not_write(tmp_path, gate):
             patch.setattr(checkpoint, "save_model", Mock(side_effect=OSError(28, "No space left on device")))
             run.progress.epoch = 2
             run.save({"val/score": 90.0})
-            assert (run.progress.best, run.progress.best_epoch) == (90, 2)
+            assert (run.progress.best, run.progress.best_validation) == (90, 2)
             gate.set()
             run.wait_for_save()
-        assert (run.progress.best, run.progress.best_epoch) == (50, 1)
+        assert (run.progress.best, run.progress.best_validation) == (50, 1)
         train_epoch(run, score=70.0)
-        assert (run.progress.best, run.progress.best_epoch) == (70, 3)
+        assert (run.progress.best, run.progress.best_validation) == (70, 3)
 
 
 def test_run_error_of_the_saving_thread_is_raised(tmp_path, monkeypatch):
@@ -362,7 +438,7 @@ def test_run_loader_that_fails_on_a_rank_of_two(tmp_path, monkeypatch, capsys, p
 @pytest.mark.parametrize(("n_rows", "is_told"), [(199, True), (200, False)])
 def test_run_best_of_few_rows_is_a_warning(tmp_path, capsys, n_rows, is_told):
     rows = ArrayDataset("few", {"x": np.zeros((n_rows, 100), np.uint8)})
-    with started_run(tmp_path, splits=(rows, rows)):
+    with started_run(tmp_path, splits=Splits(rows, {"val": rows})):
         pass
     line = f"warning: {n_rows} validation rows choose the best checkpoint, each counts 0.5 %; use more\n"
     assert (line in capsys.readouterr().out) == is_told
@@ -374,7 +450,7 @@ def test_run_best_of_another_metric(tmp_path, capsys):
     with started_run(tmp_path, best=("loss", "lower"), resume="auto") as run:
         train_epoch(run, loss=0.6)
         assert run.progress.best == 0.6
-        run._card["val_rows"] = "other rows"  # to validate on
+        run._val_rows = "other rows"  # to validate on
         train_epoch(run, loss=0.7)
         assert run.progress.best == 0.7
     with started_run(tmp_path, best=("recall", "higher"), resume="auto") as run:
@@ -388,7 +464,7 @@ def test_run_newest_of_other_rows_is_refused(tmp_path):
         train_epoch(run)
     others = ArrayDataset("others", {"x": np.ones((9, 100), np.uint8)})
     with pytest.raises(UserError, match="run.name: the newest run, .*/a, has other rows; use run.resume=FOLDER"):
-        started_run(tmp_path, name="auto", resume="auto", splits=(others, others))
+        started_run(tmp_path, name="auto", resume="auto", splits=Splits(others, {"val": others}))
 
 
 def test_run_full_disk_costs_the_description(tmp_path, monkeypatch, capsys):

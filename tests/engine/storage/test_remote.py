@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
@@ -148,6 +149,20 @@ def test_remote_rows_are_local_once_all_were_fetched(bucket, dense_file):
     assert rows.n_requests > n_requests
     forget()
     assert open_store("data.train", url, DENSE_FIELDS).is_local  # whoever has fetched them
+
+
+def test_remote_groups_of_a_file_wait_for_the_rows_of_all(bucket, dense_file, monkeypatch):
+    rows = open_store("data.train", put(bucket, dense_file(500, (3, 16, 16))), DENSE_FIELDS)
+    concatenate = np.concatenate
+
+    def concatenate_slowly(arrays: list[np.ndarray]) -> np.ndarray:
+        time.sleep(0.01)
+        return concatenate(arrays)
+
+    monkeypatch.setattr("fastgpu.storage.remote.np.concatenate", concatenate_slowly)
+    n_chunks = len(rows.file._expected)
+    side_by_side(rows.file.expect, [np.zeros((1, 2), np.int64)] * 4)  # as their layouts do while they are opened
+    assert len(rows.file._expected) == n_chunks + 4
 
 
 def test_remote_readers_that_waited_for_the_network_end(bucket, dense_file, monkeypatch):

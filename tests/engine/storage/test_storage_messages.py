@@ -17,7 +17,6 @@ from fastgpu.storage import hdf5, part
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.storage.hdf5 import open_file
 from fastgpu.storage.meaning import check_meaning
-from fastgpu.storage.sources import sources_of
 from fastgpu.storage.store import open_store
 from support.rows import DENSE_FIELDS
 
@@ -149,7 +148,7 @@ def test_messages_of_storage(compare_messages, dense_file, ragged_file, tmp_path
     def reads_sources() -> None:
         with h5py.File(dense_file(8, name="sources.h5"), "a") as file:
             file.create_dataset("fastgpu_source", (8,), "S4", external=[("text.h5", 0, 32)])
-        sources_of(open_store("data.train", "sources.h5", DENSE_FIELDS))
+        open_store("data.train", "sources.h5", DENSE_FIELDS).sources()
 
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe.h5")
@@ -158,6 +157,9 @@ def test_messages_of_storage(compare_messages, dense_file, ragged_file, tmp_path
     dense_file(10, (1, 2, 4), name="other.h5")
     dense_file(10, name="source.h5")
     dense_file(40, name="bitshuffle.h5", compression=hdf5plugin.Bitshuffle())
+    with h5py.File("many.h5", "w") as file:
+        for number in range(100):
+            file[f"{number:02}/x"] = [0]
     ragged_file(20)
     ragged_file(20, "long.h5", items=3)
     write_bad_fields(dense_file(10))
@@ -168,6 +170,7 @@ def test_messages_of_storage(compare_messages, dense_file, ragged_file, tmp_path
         "no HDF5": opens("text.h5"),
         "a folder": opens("."),
         "no dataset": opens("rows.h5", labels="targets"),
+        "no dataset among many": opens("many.h5", {"x": "x"}),
         "no group": opens("rows.h5::/train"),
         **{f"a field that is {name}": opens("rows.h5", images=name) for name in BAD_FIELDS},
         "no file is named": opens([]),

@@ -215,11 +215,13 @@ def test_monitor_scalars_are_those_of_the_page(folder, nvml):
     train("train.epochs=1")
     points = read_run(folder / "runs/a").points
     logged = {name for point in points for name in point} - {"step", "time_s", "part", *Throughput._fields}
-    logged |= {"val/loss"}  # of other workloads
+    logged |= {"val/loss", "val/night/loss"}  # of other workloads, and of several validation sets
     logged |= {"storage/requests", "storage/fetched_mib", "storage/local_pct"}  # of a bucket
     logged |= {"gpu0/util_min_pct", *gpu_counters(GPU)}
     page = (PROJECT / "docs/measuring.md").read_text(encoding="utf-8")
     explained = re.findall(r"(?m)^\| `([^`|]+/[^`|]+)` \| [^|]* \| [^|]+ \| [^|]*\|$", page)
-    patterns = {name: name.replace("<n>", r"\d+").replace("<metric>", r"\w+") for name in explained}
+    patterns = {
+        name: name.replace("<n>", r"\d+").replace("<metric>", r"\w+").replace("<name>", r"\w+") for name in explained
+    }
     assert [name for name in logged if not any(re.fullmatch(pattern, name) for pattern in patterns.values())] == []
     assert [name for name in explained if not any(re.fullmatch(patterns[name], each) for each in logged)] == []

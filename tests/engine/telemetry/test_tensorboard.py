@@ -42,7 +42,7 @@ def board(tmp_path) -> Iterator[Callable[..., TensorBoard]]:
     with ExitStack() as stack:
 
         def make(step: int = 0, world: World = ALONE, **config: Any):
-            settings = {"log.wandb": "", "train.epochs": 1, **config}
+            settings = {"log.wandb": "", "train.epochs": 1, "train.steps": 0, "train.validate_every_steps": 0, **config}
             return stack.enter_context(TensorBoard(tmp_path, settings, world, step=step))
 
         yield make
@@ -62,7 +62,7 @@ def losses_in(folder: Path) -> list[tuple[int, float]]:
 def test_log_of_other_ranks_is_silent(board, tmp_path, capsys):
     log = board(world=World(1, 1, 1, CPU))
     log.write(1, {"train/loss": 1.0}, STEP)
-    log.end_epoch(1, 1, {"val/x": 1.0})
+    log.write_validation(1, 1, {"val/x": 1.0})
     assert not list(tmp_path.iterdir())
     assert capsys.readouterr().out == ""
 
@@ -135,18 +135,35 @@ def test_log_progress_lines(board, clock, capsys):
     assert [re.sub(":.*,", " ...", line) for line in lines] == ["step 5 ... 38 % done", "step 10 ... 62 % done"]
 
 
-@pytest.mark.parametrize(("waits_s", "is_bound"), [((0.9, 0.3), True), ((0.15, 0.02), False)])
-def test_log_epoch_line_means_and_waiting(board, capsys, waits_s, is_bound):
+@pytest.mark.parametrize(
+    ("waits_s", "epoch_steps", "is_bound"),
+    [((0.9, 0.3), 4, True), ((0.15, 0.02), 4, False), ((0.9, 0.3), 5, False)],  # 4 of 5 steps, after a resume
+)
+def test_log_epoch_line_means_and_waiting(board, capsys, waits_s, epoch_steps, is_bound):
     log = board(**{"train.epochs": 2})
     for n_steps, loss, wait_s in zip((1, 3), (4.0, 2.0), waits_s, strict=True):  # two reports of unequal length
         log.write(n_steps, {"train/loss": loss}, STEP._replace(steps=n_steps, wait_s=wait_s))
-    log.end_epoch(1, 4, {"val/score": 1.0}, "reading; try x")
-    log.end_epoch(2, 4, {"val/score": 1.0})  # as if resumed at the end of an epoch: no step is left
+    log.write_validation(1, 4, {"val/score": 1.0}, "reading; try x", epoch_steps=epoch_steps)
+    log.write_validation(2, 4, {"val/score": 1.0})  # as if resumed at the end of an epoch: no step is left
     printed = capsys.readouterr().out
     assert "epoch 1/2 train/loss 2.5, val/score 1, 10 fresh rows/s, " in printed
     advice = "(input-bound: reading; try x, or run `python diagnose.py` with the same arguments)"
     assert printed.count(advice) == is_bound
     assert "epoch 2/2 val/score 1\n" in printed
+
+
+@pytest.mark.parametrize(
+    ("settings", "begin"),
+    [({"train.steps": 90}, "step 40/90 "), ({"train.validate_every_steps": 20}, "step 40 ")],
+)
+def test_log_validation_inside_an_epoch(board, capsys, settings, begin):
+    log = board(**settings)
+    for n_steps in (19, 20):  # too few to say that they are bound by their input; enough
+        log.write(20, {"train/loss": 1.0}, STEP._replace(steps=n_steps, wait_s=0.9))
+        log.write_validation(0, 40, {"val/score": 1.0}, epoch_steps=1000)
+    lines = capsys.readouterr().out.splitlines()
+    assert ["input-bound" in line for line in lines] == [False, True]
+    assert all(line.startswith(f"{begin}train/loss 1, val/score 1, 10 fresh rows/s") for line in lines)
 
 
 def test_log_bar_ends_at_the_last_step(board, monkeypatch):

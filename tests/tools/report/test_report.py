@@ -93,6 +93,15 @@ def test_report_best_value(tmp_path, metric, direction, step):
     assert list(summary(read_run(tmp_path)).items())[:2] == [(f"best {metric}", best), ("at step", step)]
 
 
+def test_report_best_value_of_several_sets(tmp_path):
+    losses = {"val/day/loss": (3.0, 1.0, 2.0), "val/night/loss": (1.0, 2.0, 0.0), "val/loss": (0.0, 1.0, 2.0)}
+    points = [{"step": n, "val/day/a": 5.0, **{name: values[n] for name, values in losses.items()}} for n in range(3)]
+    write_points(tmp_path, points)
+    (tmp_path / "config.yaml").write_text("data: {val: {night: a.h5, day: b.h5}}")
+    (tmp_path / "run.json").write_text(json.dumps({"best": ["day/a", "higher"]}))
+    assert list(summary(read_run(tmp_path)).items())[:2] == [("best day/a", 5.0), ("at step", 1)]
+
+
 def test_report_reads_the_newest_whole_files(tmp_path):
     run = read_run(write_run(tmp_path))
     assert (run.config["run.seed"], run.config["model.width"], run.best) == (3, 8, ("top1_pct", "higher"))

@@ -11,7 +11,7 @@ from fastgpu.diagnose import ceilings
 from fastgpu.diagnose.ceilings import Loop, Meter, Supply, open_supplies, read_pool, repeat
 from fastgpu.diagnose.command import Program
 from fastgpu.diagnose.verdict import Measured
-from fastgpu.feed import PoolLoader, canonical_ranks, open_rows
+from fastgpu.feed import PoolLoader, open_rows
 from fastgpu.process.config import MAX_THREADS, Config
 from fastgpu.process.seeds import reseed
 from fastgpu.process.world import World
@@ -34,12 +34,13 @@ class Bench:
         self.world = world
         self.meter = Meter(world, seconds)
         parts = train.build(config, open_rows(config), world)
-        parts.val_loader.close()
+        for val_loader in parts.val_loaders.values():
+            val_loader.close()
         self._other = None if isinstance(parts.loader, PoolLoader) else parts.loader
         if not self._other:
             parts.loader.close()  # measurements open feeds of their own
         # What a closed loader keeps on the device would count twice.
-        self.parts = parts._replace(loader=None, val_loader=None)
+        self.parts = parts._replace(loader=None, val_loaders={})
         self.config = parts.config
         world.check_same({"data.tier": self.config.data.tier}, "set data.tier: free memory differs")
         self._seed = config.run.seed
@@ -105,7 +106,7 @@ class Bench:
         """Another order each time: what is measured second must not find its blocks in the page cache."""
         self._seed += 1
         data, rows, n_ranks = self.config.data, self.parts.splits.train, self.world.world_size
-        shard = Shard(self.world.rank, n_ranks, canonical_ranks(data, rows, n_ranks))
+        shard = Shard(self.world.rank, n_ranks, int(data.canonical_ranks))
         return BlockSampler(rows, data.batch_size // n_ranks, shard, self._pool_batches, seed=self._seed)
 
 

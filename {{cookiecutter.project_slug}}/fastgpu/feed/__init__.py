@@ -10,7 +10,7 @@ loader.py    what the training loop knows of all this: the batches of an epoch
 
 from fastgpu.feed.loader import Loader, PoolLoader
 from fastgpu.feed.prefetch import PrefetchLoader, bottleneck
-from fastgpu.feed.sizes import canonical_ranks, describe, resolve_auto
+from fastgpu.feed.sizes import describe, resolve_auto
 from fastgpu.feed.sources import Splits, open_rows, open_splits
 from fastgpu.feed.tiers import ResidentRows, open_loader
 from fastgpu.storage.remote import counters
@@ -21,7 +21,6 @@ __all__ = [
     "ResidentRows",
     "Splits",
     "bottleneck",
-    "canonical_ranks",
     "counters",
     "describe",
     "open_loader",

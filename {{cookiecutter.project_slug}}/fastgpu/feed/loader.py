@@ -37,11 +37,15 @@ class Loader(Protocol):
         """
 
     def steps_per_epoch(self, epoch: int) -> int:
-        """Number of batches of that epoch. It is the same on every rank, since each step averages their gradients."""
+        """Number of batches of that epoch. It is the same on every rank, since each step averages their gradients.
+
+        `batches` has to give as many: the position of a run depends on it.
+        """
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Rows]:
         """The batches of that epoch on the device, from step `start` on, where a run is resumed.
 
+        A validation is an epoch of its loader. They are numbered over the run, whether they come inside epochs or not.
         A batch is valid until the next one is asked for: clone what you keep. Batches to train on have equally many
         rows; the last ones of validation may have fewer, or none.
         """
@@ -109,30 +113,30 @@ class PoolLoader(Loader):
         # The sizes of ragged batches depend on the order, and the host has to know them.
         has_ragged = any(isinstance(column, Ragged) for column in pool.rows.columns.values())
         device = torch.device("cpu") if has_ragged else pool.rows.device
-        rngs = [torch.Generator(device).manual_seed(seed) for seed in self._echo_seeds(pool.plan)]
-        for _ in range(self._passes(pool.plan.epoch, pool.plan.number) - 1):
-            yield from map(pool.rows.take, self._shuffle_again(n_rows, rngs, device).split(size))
+        for order in self._new_orders(pool.plan, device):
+            yield from map(pool.rows.take, order.split(size))
 
-    def _echo_seeds(self, plan: PoolPlan) -> list[int]:
-        """A seed for each canonical rank that this rank stands for. The 1 keeps them apart from those of steps."""
+    def _new_orders(self, plan: PoolPlan, device: torch.device) -> Iterator[Tensor]:
+        """(n_rows,) places of a pool, shuffled again for each pass after the first one.
+
+        Each canonical rank shuffles its own places, so every batch has as many rows of each as before, and the global
+        batches are the same for every number of ranks.
+        """
+        n_more = self._passes(plan.epoch, plan.number) - 1
+        if not n_more:  # batches may be short
+            return
         n_ranks = self.order.canonical_ranks // self.order.num_replicas
         ranks = range(self.order.rank * n_ranks, (self.order.rank + 1) * n_ranks)
-        return [make_seed(self.order.seed, plan.epoch, plan.number, rank, 1) for rank in ranks]
-
-    def _shuffle_again(self, n_rows: int, rngs: list[torch.Generator], device: torch.device) -> Tensor:
-        """(n_rows,) places of a pool in a new order, in which each canonical rank has shuffled its own places.
-
-        So the global batches are the same for every number of ranks, as in the first pass: every batch has as many rows
-        of each canonical rank as before.
-        """
-        n_ranks = len(rngs)
-        by_rank = (
-            torch.arange(n_rows, device=device).view(-1, n_ranks, self.order.batch_size // n_ranks).transpose(0, 1)
-        )
-        places = by_rank.reshape(n_ranks, -1)
-        orders = [torch.randperm(places.shape[1], generator=rng, device=device) for rng in rngs]
-        shuffled = places.gather(1, torch.stack(orders))
-        return shuffled.view_as(by_rank).transpose(0, 1).flatten()
+        # The 1 keeps these seeds apart from those of steps.
+        seeds = [make_seed(self.order.seed, plan.epoch, plan.number, rank, 1) for rank in ranks]
+        rngs = [torch.Generator(device).manual_seed(seed) for seed in seeds]
+        places = torch.arange(plan.n_rows, device=device).view(-1, n_ranks, self.order.batch_size // n_ranks)
+        by_rank = places.transpose(0, 1)
+        places_of_ranks = by_rank.reshape(n_ranks, -1)
+        for _ in range(n_more):
+            orders = [torch.randperm(places_of_ranks.shape[1], generator=rng, device=device) for rng in rngs]
+            shuffled = places_of_ranks.gather(1, torch.stack(orders))
+            yield shuffled.view_as(by_rank).transpose(0, 1).flatten()
 
     def _passes(self, epoch: int, number: int, n_pools: int = 1) -> int:
         """Passes over pools, beginning with that one. They follow from its number in the run, so no state is saved."""

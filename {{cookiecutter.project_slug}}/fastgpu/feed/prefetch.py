@@ -99,18 +99,19 @@ class PrefetchLoader(PoolLoader):
         """loader: its num_readers threads read; or its num_workers processes, for a torch Dataset (0: the loop reads).
 
         echo: see `PoolLoader`. n_epochs: epochs of the run: pools of the next epoch are read ahead, but not past the
-        last one. Raises UserError if the processes cannot be started.
+        last one, after which the threads end until another one is asked for. 0: each epoch is the last one so far.
+        Raises UserError if the processes cannot be started.
         """
         super().__init__(source, order, echo)
         self._n_epochs = n_epochs
         self._timeout_s = loader.timeout_s
         self._hang_error = HangError(f"no rows have come from {source.name} in loader.timeout_s ({loader.timeout_s} s)")
-        self._device = device = with_index(device)
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._slots = [self._make_slot(source) for _ in range(loader.prefetch_pools + 1)]
+        self._device = with_index(device)
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._slots = [self._make_slot() for _ in range(loader.prefetch_pools + 1)]
         if self._stream:
             # Kernels of a previous owner of the slots' memory may still run on the loop's stream.
-            self._stream.wait_stream(torch.cuda.current_stream(device))
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self.readers = Readers(source, order, loader)
         self._threads: list[threading.Thread] = []
         self._next: tuple[int, int] | None = None  # (epoch, number) of the pools that are being read now
@@ -118,8 +119,8 @@ class PrefetchLoader(PoolLoader):
         # Python ends would abort the process, so they are asked to end before.
         atexit.register(self.close)
 
-    def _make_slot(self, source: Dataset) -> _Slot:
-        host = Rows.empty(source.fields, self.order.max_pool_rows, torch.device("cpu"), pinned=bool(self._stream))
+    def _make_slot(self) -> _Slot:
+        host = Rows.empty(self.source.fields, self.order.max_pool_rows, torch.device("cpu"), pinned=bool(self._stream))
         if self._stream is None:
             return _Slot(host, host)
         copied = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps; others occupy a CPU
@@ -154,6 +155,8 @@ class PrefetchLoader(PoolLoader):
             if plan.number + 1 == self.order.pools_per_epoch:
                 if epoch + 1 < self._n_epochs:
                     self._next = (epoch + 1, 0)
+                else:
+                    self._end_threads(CLOSE_S)
                 return
 
     def _start(self, plans: Iterator[PoolPlan]) -> None:

@@ -21,10 +21,11 @@ MAX_POOL_ROWS = 8 << 20
 """Maximum number of rows of such a pool. To plan so many takes a third of a second, in which no row is read."""
 
 
-def resolve_auto(cfg: Config, splits: Splits, world: World) -> Config:
-    """The config with a value in place of each `auto` that says how rows are kept and read.
+def resolve_auto(cfg: Config, splits: Splits, world: World, saved_ranks: int | None = None) -> Config:
+    """The config with a value in place of each `auto` that says how rows are ordered, kept and read.
 
-    It is chosen for these rows and this machine. Raises UserError if the numbers of the config do not fit together.
+    It is chosen for these rows and this machine. saved_ranks: canonical ranks of the run that is resumed, see
+    `choose_canonical_ranks`. Raises UserError if the numbers of the config do not fit together.
     """
     train, data = splits.train, cfg.data
     ranks = _ranks(cfg, world)
@@ -32,10 +33,12 @@ def resolve_auto(cfg: Config, splits: Splits, world: World) -> Config:
     pool_rows = min(len(train), POOL_BYTES // train.row_bytes, MAX_POOL_ROWS)  # of all ranks: so is the order
     pool_batches = max(1, pool_rows // data.batch_size) if data.pool_batches == "auto" else data.pool_batches
     n_local = max(n for _, n in ranks)
-    sources = (train, splits.val)
+    sources = (train, *splits.val.values())
     tier = choose_tier(data, sources, measure_memory(sources, world.device, n_local))
     key, n_readers = choose_readers(train, cfg.loader, n_local)
-    return cfg.resolved(data={"tier": tier, "pool_batches": pool_batches}, loader={key: n_readers})
+    canonical_ranks = choose_canonical_ranks(data, train, world.world_size, saved_ranks)
+    order = {"pool_batches": pool_batches, "canonical_ranks": canonical_ranks}
+    return cfg.resolved(data={"tier": tier, **order}, loader={key: n_readers})
 
 
 def _ranks(cfg: Config, world: World) -> list[tuple[int, int]]:
@@ -53,6 +56,12 @@ def _check_ranks(cfg: Config, train: Dataset, ranks: list[tuple[int, int]], devi
                 f"data.batch_size is {batch_size}; it should be a multiple of {divisor} ({n_ranks} ranks x "
                 f"optim.accumulation_steps {cfg.optim.accumulation_steps})"
             )
+        canonical_ranks = cfg.data.canonical_ranks
+        if canonical_ranks != "auto" and (canonical_ranks % n_ranks or batch_size % canonical_ranks):
+            raise UserError(
+                f"data.canonical_ranks is {canonical_ranks}; it should be a multiple of {n_ranks} (ranks) that divides "
+                f"{batch_size} (data.batch_size), or auto"
+            )
         if cfg.dist.strategy == "dp" and (n_ranks > 1 or any(field.is_ragged for field in train.fields.values())):
             raise UserError("dist.strategy is dp, which is for one process and takes no ragged rows: use ddp")
         if device.type == "cuda" and n_local > (n_gpus := torch.cuda.device_count()):
@@ -61,11 +70,17 @@ def _check_ranks(cfg: Config, train: Dataset, ranks: list[tuple[int, int]], devi
         raise UserError(f"data.batch_size is {batch_size}; use at most {len(train)}, the rows of {train.name}")
 
 
-def canonical_ranks(data: Data, train: Dataset, n_ranks: int) -> int:
+def choose_canonical_ranks(data: Data, train: Dataset, n_ranks: int, saved: int | None = None) -> int:
     """The parts of a global batch. Any number of ranks that divides it sees the same global batches.
 
-    It is a multiple of 8 if the rows allow it, so that 1, 2, 4 and 8 ranks do.
+    So a run keeps its number, saved, on fewer ranks. A new one is a multiple of 8 if the rows allow it, so that 1, 2, 4
+    and 8 ranks divide it. It is no larger, because each canonical rank cuts a block at each border between two pools,
+    and both pools read it.
     """
+    if data.canonical_ranks != "auto":
+        return data.canonical_ranks
+    if saved and saved % n_ranks == 0 and data.batch_size % saved == 0:
+        return saved
     wide = lcm(8, n_ranks)
     is_possible = data.batch_size % wide == 0 and wide <= len(train.block_rows)
     return wide if is_possible else n_ranks
@@ -77,7 +92,7 @@ def describe(cfg: Config, splits: Splits, sampler: BlockSampler, world: World) -
     sampler: of the training. Call it before the rows are kept: it says how much memory is free.
     """
     train, n_local = splits.train, max(n for _, n in _ranks(cfg, world))
-    memory = measure_memory((train, splits.val), world.device, n_local)
+    memory = measure_memory((train, *splits.val.values()), world.device, n_local)
     key, n_readers = choose_readers(train, cfg.loader, n_local)
     kind = {"num_workers": "worker processes", "num_readers": "reader threads"}[key]
     readers = "" if cfg.data.tier == "device" else f"; {kind} on each rank: {n_readers}"

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from fastgpu.dataset.source import open_dataset
-from fastgpu.process.config import Config, Data, Loader
+from fastgpu.process.config import Config, Data, Loader, share_of
 from fastgpu.process.launch import UserError, read_launch, warn
 from fastgpu.process.machine import cpus_of_rank
 from fastgpu.rows.contract import Dataset
@@ -24,7 +24,8 @@ class Splits(NamedTuple):
     """The rows to train on and those to validate on."""
 
     train: Dataset
-    val: Dataset
+    val: Mapping[str, Dataset]
+    """{group of the metrics: rows}: `val`, or `val/<name>` of several sets."""
     error: UserError | None = None
     """Why they could not be opened, see `open_rows`. Then there are no rows."""
 
@@ -37,28 +38,40 @@ def open_rows(config: Config) -> Splits:
     try:
         return Splits(*open_splits(config.data, config.loader, config.run.seed))
     except UserError as error:
-        return Splits(Dataset(), Dataset(), error)
+        return Splits(Dataset(), {}, error)
 
 
-def open_splits(data: Data, loader: Loader, seed: int) -> tuple[Dataset, Dataset]:
-    """The training rows and the validation rows. Raises UserError if one cannot open them, or if they do not fit.
+def open_splits(data: Data, loader: Loader, seed: int) -> tuple[Dataset, dict[str, Dataset]]:
+    """The training rows, and the validation rows by the group of their metrics: `val`, or `val/<name>` of several sets.
+
+    Raises UserError if one cannot open them, or if they do not fit.
 
     The worker processes of a torch Dataset are started here: call this before the process uses CUDA or NCCL. `close` of
     the rows ends them. A share of data.train is read by the same workers. seed: of the order of rows in a mixture, and
     of what a function of a person draws that makes a Dataset.
     """
-    train = _open(data, loader, seed, "train")
-    train, val = (train, _open(data, loader, seed, "val")) if data.val_share is None else _hold_out(data, train)
-    _warn_of_shared_rows(data, train, val)
-    check_meaning("data.val", train, val)
+    train = _open("data.train", data.train, data, loader, seed=seed)
+    val: dict[str, Dataset] = {}
+    for tag, paths in data.val_sets.items():
+        if share_of(paths) is None:
+            val[tag] = _open(_key_of(tag), paths, data, loader, seed=seed)
+        else:
+            train, val[tag] = _hold_out(f"{_key_of(tag)} is {paths}", data, train)
+    for tag, rows in val.items():
+        _warn_of_shared_rows(data, train, tag, rows)
+        check_meaning(_key_of(tag), train, rows)
     return _mixed(data, train, seed), val
 
 
-def _open(data: Data, loader: Loader, seed: int, split: Literal["train", "val"]) -> Dataset:
-    """All rows that data.train or data.val names, with pixels in place of encoded images."""
-    key = f"data.{split}"
-    named = data.train if split == "train" else data.val
-    fields = data.val_fields if split == "val" and data.val_fields else data.fields
+def _key_of(tag: str) -> str:
+    """The key that names a validation set, for messages: data.val, or data.val.<name>."""
+    return f"data.{tag.replace('/', '.')}"
+
+
+def _open(key: str, named: str | list[str] | dict[str, float], data: Data, loader: Loader, *, seed: int) -> Dataset:
+    """All rows that a key names, with pixels in place of encoded images."""
+    is_train = key == "data.train"
+    fields = data.fields if is_train else data.val_fields or data.fields
     source: Dataset
     if data.dataset == "none":
         size = (data.image_size, data.image_size)
@@ -70,6 +83,8 @@ def _open(data: Data, loader: Loader, seed: int, split: Literal["train", "val"])
     else:
         n_local = read_launch().local_world_size
         n_workers = cpus_of_rank(n_local) if loader.num_workers == "auto" else loader.num_workers
+        if n_workers and not is_train:  # the sets are read one after the other, and share the processes of one
+            n_workers = max(1, n_workers // len(data.val_sets))
         workers_key = "loader.num_workers" if n_workers else ""
         source = items = open_dataset(key, named, fields, factory=data.dataset, seed=seed, workers_key=workers_key)
         if n_workers:
@@ -107,17 +122,18 @@ def _check_images(data: Data, source: Dataset) -> None:
         )
 
 
-def _warn_of_shared_rows(data: Data, train: Dataset, val: Dataset) -> None:
+def _warn_of_shared_rows(data: Data, train: Dataset, tag: str, val: Dataset) -> None:
     """Say that validation rows are trained on, as with the pattern `photos-*.h5`, which also matches photos-val.h5."""
     if data.val_fields not in ({}, data.fields):  # other fields of the same rows
         return
+    named = data.val_sets[tag]
     names = _names_of_files(data.train, train)
-    shared = names.keys() & _names_of_files(data.val, val).keys()
-    if data.val_share is not None:  # a row that is held out of one copy is trained on in the other
+    shared = names.keys() & _names_of_files(named, val).keys()
+    if share_of(named) is not None:  # a row that is held out of one copy is trained on in the other
         shared = {file for file, copies in names.items() if len(copies) > 1}
     if shared:
         warn(
-            f"data.val ({data.val}) has rows of {', '.join(sorted(names[file][0] for file in shared))} that are "
+            f"{_key_of(tag)} ({named}) has rows of {', '.join(sorted(names[file][0] for file in shared))} that are "
             "trained on, too: its metrics are too good; name each file once, and hold rows out by data.val=10%"
         )
 
@@ -132,15 +148,14 @@ def _names_of_files(named: object, rows: Dataset) -> dict[tuple[Path, str], list
     return names
 
 
-def _hold_out(data: Data, rows: Dataset) -> tuple[Dataset, Dataset]:
+def _hold_out(asked: str, data: Data, rows: Dataset) -> tuple[Dataset, Dataset]:
+    """asked: for what, for messages."""
     if data.val_fields:
-        raise UserError(f"data.val is {data.val}, a share of data.train, so data.val_fields should be {{}}")
+        raise UserError(f"{asked}, a share of data.train, so data.val_fields should be {{}}")
     n_rows = len(rows)
     n_val = round((data.val_share or 0) * n_rows)
     if not 0 < n_val < n_rows:
-        raise UserError(
-            f"data.val is {data.val}, which is {n_val} of the {n_rows} rows of {rows.name}; use another share"
-        )
+        raise UserError(f"{asked}, which is {n_val} of the {n_rows} rows of {rows.name}; use another share")
     shares = hold_out(rows.block_rows, n_val)
     train, val = (rows.select(share, f"{rows.name} ({len(share):,} of its rows)") for share in shares)
     return train, val

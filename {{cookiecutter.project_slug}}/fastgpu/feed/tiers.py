@@ -3,6 +3,7 @@
 All three tiers give the same batches, bit for bit.
 """
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import NamedTuple
@@ -174,10 +175,17 @@ class HostLoader(PrefetchLoader):
 def open_loader(source: Dataset, order: BlockSampler, memory: ResidentRows, cfg: Config) -> PoolLoader:
     """A loader of these rows on the tier that the config names. cfg: without `auto`. memory: made by that config."""
     echo, loader = cfg.data.echo, cfg.loader
-    if not order.shuffle:  # validation takes each row once, for which one pool ahead is enough
+    is_validation = not order.shuffle
+    if is_validation:  # it takes each row once, for which one pool ahead is enough
         echo, loader = 1.0, one_ahead(loader)
     if cfg.data.tier == "device":
         return ResidentLoader(memory, source, order, echo)
+    # If steps decide where the run ends, or when it validates, no epoch and no validation is known to be the last one.
+    # Then the pools that are ahead of the last one are read for nothing.
+    by_steps = cfg.train.steps or (cfg.train.validate_every_steps and is_validation)
+    n_epochs = sys.maxsize if by_steps else cfg.train.epochs
+    if is_validation and len(cfg.data.val_sets) > 1:
+        n_epochs = 0  # nothing is read ahead of the next validation, so only the set that is read has threads
     if cfg.data.tier == "host":
-        return HostLoader(memory, source, order, loader, echo=echo, n_epochs=cfg.train.epochs)
-    return PrefetchLoader(source, order, memory.device, loader, echo=echo, n_epochs=cfg.train.epochs)
+        return HostLoader(memory, source, order, loader, echo=echo, n_epochs=n_epochs)
+    return PrefetchLoader(source, order, memory.device, loader, echo=echo, n_epochs=n_epochs)

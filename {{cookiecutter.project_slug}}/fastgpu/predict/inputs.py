@@ -25,7 +25,6 @@ from fastgpu.rows.rows import Field, Rows
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.storage.hdf5 import expand
 from fastgpu.storage.meaning import check_meaning
-from fastgpu.storage.sources import sources_of
 from fastgpu.storage.store import HDF5Dataset, open_store
 
 
@@ -100,7 +99,7 @@ def places_of(rows: Dataset) -> dict[str, np.ndarray]:
         names = np.array(list(map(without_secrets, files)), object)
         if len(names) > 1:
             places = {"file": names.repeat(rows.part_rows), "row": np.concatenate([*map(np.arange, rows.part_rows)])}
-        if any(sources := sources_of(rows)):
+        if any(sources := rows.sources()):
             places["source"] = np.array(sources, object)
     return places
 

@@ -143,7 +143,7 @@ def write_metrics(trained: Trained, rows: Dataset, asked: Predict, terminal: IO[
     with open_batches(rows, size, world.device) as batches:
         metrics = evaluate(trained.model, examiner, batches, world, precision=precision) or {}
     for name, value in metrics.items():
-        print(f"{name.removeprefix('val/')} {value:.6g}", file=terminal)
+        print(f"{name} {value:.6g}", file=terminal)
     answers = examiner.answers
     if asked.errors and not answers:
         raise UserError("--errors is for classes and attributes, which `labels` of INPUT and `predict` have to hold")

@@ -84,32 +84,33 @@ def parse_command(kinds: Mapping[str, type[T]], argv: Sequence[str], *, program:
     return parse(kinds[name], argv[1:], program=f"{program} {name}")
 
 
-def _make(kind: type[T], given: Namespace) -> T:
-    values = {each.name: getattr(given, each.name) for each in fields(kind)}  # type: ignore[arg-type]
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
-
-
 def _parser_of(kind: type, program: str) -> Parser:
-    """It has an argument for each field of a dataclass, as its type asks for: first its own, last those of its base."""
+    """A parser with an argument for each field, as its type asks for: first its own fields, last those of its base."""
     parser = Parser(prog=program, description=getdoc(kind))
     types = get_type_hints(kind)
-    depth = {name: -number for number, base in enumerate(reversed(kind.__mro__)) for name in get_annotations(base)}
-    for each in sorted(fields(kind), key=lambda each: depth[each.name]):
-        options = dict(each.metadata)
+    field_of = {each.name: each for each in fields(kind)}
+    for name in dict.fromkeys(name for base in kind.__mro__ for name in get_annotations(base)):
+        default = field_of[name].default
+        options = dict(field_of[name].metadata)
         names = options.pop("names")
-        is_required = each.default is MISSING
+        is_required = default is MISSING
         if not is_required:
-            options["default"] = list(each.default) if isinstance(each.default, tuple) else each.default
+            options["default"] = list(default) if isinstance(default, tuple) else default
         if "type" not in options:
-            options = _options_of(types[each.name], is_required=is_required) | options
+            options = _options_of(types[name], is_required=is_required) | options
         if names is None:
-            parser.add_argument(each.name, **{"metavar": each.name.upper()} | options)
+            parser.add_argument(name, **{"metavar": name.upper()} | options)
         else:
-            names = names or (f"--{each.name.replace('_', '-')}",)
-            parser.add_argument(*names, dest=each.name, required=is_required, **options)
+            names = names or (f"--{name.replace('_', '-')}",)
+            parser.add_argument(*names, dest=name, required=is_required, **options)
     # `parse_intermixed_args` takes the usage for a format, in which the % of a metavar would be a mistake.
     parser.usage = parser.format_usage().removeprefix("usage: ").rstrip().replace("%", "%%")
     return parser
+
+
+def _make(kind: type[T], given: Namespace) -> T:
+    values = {each.name: getattr(given, each.name) for each in fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 def _options_of(kind: Any, *, is_required: bool) -> dict[str, Any]:

@@ -30,6 +30,8 @@ Seconds = Annotated[int, Field(ge=1, le=10**6)]  # a million: libraries count mi
 Threads = Annotated[int, Field(ge=1, le=MAX_THREADS)]
 Weight = Annotated[float, Field(ge=1e-6, le=1e6)]
 Names = Annotated[dict[str, str], Field(max_length=1000)]
+SET_NAME = re.compile("[A-Za-z0-9][A-Za-z0-9_-]*")
+SHARE = re.compile(r"(\d{1,9}(?:\.\d+)?) *%")
 
 
 def expand_home(path: str) -> str:
@@ -50,6 +52,23 @@ def _as_paths(paths: Any) -> Any:
     if "://" not in path and max(map(len, os.fsencode(path).split(b"/"))) > 255:
         raise ValueError("it should have at most 255 bytes between two slashes, as names of files have")
     return path
+
+
+def _as_sets(named: Any) -> Any:
+    """Files to validate on as `_as_paths` gives them, or {name: files} of several sets."""
+    if not isinstance(named, dict):
+        return _as_paths(named)
+    if not named or not all(map(SET_NAME.fullmatch, named)):
+        raise ValueError("it should be {name: files} with names of letters, figures, - and _; it takes no weights")
+    if sum(share_of(paths) is not None for paths in named.values()) > 1:
+        raise ValueError("only one of the sets may be a share of data.train; name files for the others")
+    return {name: _as_paths(paths) for name, paths in named.items()}
+
+
+def share_of(paths: str | list[str]) -> float | None:
+    """The share of the training rows that a text such as 10% asks for; None if it names files."""
+    match = SHARE.fullmatch(paths) if isinstance(paths, str) else None
+    return float(match[1]) / 100 if match else None
 
 
 class Section(BaseModel):
@@ -78,7 +97,7 @@ class Run(Section):
     runs/first: the run continues with its recorded config; other `key=value` arguments override it. Both choose each
     value that is auto again for this machine, and print a change, such as of train.precision."""
     checkpoint_every_steps: CountOrZero = 0
-    """Also save inside an epoch, after every so many steps of the run. 0: save only after each epoch."""
+    """Also save between two validations, after every so many steps of the run. 0: save only with each validation."""
     deterministic: bool = False
     """true: operations of torch that give the same bits in every run, and float32 matrix products without TF32, so that
     a run on a GPU can be repeated, and resumed, bit for bit; it is slower, and an operation that has no deterministic
@@ -94,9 +113,10 @@ class Data(Section):
     """HDF5 file, list of files or glob pattern (shards), also as URLs (s3://bucket/part-*.h5). `file.h5::/group` uses
     the datasets of a group. {file: weight} mixes several sources: each epoch takes rows from them in proportion to the
     weights."""
-    val: Annotated[str | list[str], AfterValidator(_as_paths)]
+    val: Annotated[str | list[str] | dict[str, str | list[str]], AfterValidator(_as_sets)]
     """The same for validation, without weights. A share such as 10% holds out rows of data.train: the same rows for
-    every run.seed."""
+    every run.seed. {name: files} is several sets, with metrics `val/<name>/<metric>`. The first set decides which
+    checkpoint is the best, unless `best` of the workload names another one: `<name>/<metric>`."""
     fields: Names
     """Fields to read: name in the code -> name of the dataset in the file, or of the group of a CSR matrix."""
     val_fields: Names = {}
@@ -117,16 +137,29 @@ class Data(Section):
     pool_batches: Count | Auto = "auto"
     """Global batches in a pool, which is shuffled, copied and echoed as a whole. auto: 256 MiB of rows, at most 8
     million."""
+    canonical_ranks: Count | Auto = "auto"
+    """Equal parts of a global batch. Every number of ranks that divides it sees the same global batches, and can resume
+    a run inside an epoch. auto: that of the run that is resumed, if today's ranks divide it; else 8 for 1, 2, 4 or 8
+    ranks, the smallest multiple of 8 and the ranks for others, and the ranks if data.batch_size or the blocks of the
+    file do not allow that. Write a number, such as 64, for a run that may grow to 64 ranks."""
     cache: Annotated[str, Field(min_length=1), AfterValidator(_as_paths)] = "data/cache"
     """Folder for the local copies of files that are named by URLs: s3://, gs://, az:// or https://."""
     echo: Annotated[float, Field(ge=1, le=1000)] = 1.0
     """Train on each pool this many times, reshuffled each time (2.5 means 2, 3, 2, 3, ...)."""
 
     @property
+    def val_sets(self) -> dict[str, str | list[str]]:
+        """{group of the metrics: files, or a share of data.train}: `val`, or `val/<name>` of several sets."""
+        return (
+            {f"val/{name}": paths for name, paths in self.val.items()}
+            if isinstance(self.val, dict)
+            else {"val": self.val}
+        )
+
+    @property
     def val_share(self) -> float | None:
-        """The share of the training rows that data.val asks for; None if it names files."""
-        match = re.fullmatch(r"(\d{1,9}(?:\.\d+)?) *%", self.val) if isinstance(self.val, str) else None
-        return float(match[1]) / 100 if match else None
+        """The share of the training rows that a validation set asks for; None if all are files."""
+        return next((share for share in map(share_of, self.val_sets.values()) if share is not None), None)
 
 
 class Loader(Section):
@@ -171,6 +204,13 @@ class Train(Section):
 
     epochs: Count = 20
     """Passes over the training rows."""
+    steps: CountOrZero = 0
+    """The run and its schedule end after so many optimizer steps, also inside an epoch; train.epochs has no effect
+    then. They are counted over the whole run, so do not change data.batch_size or data.echo when it is resumed. 0:
+    train.epochs decides."""
+    validate_every_steps: CountOrZero = 0
+    """Validate, log the metrics, and save the last and the best checkpoint, after every so many steps of the run and at
+    its end. 0: after each epoch and at the end."""
     precision: Literal[Precision, Auto] = "auto"
     """auto: bf16 on a GPU that supports it, fp16 on an older GPU, fp32 on a CPU."""
     compile: bool = False
@@ -200,8 +240,8 @@ class Log(Section):
     """Logging."""
 
     every_steps: Count = 50
-    """Steps between two points in metrics.jsonl and TensorBoard; fewer before a checkpoint, and at the end of an
-    epoch."""
+    """Steps between two points in metrics.jsonl and TensorBoard; fewer before a checkpoint or a validation, and at
+    the end of an epoch."""
     wandb: str = ""
     """A project of Weights & Biases that gets the scalars, too (pip install -c constraints.txt wandb), as a run
     of the name of its folder; a resumed run goes on there."""

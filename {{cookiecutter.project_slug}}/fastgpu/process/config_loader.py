@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 
 from fastgpu.process.commands import Parser
 from fastgpu.process.config import Config, Section, expand_home
-from fastgpu.process.launch import SharedError, check_alone, read_launch, say
+from fastgpu.process.launch import SharedError, check_alone, read_launch, say, warn
 from fastgpu.process.project import project_folder
 from fastgpu.process.yaml_text import MAX_TEXT, read_yaml
 
@@ -73,6 +73,8 @@ def load_config(argv: list[str], *, program: str = "train.py") -> Config:
     config._words.update(words)
     if not config.run.check:  # launch/node.sh checks on each node, before it starts torchrun
         check_alone()
+    if config.train.steps and (place := origins.get("train.epochs")):
+        warn(f"{place}: train.epochs has no effect: train.steps={config.train.steps} ends the run")
     if recorded and read_launch().rank == 0:
         code = f"workload={config.workload} data.dataset={config.data.dataset}"
         say(f"{recorded} is resumed; the code that will be imported: {code}")
@@ -107,7 +109,7 @@ def _as_word(flag: str, argv: Sequence[str]) -> str:
     key_of = {key.rpartition(".")[2]: key for key in keys()}
     close = get_close_matches(name.replace("-", "_"), key_of, 1, 0.75)
     next_word = argv[argv.index(flag) + 1 :][:1]
-    value = value or "".join(word for word in next_word if "=" not in word)
+    value = value or "".join(word for word in next_word if "=" not in word and not word.startswith("--"))
     return f"{key_of[close[0]]}={value or '...'}" if close else ""
 
 

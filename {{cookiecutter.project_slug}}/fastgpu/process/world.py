@@ -18,6 +18,8 @@ from torch import Tensor
 from fastgpu.process.config import Dist
 from fastgpu.process.launch import HangError, Launch, SharedError, UserError, read_launch, say, warn
 
+__all__ = ["World", "init_distributed"]
+
 
 class HangWarning:
     """A thread that warns before torch ends this process, because another rank has not answered for `dist.timeout_s`.
@@ -43,9 +45,6 @@ class HangWarning:
             "look for a rank that is stopped, hangs or failed, or raise dist.timeout_s",
             own=True,
         )
-
-
-__all__ = ["World", "init_distributed"]
 
 
 @dataclass(frozen=True)

@@ -109,8 +109,10 @@ def summary(run: Run) -> dict[str, float]:
     checkpoints), then each scalar over the whole run: quality first, then speed, then the rest."""
     metric, direction = run.best
     name, sign = f"val/{metric}", 1 if direction == "higher" else -1
+    has_sets = isinstance(run.config.get("data.val"), dict)  # then the metric begins with the name of one
+    loss = f"val/{metric.partition('/')[0]}/loss" if has_sets else "val/loss"
     scored = [point for point in reversed(run.points) if not isnan(point.get(name, nan))]
-    best = max(scored, key=lambda point: (sign * point[name], -point.get("val/loss", 0.0)), default=None)
+    best = max(scored, key=lambda point: (sign * point[name], -point.get(loss, 0.0)), default=None)
     logged = dict.fromkeys(name for point in run.points for name in point if "/" in name)
     first = [name for name in logged if name.startswith("val/")] + [name for name in SPEED if name in logged]
     whole = {tag: over_run(run.points, tag) for tag in (*first, *logged)}

@@ -26,19 +26,6 @@ class Shard(NamedTuple):
     canonical_ranks: int | None = None
     """A multiple of world_size that divides the global batch. None: world_size."""
 
-    def divide(self, batch_size: int) -> tuple[int, int]:
-        """The number of canonical ranks, and the rows of a batch from each. batch_size: rows of a batch on this rank.
-
-        Raises ValueError if they are not equally many.
-        """
-        canonical_ranks, n_rows = self.canonical_ranks or self.world_size, batch_size * self.world_size
-        if canonical_ranks % self.world_size or n_rows % canonical_ranks:
-            raise ValueError(
-                f"a global batch should divide among canonical ranks, and these among ranks: {n_rows} rows, "
-                f"{canonical_ranks} canonical ranks, {self.world_size} ranks"
-            )
-        return canonical_ranks, n_rows // canonical_ranks
-
 
 class BlockSampler(DistributedSampler):
     """Shuffles blocks of rows, then rows within pools of batches, so blocks are read as a whole.
@@ -79,7 +66,13 @@ class BlockSampler(DistributedSampler):
         self.batch_size = batch_size
         self.pool_batches = pool_batches
         self.global_batch_size = batch_size * shard.world_size
-        self.canonical_ranks, self._rows_each = shard.divide(batch_size)
+        self.canonical_ranks = shard.canonical_ranks or shard.world_size
+        if self.canonical_ranks % shard.world_size or self.global_batch_size % self.canonical_ranks:
+            raise ValueError(
+                f"a global batch should divide among canonical ranks, and these among ranks: {self.global_batch_size} "
+                f"rows, {self.canonical_ranks} canonical ranks, {shard.world_size} ranks"
+            )
+        self._rows_each = self.global_batch_size // self.canonical_ranks
         self._canonical_rows = -(-n_rows // self.canonical_ranks)
         if self.drop_last:
             self._canonical_rows = n_rows // self.canonical_ranks // self._rows_each * self._rows_each
@@ -146,13 +139,7 @@ class BlockSampler(DistributedSampler):
             repeats = np.empty(n_rows, np.int64)
             repeats[reads.places] = np.repeat(rows.repeats[numbers], runs.counts)
         return PoolPlan(
-            seed=self.seed,
-            epoch=epoch,
-            number=number,
-            n_real_rows=n_real_rows,
-            is_shuffled=self.shuffle,
-            reads=reads,
-            repeats=repeats,
+            reads, repeats, n_real_rows, seed=self.seed, epoch=epoch, number=number, is_shuffled=self.shuffle
         )
 
     def _rng(self, epoch: int, *part: int) -> np.random.Generator:

@@ -7,6 +7,6 @@ checkpoint   saving and resuming: complete or absent, verified when read; the mo
 
 from fastgpu.run.checkpoint import Stateful
 from fastgpu.run.record import describe_model, identify_job
-from fastgpu.run.run import Run
+from fastgpu.run.run import Run, saved_canonical_ranks
 
-__all__ = ["Run", "Stateful", "describe_model", "identify_job"]
+__all__ = ["Run", "Stateful", "describe_model", "identify_job", "saved_canonical_ranks"]

@@ -70,12 +70,17 @@ def describe_model(
     config: {dotted key: value}, without `auto`. splits: to train on, and to validate. card: of the workload.
     fingerprint: of the loader, which a resume inside an epoch compares.
     """
-    train, val = splits.train, splits.val
+    train, sets = splits.train, {tag.removeprefix("val/"): rows for tag, rows in splits.val.items()}
+    val = next(iter(sets.values()))
     fields = val.fields | train.fields
     described = dict(train.attributes)
     if val.decoding:  # what is predicted will be decoded like this, perhaps to another size than in training
         fields = train.fields | val.fields
         described["preprocessing"] = val.attributes["preprocessing"]
+    fingerprints: object = {name: rows.fingerprint for name, rows in sets.items()}
+    n_rows: object = {name: len(rows) for name, rows in sets.items()}
+    if "val" in splits.val:  # not several sets by name
+        fingerprints, n_rows = val.fingerprint, len(val)
     attributes = json.loads(json.dumps(described | dict(card), default=methodcaller("tolist")))  # arrays become lists
     names = config["data.fields"] | config["data.val_fields"]
     return {
@@ -97,8 +102,8 @@ def describe_model(
         "attributes": attributes,
         "order": dict(fingerprint),
         "rows": train.fingerprint,
-        "val_rows": val.fingerprint,
-        "n_val_rows": len(val),
+        "val_rows": fingerprints,
+        "n_val_rows": n_rows,
         "batch_size": config["data.batch_size"],
         "precision": config["train.precision"],
     }
@@ -112,5 +117,10 @@ def identify_job(config: Mapping[str, object], splits: Splits, fingerprint: Mapp
     settings = {
         key: value for key, value in config.items() if not key.startswith(("loader.", "data.tier", "data.cache"))
     }
-    train, val = (f"{len(rows):,} rows of fingerprint {rows.fingerprint}" for rows in (splits.train, splits.val))
-    return settings | {"data.train": train, "data.val": val, "the versions": VERSIONS, "the order": fingerprint}
+    sources = {
+        "data.train": splits.train,
+        **{f"data.{tag.replace('/', '.')}": rows for tag, rows in splits.val.items()},
+    }
+    rows_of = {name: f"{len(rows):,} rows of fingerprint {rows.fingerprint}" for name, rows in sources.items()}
+    settings["data.val"] = ", ".join(splits.val)  # the names of the sets in their order; of one set, its rows follow
+    return settings | rows_of | {"the versions": VERSIONS, "the order": fingerprint}

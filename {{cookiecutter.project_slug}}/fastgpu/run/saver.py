@@ -54,7 +54,7 @@ class Saver:
     def _write(
         self, at: checkpoint.Progress, best: Mapping[str, Any], snapshot: checkpoint.Snapshot, card: Mapping[str, Any]
     ) -> Saved:
-        """The best one comes first: a run that is killed in between repeats the epoch, and misses no best one."""
+        """The best one comes first: a run that is killed in between repeats the steps, and misses no best one."""
         if snapshot.copied:
             snapshot.copied.synchronize()
         saved_best = None

@@ -2,7 +2,6 @@
 
 store.py         HDF5 files as one dataset
 part.py          one of them: its columns, opened and checked
-sources.py       where its rows came from, for the tools
 arrays.py        arrays in memory as a dataset
 columns.py       one field of a dataset: in memory, ragged, or decoded while it is read
 layout.py        one field in an HDF5 file, and three ways to read it

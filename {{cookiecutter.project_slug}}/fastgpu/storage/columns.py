@@ -101,7 +101,7 @@ class Codec(Protocol):
     """Attributes of a dataset whose rows are decoded."""
 
     def draw(self, plan: PoolPlan | None, row_ids: np.ndarray, places: np.ndarray) -> Sequence[Sequence[float]]:
-        """Random numbers for some rows of a dataset, and their places in a pool. None if nothing is drawn."""
+        """Random numbers for each of these rows, or none. row_ids, places: their numbers in the dataset and a pool."""
 
     def decode(self, data: np.ndarray, out: np.ndarray, draws: Sequence[float]) -> None:
         """Decode the bytes of a row, (bytes,) uint8, into `out`, (*shape). May raise anything if they are damaged."""

@@ -1,7 +1,7 @@
 """HDF5 filters, undone by functions that release the GIL, so that threads work side by side.
 
 The HDF5 library does the same under its one lock. gzip needs nothing but Python. lzf, blosc, lz4 and zstd need
-imagecodecs (`pip install -c constraints.txt imagecodecs`). All other filters are left to the library.
+imagecodecs, which the extra `codecs` installs. All other filters are left to the library.
 """
 
 import threading

@@ -5,6 +5,7 @@ import json
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +25,8 @@ SOURCES = "fastgpu_source"
 """Dataset of texts beside the fields of a file: where each of its rows came from. Training does not read it."""
 MAX_LINKS = 16
 """Maximum number of soft links on the way to an item, as in the HDF5 library."""
+MAX_NAMES = 10
+"""Maximum number of names of a file in a message."""
 Member = TypeVar("Member", h5py.Group, h5py.Dataset)
 
 
@@ -89,10 +92,12 @@ def find(root: h5py.Group, name: str, kind: type[Member], where: str) -> Member:
     """A group or a dataset of a file. Raises UserError if there is none, or if its bytes are in another file."""
     item = look_up(root, name, where)
     if not isinstance(item, kind):
-        names = ", ".join(sorted(map(str, root))) or "nothing"  # one that is not UTF-8 is bytes
-        cure = " or ".join(f"{where.rpartition(': ')[2]}::/{each}" for each in _groups_with(root, name, kind, where))
+        names = sorted(map(str, root)) or ["nothing"]  # one that is not UTF-8 is bytes
+        found = ", ".join(names[:MAX_NAMES] + ["..."] * (len(names) > MAX_NAMES))
+        groups = islice(_groups_with(root, name, kind, where), MAX_NAMES)
+        cure = " or ".join(f"{where.rpartition(': ')[2]}::/{group}" for group in groups)
         cure = f"; name a group: {cure}" if cure else ""
-        raise UserError(f"{where} has no {kind.__name__.lower()} {name}; it has {names}{cure}")
+        raise UserError(f"{where} has no {kind.__name__.lower()} {name}; it has {found}{cure}")
     return item
 
 

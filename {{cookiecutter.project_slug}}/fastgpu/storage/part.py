@@ -20,6 +20,8 @@ PACKING = {"scale_factor": "1.0", "add_offset": "0.0", "_FillValue": "nan", "mis
 class Part(NamedTuple):
     """The rows of one file."""
 
+    name: str
+    """Its path, and its group if it has one: `file.h5::/group`."""
     path: str
     group: str
     """The group that has the fields, which is "/" for those of the whole file."""
@@ -31,22 +33,12 @@ class Part(NamedTuple):
     attributes: dict[str, Any]
 
     @property
-    def name(self) -> str:
-        return self.path if self.group == "/" else f"{self.path}::{self.group}"
-
-    @property
     def n_rows(self) -> int:
         return int(self.block_rows.sum())
 
 
 def open_part(
-    key: str,
-    file: tuple[str, str],
-    fields: Mapping[str, str],
-    *,
-    around_page_cache: bool,
-    cache: str,
-    is_first: bool,
+    key: str, file: tuple[str, str], fields: Mapping[str, str], *, around_page_cache: bool, cache: str, is_first: bool
 ) -> Part:
     """Open a file. Raises UserError if a person has to change something. key: the config key that names it.
 
@@ -54,7 +46,8 @@ def open_part(
     is_first: of several parts, the one that is warned of if it has values that are not read as they are meant.
     """
     path, group = file
-    where = f"{key}: {path}" if group == "/" else f"{key}: {path}::{group}"
+    name = path if group == "/" else f"{path}::{group}"
+    where = f"{key}: {name}"
     with open_file(path, f"{key}: {path}", around_page_cache=around_page_cache, cache=cache) as (opened_file, h5):
         root = find(h5, group, h5py.Group, f"{key}: {path}")
         attributes = attributes_of(root)
@@ -76,7 +69,7 @@ def open_part(
     else:  # about BLOCK_BYTES, in MIN_BLOCKS or more
         step = max(1, min(BLOCK_BYTES // largest.field.row_bytes, n_rows // MIN_BLOCKS))
     block_rows = np.diff(np.arange(0, n_rows, step), append=n_rows).astype(np.int32)
-    return Part(path, group, opened_file, columns, block_rows, attributes)
+    return Part(name, path, group, opened_file, columns, block_rows, attributes)
 
 
 def _in_memory(column: Any) -> Any:

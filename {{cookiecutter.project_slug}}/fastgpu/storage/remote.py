@@ -75,6 +75,7 @@ class RemoteFile(OpenFile):
         _, self._version = _request(where, partial(self._ask, 0, 1, is_opening=True))
         self.n_requests, self.n_fetched_bytes = 1, 0
         self._prepared: dict[int, int] = {}  # offset -> number of bytes
+        self._lock = threading.Lock()
         self._expected = np.empty((0, 2), np.int64)
         self._n_local = 0  # expected chunks at the beginning that are known to be local
         tag, _, modified = self._version
@@ -114,7 +115,8 @@ class RemoteFile(OpenFile):
         return offset in self._prepared
 
     def expect(self, chunks: np.ndarray) -> None:
-        self._expected = np.concatenate([self._expected, chunks])
+        with self._lock:  # the groups of a file are opened side by side
+            self._expected = np.concatenate([self._expected, chunks])
 
     @property
     def is_local(self) -> bool:

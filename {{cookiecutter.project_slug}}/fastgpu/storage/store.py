@@ -12,6 +12,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 
 from fastgpu.process.launch import UserError, warn
@@ -19,7 +20,7 @@ from fastgpu.process.machine import free_host_bytes
 from fastgpu.rows.contract import Dataset, Out, PoolPlan, Range, Reads
 from fastgpu.storage.columns import Codec, DecodedColumn, InMemory
 from fastgpu.storage.file import OpenFile, is_url, side_by_side
-from fastgpu.storage.hdf5 import expand
+from fastgpu.storage.hdf5 import SOURCES, expand, find, look_up, open_file, refuse_large
 from fastgpu.storage.layout import COLUMN_BYTES, Layout, PlainRows
 from fastgpu.storage.meaning import check_meaning
 from fastgpu.storage.part import Part, open_part
@@ -91,6 +92,17 @@ class HDF5Dataset(Dataset):
         if n_bytes > COLUMN_BYTES or not all(isinstance(each, InMemory | Layout) for each in columns):
             return None
         return np.concatenate([each.rows if isinstance(each, InMemory) else each.read_all() for each in columns])
+
+    def sources(self, row_ids: np.ndarray | slice = slice(None)) -> list[str]:
+        """Where each of some rows came from, as convert.py wrote it. Empty texts if their file does not say it."""
+        found = []
+        for part in self.parts:
+            with open_file(part.path, part.path) as (_, h5):
+                data = look_up(find(h5, part.group, h5py.Group, part.path), SOURCES, part.path)
+                is_known = isinstance(data, h5py.Dataset) and data.shape == (part.n_rows,) and data.dtype.kind in "SO"
+                refuse_large(f"{part.path}: {SOURCES}", part.n_rows * data.dtype.itemsize if is_known else 0)
+                found.append(data[:] if is_known else np.zeros(part.n_rows, "S1"))
+        return [text.decode(errors="backslashreplace") for text in np.concatenate(found)[row_ids].tolist()]
 
     def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Out]) -> None:
         ranges: dict[int, list[Range]] = {}

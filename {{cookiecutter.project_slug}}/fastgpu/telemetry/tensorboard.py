@@ -25,6 +25,8 @@ from fastgpu.telemetry.clock import Throughput
 
 LINE_EVERY_S = 5.0
 """Seconds between two lines of progress, which replace the bar if the output is no terminal."""
+MIN_STEPS = 20
+"""After fewer steps that are no whole epoch, nobody is told that the run waits for data: the first pool counts most."""
 
 
 class TensorBoard(AbstractContextManager["TensorBoard"]):
@@ -37,8 +39,10 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
         """
         self._folder = folder if world.is_main else None
         self._n_epochs = config["train.epochs"]
+        self._n_steps = config["train.steps"]
+        self._by_steps = self._n_steps > 0 or config["train.validate_every_steps"] > 0
         self._share_done = 0.0
-        self._epoch: list[tuple[float, Throughput]] = []  # loss and interval of each point
+        self._points: list[tuple[float, Throughput]] = []  # loss and interval of each since the last validation
         self._has_warned = False
         self._printed = time.monotonic()
         self._part = round(time.time())  # names this process among those that resumed the run
@@ -90,7 +94,7 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
             return
         point: dict[str, float | None] = {"step": step, "time_s": round(time.time(), 3), "part": self._part}
         if interval:
-            self._epoch.append((values["train/loss"], interval))
+            self._points.append((values["train/loss"], interval))
             text = f"step {step}: loss {values['train/loss']:.4f}, {interval}"
             if (local_pct := values.get("storage/local_pct", 100)) < 99:
                 text += f", {local_pct:.0f} % of the data fetched"
@@ -109,26 +113,30 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
                 if self.writer:
                     self.writer.add_scalar(tag, value, step)
 
-    def end_epoch(self, epoch: int, step: int, metrics: Mapping[str, float], bottleneck: str = "") -> None:
-        """Log the metrics of the validation, and print them with the means of the epoch. epoch: those that are done.
+    def write_validation(
+        self, epoch: int, step: int, metrics: Mapping[str, float], bottleneck: str = "", *, epoch_steps: int = 0
+    ) -> None:
+        """Log the metrics of a validation, and print them with the means of the steps since the last one.
 
-        metrics: {tag: value}, of which those of the group `val` are printed. bottleneck: for an epoch that waited, the
-        slowest stage of the feed and what to try, in words.
+        epoch, step: those that are done. metrics: {tag: value}, of which those of the group `val` are printed.
+        bottleneck: for steps that waited, the slowest stage of the feed and what to try, in words. epoch_steps: of an
+        epoch.
         """
         if not self._folder:
             return
         self.write(step, metrics)
         text = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items() if name.startswith("val/"))
-        if self._epoch:  # no step has been made if the run was resumed at the end of an epoch
-            total = Throughput(*map(sum, zip(*(interval for _, interval in self._epoch), strict=True)))
-            loss = sum(loss * interval.steps for loss, interval in self._epoch) / total.steps
+        if self._points:  # no step has been made if a resumed run begins with a validation
+            total = Throughput(*map(sum, zip(*(interval for _, interval in self._points), strict=True)))
+            loss = sum(loss * interval.steps for loss, interval in self._points) / total.steps
             text = f"train/loss {loss:.4g}, {text}, {total}"
-            if total.wait_s > 0.1 * total.seconds:
+            if total.wait_s > 0.1 * total.seconds and total.steps >= min(MIN_STEPS, epoch_steps):
                 cures = (bottleneck, "run `python diagnose.py` with the same arguments")
                 text += f" (input-bound: {', or '.join(filter(None, cures))})"
         self._bar.clear()
-        say(f"epoch {epoch}/{self._n_epochs} {text}")
-        self._epoch.clear()
+        end = f"/{self._n_steps}" if self._n_steps else ""
+        say(f"step {step}{end} {text}" if self._by_steps else f"epoch {epoch}/{self._n_epochs} {text}")
+        self._points.clear()
 
     @contextmanager
     def _forgiving(self) -> Iterator[None]:
