@@ -118,6 +118,14 @@ def load(path: str) -> Any:
     return matrix
 
 
+def read_ones(source: str) -> tuple[np.ndarray, np.ndarray]:
+    """(rows, columns) of the places of a sparse matrix of ones. Raises UserError for other values."""
+    matrix = load(source)
+    if not hasattr(matrix, "indptr") or (matrix.data != 1).any():
+        raise UserError(f"{source} is no sparse matrix of ones; save one, such as matrix = matrix > 3")
+    return np.repeat(np.arange(matrix.shape[0]), np.diff(matrix.indptr)), matrix.indices
+
+
 def _check_memory(file: str, members: Sequence[ZipInfo], name: str = "") -> None:
     """Raise UserError if the members of an archive, or the one of this name, are larger than the free memory."""
     size, free = sum(each.file_size for each in members if name in ("", each.filename)), free_host_bytes()

@@ -110,11 +110,6 @@ class Reader(ItemSource):
         return item
 
 
-def rows_of(source: Dataset) -> np.ndarray:
-    """(n,) the numbers of the rows of a source, ascending."""
-    return source.selection.rows() if isinstance(source.selection, Subset) else np.arange(len(source))
-
-
 def split_rows(source: Dataset, shares: Sequence[float] | None, seed: int) -> dict[str, Dataset]:
     """{split: its rows}, or {"": all rows}. shares: of a split that is drawn at random; see `draw_splits`.
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from fastgpu.convert.reader import SPLITS, Reader, rows_of
+from fastgpu.convert.reader import SPLITS, Reader
 from fastgpu.convert.writer import Compression, write_attributes, write_rows, write_sources
 from fastgpu.dataset.items import Columns
 from fastgpu.dataset.source import ItemDataset
@@ -23,6 +23,7 @@ from fastgpu.process.machine import available_cpus, free_host_bytes
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import RaggedArray
+from fastgpu.rows.selection import Subset
 from fastgpu.storage.layout import BLOCK_BYTES
 from fastgpu.storage.store import HDF5Dataset
 
@@ -145,7 +146,8 @@ def _count_odd(batches: Iterable[Columns], n_odd: Counter[str]) -> Iterator[Colu
 
 def _report(reader: Reader, report: Path) -> None:
     """Print what was changed or left out, and list the rows that were left out in a file."""
-    rows = rows_of(reader).tolist()
+    selection = reader.selection
+    rows = selection.rows().tolist() if isinstance(selection, Subset) else range(len(reader))
     reasons = [reader.broken[row] for row in rows if row in reader.broken]
     for loss, count in Counter(loss for row in rows for loss in reader.losses.get(row, ())).items():
         print(f"  changed  {loss}: {count:,} of {len(rows) - len(reasons):,} images")

@@ -4,12 +4,14 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from importlib import import_module
+from math import ceil
 from pathlib import Path
 from typing import Any
 
 import h5py
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from fastgpu.feed import PrefetchLoader
 from fastgpu.feed.sources import image_codecs
@@ -132,9 +134,9 @@ def _open_arrays(path: str, names: Sequence[str]) -> Dataset:
 
 @contextmanager
 def open_batches(source: Dataset, batch_size: int, device: torch.device) -> Iterator[Iterator[Rows]]:
-    """All rows once, in their order, read ahead by threads, as batches on the device."""
+    """All rows once, in their order, read ahead by threads, as batches on the device. A terminal shows a bar."""
     pool_batches = max(1, (64 << 20) // (source.row_bytes * batch_size))  # 64 MiB; three pools are in memory
     order = BlockSampler(source, batch_size, pool_batches=pool_batches, seed=None)
     loader = Loader(num_readers=available_cpus())
     with closing(PrefetchLoader(source, order, device, loader, n_epochs=1)) as feed:
-        yield feed.batches(0)
+        yield iter(tqdm(feed.batches(0), total=ceil(len(source) / batch_size), unit=" batches", disable=None))

@@ -4,14 +4,12 @@ import operator
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import repeat
-from math import ceil
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from fastgpu.predict.answers import Answers, ask, describe, find_wrong, to_columns, write_rows
 from fastgpu.predict.command import Predict
@@ -51,11 +49,6 @@ def run(asked: Predict, world: World, terminal: IO[str]) -> None:
         write_predictions(trained, rows, asked, terminal, device=world.device)
 
 
-def show_progress(batches: Iterator[Rows], rows: Dataset, batch_size: int) -> Iterator[Rows]:
-    """The batches of these rows, with a bar on stderr if that is a terminal."""
-    return iter(tqdm(batches, total=ceil(len(rows) / batch_size), unit=" batches", disable=None))
-
-
 # ---------------------------------------------------------------------------------------------- predictions
 
 
@@ -71,7 +64,7 @@ def write_predictions(trained: Trained, rows: Dataset, asked: Predict, file: IO[
             file = stack.enter_context(partial.open("w", **AS_TEXT))
         titles: tuple[str, ...] = ()
         batches = stack.enter_context(open_batches(rows, size, device))
-        for number, batch in enumerate(show_progress(batches, rows, size)):
+        for number, batch in enumerate(batches):
             with torch.inference_mode(), autocast:  # not around the loader: other threads fill their memory
                 values = {name: value.cpu() for name, value in trained.workload.predict(trained.model, batch).items()}
             places = range(number * size, number * size + len(batch))
@@ -147,8 +140,7 @@ def write_metrics(trained: Trained, rows: Dataset, asked: Predict, terminal: IO[
     precision = mixed_precision(trained.card["precision"], world.device)
     size = asked.batch_size or trained.card["batch_size"]
     examiner = Examiner(trained)
-    with open_batches(rows, size, world.device) as opened:
-        batches = show_progress(opened, rows, size)
+    with open_batches(rows, size, world.device) as batches:
         metrics = evaluate(trained.model, examiner, batches, world, precision=precision) or {}
     for name, value in metrics.items():
         print(f"{name} {value:.6g}", file=terminal)

@@ -50,9 +50,30 @@ class Events(WriteCommand):
         check_exist(self.source)
 
     def run(self) -> None:
-        from fastgpu.convert.recsys.program import write_events
+        from fastgpu.convert.arrays import read_ones
+        from fastgpu.convert.program import write
+        from fastgpu.convert.recsys.interactions import hold_out_users
 
-        write_events(self)
+        if self.is_matrix:
+            users, items = read_ones(self.source)
+        else:
+            from fastgpu.convert.recsys.events import read_events  # polars is of the extra `convert`
+
+            above = 3.5 if self.above is None else self.above
+            users, items = read_events(self.source, self.column_names, above, has_header=not self.no_header)
+            counts = "events, which all count" if len(self.column_names) == 2 else f"ratings are above {above:g}"
+            print(f"{len(users):,} {counts}")
+        split = hold_out_users(self.source, users, items, self.held_out)
+        if n := split.n_repeated:
+            print(f"events that repeat an earlier one of the same user and item, and do not count: {n:,}")
+        n_items = split.parts["train"].fields["items"].n_items
+        kept = f"{split.n_events:,} events of {split.n_users:,} users with 5 or more"
+        print(f"{kept}; training users have {n_items:,} items")
+        for name in ("val", "test"):
+            held_out = split.parts[name].lengths["held_out"]
+            n_without = (held_out == 0).sum()
+            print(f"{name}: {held_out.sum():,} items to be found; {n_without:,} of {len(held_out):,} users have none")
+        write(split.parts, self)
 
 
 COMMANDS = {"events": Events}
