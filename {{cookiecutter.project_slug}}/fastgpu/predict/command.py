@@ -61,6 +61,8 @@ class Predict:
             raise UserError("give INPUT or --export FILE, one of them; see --help")
         if (self.evaluate or self.export) and (self.output != "-" or self.id or self.top or self.all):
             raise UserError("-o, --id, --top and --all are for predictions, not for --evaluate and --export")
+        if self.export and (self.batch_size or self.device != "auto"):
+            raise UserError("--batch-size and --device are for INPUT, not for --export")
         if self.errors and not self.evaluate:
             raise UserError("--errors is for --evaluate, which compares the answers with labels")
         if any(number is not None and number < 1 for number in (self.batch_size, self.top)):
