@@ -59,8 +59,9 @@ def test_hollow_slow_step_is_noticed(tmp_path, name, before, after, found):
         (PREFETCH, "torch.cuda.set_device(self._device)", "pass", r"contexts of the ranks: \[\[0\], \[0, 1\]\]"),
         (
             "train.py",
-            "at.step += 1",
-            "at.step += 1\n                world.is_main and world.all_reduce_sum(torch.ones(3, device=world.device))",
+            "board.count(at.step, done)",
+            "board.count(at.step, done)\n"
+            "                world.is_main and world.all_reduce_sum(torch.ones(3, device=world.device))",
             r"\[hollow\] rank \d calls ncclAllReduce of .*, but rank \d calls ncclAllReduce of ",
         ),
     ],

@@ -360,9 +360,9 @@ def test_run_saves_into_the_same_memory(tmp_path):
     with started_run(tmp_path) as run:
         run.save()
         run.wait_for_save()
-        memory = {number: copy.data_ptr() for number, copy in run._saver._memory.items()}
+        memory = [copy.data_ptr() for copy in run._saver._memory]
         run.save()
-        assert {number: copy.data_ptr() for number, copy in run._saver._memory.items()} == memory
+        assert [copy.data_ptr() for copy in run._saver._memory] == memory
         run._state["model"].weight = nn.Parameter(torch.ones(3, 2))
         run.save()
         run.wait_for_save()

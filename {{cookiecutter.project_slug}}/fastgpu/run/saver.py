@@ -27,7 +27,7 @@ class Saver:
     def __init__(self, folder: Path):
         """folder: of the run."""
         self._folder = folder
-        self._memory: dict[int, Tensor] = {}
+        self._memory: list[Tensor] = []
         self._thread = ThreadPoolExecutor(1, "save", initializer=lower_priority)
         self._saving: Future[Saved] | None = None
 
