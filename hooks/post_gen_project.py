@@ -198,8 +198,6 @@ Next:
 The engine is installed from {engine_url()}, which other machines do not have.
 docs/engine.md says what to write into pyproject.toml instead.
 """
-    if answers.get("tools") == "none":  # an answer from before, played again
-        text += "\nThe answer `tools` is no longer asked for: every project has the tools.\n"
     return text
 
 

@@ -43,6 +43,7 @@ MISTAKES_IN_A_FILE = (
     "data: {val: {a.h5: 2, b.h5: 0.5}}",
     "data: {val: {day: 10%, night: 20%}}",
     "data: {val: {day: [a.h5, [b.h5]]}}",
+    "data: {val: {day:a.h5, night:b.h5}}",
 )
 MISTAKES_IN_WORDS = (
     "data.echo=0.5 data.val=10 optim.lr=-1 optim.warmup_share=2 train.epochs=-1 run.seed=-1 workload=Mine",

@@ -6,6 +6,7 @@ Nothing here imports torch, which takes seconds: --help and mistakes, also of pa
 import os
 import signal
 import sys
+from abc import ABC, abstractmethod
 from argparse import ArgumentTypeError
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -57,12 +58,12 @@ def split_name(source: str) -> tuple[str, str]:
     return (name, path) if equals and not os.path.lexists(source) else ("", source)
 
 
-class Command:
+class Command(ABC):
     """What was asked for. It is only made of arguments that fit together, and of paths that exist."""
 
+    @abstractmethod
     def run(self) -> int | None:
         """Do it. Returns the exit code, or None for 0. Raises UserError."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +194,13 @@ class Check(LookCommand):
 
 def commands() -> Mapping[str, type[Command]]:
     """{name: command}. Folders in this one have those for a kind of data; a copy of the engine may lack some."""
-    kinds = {"arrays": Arrays, "dataset": Dataset, "repack": Repack, "info": Info, "check": Check}
+    kinds: dict[str, type[Command]] = {
+        "arrays": Arrays,
+        "dataset": Dataset,
+        "repack": Repack,
+        "info": Info,
+        "check": Check,
+    }
     for room in iter_modules(convert.__path__):
         if room.ispkg:
             kinds |= import_module(f"{convert.__name__}.{room.name}.command").COMMANDS

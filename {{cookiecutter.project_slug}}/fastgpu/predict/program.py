@@ -6,6 +6,7 @@ from contextlib import ExitStack, contextmanager
 from itertools import repeat
 from pathlib import Path
 from typing import IO, Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -112,7 +113,6 @@ def one_pass(model: nn.Module) -> Iterator[None]:
     `predict` and `score` of a workload both call the model. Tensors that were changed in place in between are others.
     """
     compute = model.forward
-    own = {name: value for name, value in vars(model).items() if name == "forward"}
     last: list[Tensor] = []  # inputs and output of the last call
     versions: list[int] = []
 
@@ -126,12 +126,8 @@ def one_pass(model: nn.Module) -> Iterator[None]:
         versions[:] = [each._version for each in last]
         return output
 
-    vars(model)["forward"] = forward
-    try:
+    with patch.object(model, "forward", forward):
         yield
-    finally:
-        del vars(model)["forward"]
-        vars(model).update(own)
 
 
 def write_metrics(trained: Trained, rows: Dataset, asked: Predict, terminal: IO[str], *, world: World) -> None:

@@ -226,8 +226,12 @@ def _describe(key: str, value: Any, mistakes: list[ErrorDetails]) -> str:
     wishes = [_wish(mistake) for mistake in mistakes if mistake["type"] in WISHES and mistake["input"] is wrong]
     if not wishes:  # a function that checks the value raised a ValueError, for example
         return f"{key} is {shown}; {mistakes[0].get('ctx', {}).get('error', mistakes[0]['msg'])}"
-    listed = " or ".join(filter(None, (", ".join(wishes[:-1]), wishes[-1])))
-    return f"{key} {'is' if wrong is value else 'has'} {shown}; it should be {listed}"
+    *others, last = dict.fromkeys(wishes)
+    listed = " or ".join(filter(None, (", ".join(others), last)))
+    # YAML takes `{day:x.h5}` for a key `day:x.h5` without a value.
+    has_colon = any(":" in str(name) for name in mistakes[0]["loc"])
+    cure = "; write a space after the colon" if wrong is None and has_colon else ""
+    return f"{key} {'is' if wrong is value else 'has'} {shown}; it should be {listed}{cure}"
 
 
 def _wish(mistake: ErrorDetails) -> str:

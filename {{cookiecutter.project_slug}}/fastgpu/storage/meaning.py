@@ -1,7 +1,8 @@
 """Checks that sources which are used together agree on the meaning of their numbers, such as the class names."""
 
+from collections.abc import Mapping
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Protocol
 
 from fastgpu.process.launch import UserError, warn
 
@@ -9,12 +10,21 @@ NUMBERED = {"item_ids": "items", "class_names": "labels", "target_names": "colum
 """{attribute of a converted file that says what numbers stand for: the numbers}"""
 
 
-def check_meaning(key: str, first: Any, other: Any, *, labels: bool = True) -> None:
+class Described(Protocol):
+    """Rows, a part of them, or a checkpoint."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def attributes(self) -> Mapping[str, Any]: ...
+
+
+def check_meaning(key: str, first: Described, other: Described, *, labels: bool = True) -> None:
     """Compare what numbers stand for in two sources, and how their images were prepared. key: names the sources.
 
-    first, other: rows, a part of them, or a checkpoint: they have a name and attributes. labels: compare classes and
-    targets, too. Raises UserError if a number means different things in them. Prints a warning if the images were
-    prepared in other ways.
+    labels: compare classes and targets, too. Raises UserError if a number means different things in them. Prints a
+    warning if the images were prepared in other ways.
     """
     for attribute, numbers in NUMBERED.items() if labels else [("item_ids", "items")]:
         names, others = (list(map(str, source.attributes.get(attribute, ()))) for source in (first, other))
