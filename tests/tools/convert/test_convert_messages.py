@@ -6,7 +6,7 @@ import subprocess
 import sys
 import zipfile
 from argparse import ArgumentTypeError
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import get_args
@@ -18,16 +18,18 @@ from PIL import Image
 from scipy import sparse
 
 from fastgpu.convert.arrays import open_arrays
-from fastgpu.convert.command import SUFFIXES, commands, parse, run, shares
-from fastgpu.convert.images.command import max_broken, size
+from fastgpu.convert.broken import in_order
+from fastgpu.convert.command import SUFFIXES, commands, max_broken, parse, run, shares
+from fastgpu.convert.images.command import size
 from fastgpu.convert.images.readers import ImageFolder, ImageTable, Masks, PixelTable
-from fastgpu.convert.reader import read_splits, split_rows
 from fastgpu.convert.recsys.events import read_events
 from fastgpu.convert.recsys.interactions import hold_out_users
+from fastgpu.convert.splits import read_splits, split_rows
 from fastgpu.convert.tables import Table, parse_labels
 from fastgpu.convert.writer import Compression
 from fastgpu.convert.writing import write_files
 from fastgpu.images.parts import Resize
+from fastgpu.process.launch import UserError
 from fastgpu.storage.arrays import ArrayDataset
 from support import PROJECT
 from support.readers import Numbers, csv_of, names_of
@@ -71,9 +73,16 @@ def of_arrays() -> Mistakes:
     return made | {"arrays --layout nhwc": partial(open_arrays, ["a=x.npy"], channels_last=True)}
 
 
-def table(text: str | bytes) -> Table:
+def table(text: str | bytes, broken: dict[int, str] | None = None) -> Table:
     Path("x.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
-    return Table(Path("x.csv"))
+    return Table(Path("x.csv"), broken=broken)
+
+
+def labels_of(text: str, names: Sequence[str]) -> None:
+    """Raises UserError with the reasons of all broken rows, too."""
+    broken: dict[int, str] = {}
+    parse_labels(table(text, broken), names)
+    raise UserError("\n".join(in_order(broken)))
 
 
 def of_tables() -> Mistakes:
@@ -112,11 +121,11 @@ def of_tables() -> Mistakes:
         "1.5 inf",
     ]
     for case in [*cases, "12% 3%", "3.5kg 4kg", "$5 $6.5"]:
-        made[f"labels {case}"] = lambda case=case: parse_labels(table(csv_of(case)), names_of(case))
-    made["labels with a comma"] = lambda: parse_labels(table("a;b\n0,5;x\n"), ["a"])
-    made["labels with a separator of thousands"] = lambda: parse_labels(table("a;b\n1,234,567;x\n"), ["a"])
+        made[f"labels {case}"] = partial(labels_of, csv_of(case), names_of(case))
+    made["labels with a comma"] = partial(labels_of, "a;b\n0,5;x\n", ["a"])
+    made["labels with a separator of thousands"] = partial(labels_of, "a;b\n1,234,567;x\n", ["a"])
     for cell in ("cat, dog", "cat|dog", "bat|dog;x\nbat|owl"):
-        made[f"several labels, {cell}"] = lambda cell=cell: parse_labels(table(f"a;b\ncat;x\n{cell};x\n"), ["a"])
+        made[f"several labels, {cell}"] = partial(labels_of, f"a;b\ncat;x\n{cell};x\n", ["a"])
     made["a table that is a pipe"] = lambda: Table(Path("pipe.npy"))
     made["splits"] = partial(read_splits, "x.csv", ["train", "../x", "fold-3"])
     return made
@@ -125,7 +134,7 @@ def of_tables() -> Mistakes:
 def of_pixels() -> Mistakes:
     def read(text: str, **options: str) -> None:
         Path("x.csv").write_text(text)
-        PixelTable("x.csv", **options)
+        raise UserError("\n".join(in_order(PixelTable("x.csv", **options).broken)))
 
     texts = {
         "too few": "label,pixels\n1,1 2 3 4\n1,1 2 3\n",

@@ -4,6 +4,7 @@ Nothing here imports torch, which takes seconds: --help and mistakes, also of pa
 """
 
 import os
+import re
 import signal
 import sys
 from abc import ABC, abstractmethod
@@ -52,6 +53,17 @@ def shares(text: str) -> tuple[float, ...]:
     return numbers
 
 
+def max_broken(text: str) -> float:
+    """The share of the rows that may be left out: of `stop` none, of `skip` 1 %."""
+    if text in ("stop", "skip"):
+        return 0.0 if text == "stop" else 0.01
+    found = re.fullmatch(r"skip=(\d+\.?\d*)%", text)
+    share = float(found[1]) / 100 if found else 0.0
+    if not 0 < share <= 1:
+        raise ArgumentTypeError(f"{text} should be stop, skip or a share such as skip=10%")
+    return share
+
+
 def split_name(source: str) -> tuple[str, str]:
     """(name, path) of `name=path`. A path alone has no name; a folder may be called year=2024."""
     name, equals, path = source.partition("=")
@@ -75,6 +87,11 @@ class WriteCommand(Command):
     keep_order: bool = flag("write the rows in the order of the source", default=False)
     compression: Literal["none", "gzip"] = flag("default: none", default="none")
     force: bool = flag("replace existing files", default=False)
+    on_error: float | None = flag(
+        "list broken rows, or leave out 1 %% or a share of all; default: stop, and keep NaN and infinite values",
+        type=max_broken,
+        metavar="{stop,skip,skip=10%}",
+    )
     dry_run: bool = flag("show what was understood of the source; write nothing", default=False)
 
     def __post_init__(self) -> None:

@@ -1,6 +1,5 @@
 """The commands for images."""
 
-import re
 from argparse import ArgumentTypeError
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,17 +21,6 @@ def size(text: str) -> tuple[int, int]:
     if len(words) > 2 or not all(word.isdecimal() and 1 <= int(word) <= MAX_SIDE for word in words):
         raise ArgumentTypeError(f"{text} should be HxW, such as 218x178, or one number for both, up to {MAX_SIDE:,}")
     return int(words[0]), int(words[-1])
-
-
-def max_broken(text: str) -> float:
-    """The share of the images that may be left out: of `stop` none, of `skip` 1 %."""
-    if text in ("stop", "skip"):
-        return 0.0 if text == "stop" else 0.01
-    found = re.fullmatch(r"skip=(\d+\.?\d*)%", text)
-    share = float(found[1]) / 100 if found else 0.0
-    if not 0 < share <= 1:
-        raise ArgumentTypeError(f"{text} should be stop, skip or a share such as skip=10%")
-    return share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +48,6 @@ class Images(ImageCommand):
     masks: Path | None = flag("folder with a mask of the same name for each image", metavar="DIR")
     binary_masks: bool = flag("the masks hold 0 and 255, which is class 1 and not ignored", default=False)
     masks_fit: Literal["shown", "stored"] | None = flag("where EXIF turns images: whether masks are of the turned ones")
-    on_error: float = flag(
-        "list broken ones (default), or leave out 1 %% of them, or a share",
-        type=max_broken,
-        default=0.0,
-        metavar="{stop,skip,skip=10%}",
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -100,7 +82,7 @@ class Images(ImageCommand):
             columns = (self.columns or ("1,2" if self.no_header else "path,label")).split(",")
             has_header = not self.no_header
             source = ImageTable(self.source, columns=columns, split_by=self.split_by, has_header=has_header, **how)
-        write(source, self, split=self.split, max_broken=self.on_error)
+        write(source, self, split=self.split)
 
 
 @dataclass(frozen=True, kw_only=True)
