@@ -6,7 +6,7 @@ import subprocess
 import sys
 import zipfile
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import get_args
@@ -17,14 +17,14 @@ import pytest
 from PIL import Image
 from scipy import sparse
 
-from fastgpu.convert.arrays import open_arrays
+from fastgpu.convert.arrays import SplitArrays, open_arrays
 from fastgpu.convert.broken import in_order
 from fastgpu.convert.command import SUFFIXES, commands, max_broken, parse, run, shares
 from fastgpu.convert.images.command import size
 from fastgpu.convert.images.readers import ImageFolder, ImageTable, Masks, PixelTable
 from fastgpu.convert.recsys.events import read_events
 from fastgpu.convert.recsys.interactions import hold_out_users
-from fastgpu.convert.splits import read_splits, split_rows
+from fastgpu.convert.splits import Split, limit_parts, read_splits, split_rows
 from fastgpu.convert.tables import Table, parse_labels
 from fastgpu.convert.writer import Compression
 from fastgpu.convert.writing import write_files
@@ -192,6 +192,17 @@ def of_images() -> Mistakes:
     return made
 
 
+def of_groups() -> Iterator[tuple[str, SplitArrays]]:
+    for name, values in {
+        "--split-by few values": np.arange(10) % 2,
+        "--split-by one value": np.maximum(np.arange(100) - 95, 0),
+        "--split-by a column of splits": np.array(["train", "val"] * 5),
+        "--split-by no value": np.full(10, ""),
+    }.items():
+        arrays = {"labels": np.arange(len(values))}
+        yield name, SplitArrays("x", arrays, {}, by="who", values=values)
+
+
 def of_commands() -> Mistakes:
     with h5py.File("rows.h5", "w") as file:
         for group in ("train", "val"):
@@ -207,7 +218,11 @@ def of_commands() -> Mistakes:
 
     source = ArrayDataset("x", {"labels": np.arange(5)})
     made: Mistakes = {line.strip(): lambda line=line: run(parse(line.split())) for line in lines.split(";")}
-    made["--split of few rows"] = partial(split_rows, source, (0.9, 0.1), 0)
+    made["--split of few rows"] = partial(split_rows, source, Split((0.9, 0.1)))
+    made |= {name: partial(split_rows, source, Split((0.8, 0.1, 0.1), by="who")) for name, source in of_groups()}
+    made["--split-by without an array"] = partial(open_arrays, ["rows.h5::/train"], split_by="who")
+    made["--split-by an array of images"] = partial(open_arrays, ["rows.h5::/train"], split_by="images")
+    made["--limit of few rows"] = partial(limit_parts, {"train": source, "val": source}, Split(limit=1))
     target = Path("rows.h5").absolute()
     made["a target that exists"] = partial(write_files, {"": source}, target)
     made["a folder that nobody may write to"] = partial(write_files, {"": source}, Path("/sys/x.h5"))

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastgpu.convert import writer as writer_module
-from fastgpu.convert.splits import draw_splits, split_rows
+from fastgpu.convert.splits import split_rows
 from fastgpu.convert.summary import damaged
 from fastgpu.convert.writer import choose_block_rows, write_rows
 from fastgpu.convert.writing import Writing, write_files
@@ -49,20 +49,10 @@ def test_writing_order_is_that_of_the_seed(tmp_path):
     assert 0.4 < np.mean(np.diff(orders[0]) > 0) < 0.6
 
 
-def test_writing_splits_by_class():
-    labels = np.repeat([0, 1, 2], [100, 10, 3])
-    splits = draw_splits(labels, (0.8, 0.1, 0.1), seed=1)
-    assert [np.bincount(labels[splits == number]).tolist() for number in range(3)] == [[80, 8, 2], [10, 1, 1], [10, 1]]
-    again, other = (draw_splits(labels, (0.8, 0.1, 0.1), seed=seed) for seed in (1, 2))
-    assert splits.tolist() == again.tolist() != other.tolist()
-    for labels in (np.random.default_rng(0).random(100), np.zeros((100, 3), int)):
-        assert np.bincount(draw_splits(labels, (0.7, 0.2, 0.1), seed=0)).tolist() == [70, 20, 10]
-
-
 def test_writing_splits_to_files(tmp_path, capsys):
     reader = Numbers(100)
     reader.splits = np.arange(100) % 2
-    write_files(split_rows(reader, None, 0), tmp_path / "new/x.h5")
+    write_files(split_rows(reader), tmp_path / "new/x.h5")
     assert sorted(numbers_in(tmp_path / "new/x-train.h5")) == list(range(0, 100, 2))
     assert sorted(numbers_in(tmp_path / "new/x-val.h5")) == list(range(1, 100, 2))
     assert "warning" not in capsys.readouterr().out

@@ -31,6 +31,11 @@ def refuse_broken(reasons: Sequence[str], n_rows: int, max_broken: float | None,
     raise UserError("\n  ".join([f"{found}:", list_first(reasons, "\n  ")]))
 
 
+def none_whole(name: str, broken: Mapping[int, str]) -> UserError:
+    """The error for a source without a row that is not broken."""
+    return UserError(f"{name}: none of the rows can be read:\n  {list_first(in_order(broken), chr(10) + '  ')}")
+
+
 def in_order(broken: Mapping[int, str]) -> list[str]:
     """The reasons of {row: reason}, in the order of the rows."""
     return [broken[row] for row in sorted(broken)]

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from argparse import ArgumentTypeError
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
@@ -18,6 +19,7 @@ from typing import Literal
 
 from fastgpu import convert
 from fastgpu.process.commands import argument, flag, parse_command
+from fastgpu.process.config import MAX_THREADS
 from fastgpu.process.launch import UserError, exit_with_message
 from fastgpu.process.project import install_command
 from fastgpu.process.tools import check_exist, start_tool
@@ -33,10 +35,11 @@ SUFFIXES = (".h5", ".hdf5")
 """Of the files that are written, which .gitignore covers."""
 
 
-def natural(text: str, lowest: int = 0) -> int:
-    """A whole number of at least `lowest`."""
-    if not text.isdecimal() or int(text) < lowest:
-        raise ArgumentTypeError(f"{text} should be a whole number of at least {lowest}")
+def natural(text: str, lowest: int = 0, highest: int | None = None) -> int:
+    """A whole number of at least `lowest`, and at most `highest` if that is given."""
+    if not text.isdecimal() or int(text) < lowest or int(text) > (highest or int(text)):
+        limit = "" if highest is None else f", and at most {highest:,}"
+        raise ArgumentTypeError(f"{text} should be a whole number of at least {lowest}{limit}")
     return int(text)
 
 
@@ -92,6 +95,14 @@ class WriteCommand(Command):
         type=max_broken,
         metavar="{stop,skip,skip=10%}",
     )
+    limit: int | None = flag(
+        "write N rows, for a first look: drawn at random, of each class alike; or the first, with --keep-order",
+        type=partial(natural, lowest=1),
+        metavar="N",
+    )
+    threads: int | None = flag(
+        "threads that read; default: the CPUs", type=partial(natural, lowest=1, highest=MAX_THREADS), metavar="N"
+    )
     dry_run: bool = flag("show what was understood of the source; write nothing", default=False)
 
     def __post_init__(self) -> None:
@@ -105,6 +116,12 @@ class SplitCommand(WriteCommand):
 
     split: tuple[float, ...] | None = flag(
         "shares of train, val and test, 0.8,0.1,0.1; or of train", type=shares, metavar="SHARES"
+    )
+    split_by: str = flag(
+        "column whose values, such as patients, --split keeps together; without it, the column says train, val or test",
+        type=str.strip,
+        default="",
+        metavar="COLUMN",
     )
 
 
@@ -128,7 +145,7 @@ class Arrays(SplitCommand):
         from fastgpu.convert.arrays import open_arrays
         from fastgpu.convert.program import write
 
-        write(open_arrays(self.sources, channels_last=self.layout == "nhwc"), self, split=self.split)
+        write(open_arrays(self.sources, channels_last=self.layout == "nhwc", split_by=self.split_by), self)
 
 
 @dataclass(frozen=True, kw_only=True)

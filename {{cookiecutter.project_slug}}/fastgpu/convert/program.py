@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 from fastgpu.convert import command
 from fastgpu.convert.broken import in_order, refuse_broken
 from fastgpu.convert.items import Items
-from fastgpu.convert.splits import split_rows
+from fastgpu.convert.splits import Split, limit_parts, split_rows
 from fastgpu.convert.summary import Stored, check_rows, damaged, describe_rows, fields_of, inspect
 from fastgpu.convert.writing import Writing, write_files
 from fastgpu.dataset.source import ItemDataset, make_dataset
@@ -20,20 +20,23 @@ from fastgpu.storage.store import open_store
 
 
 def write(
-    source: Dataset | Mapping[str, Dataset],
-    asked: command.WriteCommand,
-    *,
-    split: Sequence[float] | None = None,
-    left_out: Sequence[str] = (),
+    source: Dataset | Mapping[str, Dataset], asked: command.WriteCommand, *, left_out: Sequence[str] = ()
 ) -> None:
     """Show what was understood of a source, or of its parts, and write it to files.
 
-    split: shares of a random split of the source. left_out: why rows of the source are in none of the parts.
+    left_out: why rows of the source are in none of the parts.
     """
-    known = in_order(getattr(source, "known_broken", {}))
-    if known and not isinstance(source, Mapping):
-        refuse_broken(known, len(source), asked.on_error, None if asked.dry_run else asked.target)
-    parts = source if isinstance(source, Mapping) else split_rows(source, split, asked.seed)
+    split = Split(seed=asked.seed, limit=asked.limit, is_in_order=asked.keep_order)
+    if isinstance(asked, command.SplitCommand):
+        split = split._replace(shares=asked.split, by=asked.split_by)
+    known: list[str] = []
+    if isinstance(source, Mapping):
+        parts = limit_parts(source, split)
+    else:
+        parts = split_rows(source, split)
+        known = in_order(getattr(source, "known_broken", {}))
+        n_rows = min(len(source), asked.limit or len(source))
+        refuse_broken(known, n_rows, asked.on_error, None if asked.dry_run else asked.target)
     print(next(iter(parts.values())).name, *describe_rows(parts), sep="\n", flush=True)
     if known:
         print(f"  broken   {len(known):,} rows, which are left out; the first is {known[0]}")
@@ -41,7 +44,7 @@ def write(
         print("--dry-run: nothing is written")
         return
     seed = None if asked.keep_order else asked.seed
-    how = Writing(seed, asked.compression, replace=asked.force, max_broken=asked.on_error)
+    how = Writing(seed, asked.compression, replace=asked.force, max_broken=asked.on_error, n_threads=asked.threads)
     write_files(parts, asked.target, how, left_out=left_out)
 
 

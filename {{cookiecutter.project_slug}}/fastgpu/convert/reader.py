@@ -24,10 +24,11 @@ from typing import Any
 
 import numpy as np
 
+from fastgpu.convert.broken import none_whole
 from fastgpu.dataset.items import Columns
 from fastgpu.dataset.source import ItemSource
 from fastgpu.process.files import not_found
-from fastgpu.process.launch import UserError, list_first
+from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Field, RaggedArray
 
@@ -41,8 +42,9 @@ class Reader(ItemSource):
 
     splits: np.ndarray | None = None
     """(rows,) train, val or test, if the source says it."""
-    groups: np.ndarray | None = None
-    """(rows,) numbers or texts, such as patients: rows of one value stay together when rows are split at random."""
+    split_by: np.ndarray | None = None
+    """(rows,) texts or numbers: the column of --split-by. Rows with one value, such as a patient, stay together when
+    rows are split at random. If they are not, it says train, val or test."""
     encoded = False
     """Whether `images` are the bytes of image files."""
 
@@ -94,8 +96,7 @@ class Reader(ItemSource):
         n_rows = len(self.block_rows)
         first = next(filter(None, (self._try(row, {}) for row in range(n_rows))), None)
         if not first:
-            reasons = list_first([*self.broken.values()], "\n  ")
-            raise UserError(f"{self.name}: none of the rows can be read:\n  {reasons}")
+            raise none_whole(self.name, self.broken)
         fields = {name: Field(value.dtype, value.shape) for name, value in first.items()}
         if self.encoded:  # some rows tell how long they are
             items = [self._try(row, {}) for row in np.linspace(0, n_rows - 1, min(32, n_rows)).astype(int).tolist()]

@@ -46,6 +46,8 @@ class Writing(NamedTuple):
     max_broken: float | None = None
     """Share of the rows, or one row, that is left out if it is broken (see `Reader`), or has values that are NaN or
     infinite. None: no row may be broken, and such values are kept, with a warning."""
+    n_threads: int | None = None
+    """Threads that read. None: the CPUs."""
 
 
 def write_files(
@@ -75,7 +77,7 @@ def write_files(
             if how.seed is not None:
                 attributes["row_order"] = f"random, seed {how.seed}"
             path, fields = partial[name], part.fields
-            with closing(_read(part, how.seed, named[name].name)) as pools:
+            with closing(_read(part, how, named[name].name)) as pools:
                 rows = whole[name].take(pools)
                 written[name] = write_rows(
                     path, len(part), fields, rows, attributes=attributes, compression=how.compression
@@ -180,16 +182,16 @@ def _keep(column: np.ndarray | RaggedArray, is_kept: np.ndarray) -> np.ndarray |
     return RaggedArray(column.values[column.places(rows)], np.cumsum([0, *lengths]))
 
 
-def _read(source: Dataset, seed: int | None, name: str) -> Generator[Pool]:
+def _read(source: Dataset, how: Writing, name: str) -> Generator[Pool]:
     """Pools of the rows in their order, read by the feed of training. name: for the bar of progress."""
     block_bytes = int(source.block_rows.max()) * source.row_bytes
     pool_bytes = max(POOL_BYTES, POOL_BLOCKS * block_bytes) if block_bytes > source.row_bytes else SINGLE_ROW_POOL_BYTES
     pool_rows = max(1, min(len(source), min(pool_bytes, free_host_bytes() // 4) // source.row_bytes))
     batch_size = max(1, BLOCK_BYTES // source.row_bytes)
     pool_batches = -(-pool_rows // batch_size)
-    order = BlockSampler(source, batch_size, pool_batches=pool_batches, seed=seed, drop_last=False)
+    order = BlockSampler(source, batch_size, pool_batches=pool_batches, seed=how.seed, drop_last=False)
     n_workers = source.n_workers if isinstance(source, ItemDataset) else 0
-    loader = Loader(num_readers=available_cpus(), num_workers=n_workers, prefetch_pools=1)
+    loader = Loader(num_readers=how.n_threads or available_cpus(), num_workers=n_workers, prefetch_pools=1)
     feed = PrefetchLoader(source, order, torch.device("cpu"), loader, n_epochs=1)
     with closing(feed), tqdm(total=len(source), unit="rows", unit_scale=True, desc=name, disable=None) as bar:
         for pool in feed.pools(0):

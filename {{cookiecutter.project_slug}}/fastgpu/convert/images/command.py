@@ -27,7 +27,6 @@ def size(text: str) -> tuple[int, int]:
 class ImageCommand(SplitCommand):
     """What both commands have in common."""
 
-    split_by: str = flag("column that says train, val or test", type=str.strip, default="", metavar="COLUMN")
     no_header: bool = flag("the first line is a row; columns are called 1, 2, ...", default=False)
 
 
@@ -82,7 +81,7 @@ class Images(ImageCommand):
             columns = (self.columns or ("1,2" if self.no_header else "path,label")).split(",")
             has_header = not self.no_header
             source = ImageTable(self.source, columns=columns, split_by=self.split_by, has_header=has_header, **how)
-        write(source, self, split=self.split)
+        write(source, self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +104,7 @@ class Pixels(ImageCommand):
 
         has_header = not self.no_header
         source = PixelTable(self.source, label=self.label, split_by=self.split_by, has_header=has_header)
-        write(source, self, split=self.split)
+        write(source, self)
 
 
 COMMANDS = {"images": Images, "pixels": Pixels}

@@ -197,7 +197,7 @@ class ImageTable(ImageFiles):
     """A CSV with a file, whose path begins at the folder of the CSV, and its labels in each line.
 
     columns: names of the column with the files and of those with labels (see `parse_labels`). split_by: name of the
-    column that says train, val or test. group_by: name of the column of `groups`. has_header: see `Table`.
+    column `split_by` of a `Reader`. has_header: see `Table`.
     """
 
     def __init__(
@@ -206,7 +206,6 @@ class ImageTable(ImageFiles):
         *,
         columns: Sequence[str] = ("path", "label"),
         split_by: str = "",
-        group_by: str = "",
         has_header: bool = True,
         **how: Any,
     ):
@@ -221,8 +220,7 @@ class ImageTable(ImageFiles):
             raise UserError(f"{path}: its first line has the image {files}; --no-header calls the columns 1, 2, ...")
         paths = table.texts(files).fill_null("").to_list()
         labels, attributes = parse_labels(table, others)
-        self.splits = read_splits(str(path), table.texts(split_by)) if split_by else None
-        self.groups = table.texts(group_by).fill_null("").to_numpy() if group_by else None
+        self.split_by = table.texts(split_by).fill_null("").to_numpy() if split_by else None
         known = [*filter(None, paths)]
         if n_repeated := len(known) - len({*map(os.path.normpath, known)}):
             print(f"lines of {path} whose image an earlier line names, perhaps for another split: {n_repeated:,}")
@@ -236,14 +234,12 @@ class PixelTable(Reader):
     label: its column. Empty: the one column beside `pixels` and that of the split, or `label`. See also `ImageTable`.
     """
 
-    def __init__(
-        self, path: str | Path, *, label: str = "", split_by: str = "", group_by: str = "", has_header: bool = True
-    ):
+    def __init__(self, path: str | Path, *, label: str = "", split_by: str = "", has_header: bool = True):
         from fastgpu.convert.tables import Table, parse_labels
 
         broken: dict[int, str] = {}
         table = Table(Path(path), has_header=has_header, broken=broken)
-        others = [name for name in table.names if name not in ("pixels", split_by, group_by)]
+        others = [name for name in table.names if name not in ("pixels", split_by)]
         label = label or (others[0] if len(others) == 1 else "label")
         labels, attributes = parse_labels(table, [label])
         columns = [name for name in others if name != label]
@@ -269,8 +265,7 @@ class PixelTable(Reader):
         self._side = isqrt(n_pixels)
         if self._side**2 != n_pixels:
             raise UserError(f"{path} has {n_pixels:,} pixels in a row, which are no square; save arrays (.npy)")
-        self.splits = read_splits(str(path), table.texts(split_by)) if split_by else None
-        self.groups = table.texts(group_by).fill_null("").to_numpy() if group_by else None
+        self.split_by = table.texts(split_by).fill_null("").to_numpy() if split_by else None
         super().__init__(str(path), len(labels), labels, broken=broken)
         self.attributes |= attributes
 
