@@ -169,7 +169,9 @@ def test_check_finds_damage_before_repack(dense_file, tmp_path, convert):
     assert first.startswith("rows 3 to 3: ")
     assert second.startswith("rows 70 to 70: ")
     assert sum_up == "a.h5: 2 blocks are damaged"
-    assert "is damaged: checksum mismatch" in convert("repack a.h5 b.h5", code=2).err
+    refused = convert("repack a.h5 b.h5", code=2).err
+    assert refused.startswith("error: a.h5::/ has 2 damaged blocks:\n  rows 3 to 3: ")
+    assert refused.count("is damaged: checksum mismatch") == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.h5", "rows.h5"]
 
 

@@ -19,7 +19,7 @@ from scipy import sparse
 
 from fastgpu.convert.arrays import SplitArrays, open_arrays
 from fastgpu.convert.broken import in_order
-from fastgpu.convert.command import SUFFIXES, commands, max_broken, parse, run, shares
+from fastgpu.convert.command import SUFFIXES, announce, commands, max_broken, parse, run, shares
 from fastgpu.convert.images.command import size
 from fastgpu.convert.images.readers import ImageFolder, ImageTable, Masks, PixelTable
 from fastgpu.convert.recsys.events import read_events
@@ -208,12 +208,15 @@ def of_commands() -> Mistakes:
         for group in ("train", "val"):
             file[f"{group}/images"], file[f"{group}/labels"] = numbered(10), np.arange(10)
     Path("text.h5").write_text("text")
+    Path("cats/cat").mkdir(parents=True)
+    Image.new("L", (4, 4)).save("cats/cat/1.png")
     Path("photos.zip").touch()
     sparse.save_npz("counts.npz", sparse.csr_array(2 * np.eye(9)))
     lines = """
         repack rows.h5 x.h5; info text.h5; check absent.h5; images photos.zip x.h5;
         images photos x.h5 --keep-encoded --masks m; images photos x.h5 --keep-encoded --size 8x9;
-        images photos x.h5 --binary-masks; images photos x.h5 --split-by Usage; images x.csv x.h5 --masks m;
+        images photos x.h5 --binary-masks; images photos x.h5 --split-by Usage;
+        images cats x.h5 --split 0.9 --split-by (x; images x.csv x.h5 --masks m;
         events x.csv x.h5 --columns who,what --above 3; events x.npz x.h5 --above 3; events counts.npz x.h5"""
 
     source = ArrayDataset("x", {"labels": np.arange(5)})
@@ -285,6 +288,15 @@ finally:
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=PROJECT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.count("\n")) == ((0, 0) if "--help" in line else (2, 1)), done.stderr
+
+
+def test_convert_says_on_a_terminal_what_it_reads(monkeypatch, capsys):
+    announce(parse(["arrays", "a=README.md", "README.md", "x.h5"]))
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    for line in ("arrays a=README.md README.md x.h5", "dataset a:B README.md x.h5"):
+        announce(parse(line.split()))
+    assert capsys.readouterr().err == "reading a=README.md, README.md\nreading a:B\n"
 
 
 def test_convert_shares_and_sizes():

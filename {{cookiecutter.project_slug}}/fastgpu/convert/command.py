@@ -20,7 +20,7 @@ from typing import Literal
 from fastgpu import convert
 from fastgpu.process.commands import argument, flag, parse_command
 from fastgpu.process.config import MAX_THREADS
-from fastgpu.process.launch import UserError, exit_with_message
+from fastgpu.process.launch import UserError, exit_with_message, list_first
 from fastgpu.process.project import install_command
 from fastgpu.process.tools import check_exist, start_tool
 
@@ -91,7 +91,8 @@ class WriteCommand(Command):
     compression: Literal["none", "gzip"] = flag("default: none", default="none")
     force: bool = flag("replace existing files", default=False)
     on_error: float | None = flag(
-        "list broken rows, or leave out 1 %% or a share of all; default: stop, and keep NaN and infinite values",
+        "list broken rows and stop (default), or leave out 1 %% of all rows, or a share; if it is given, NaN and "
+        "infinite values are broken, too",
         type=max_broken,
         metavar="{stop,skip,skip=10%}",
     )
@@ -118,7 +119,7 @@ class SplitCommand(WriteCommand):
         "shares of train, val and test, 0.8,0.1,0.1; or of train", type=shares, metavar="SHARES"
     )
     split_by: str = flag(
-        "column whose values, such as patients, --split keeps together; without it, the column says train, val or test",
+        "column whose values, such as patients, --split keeps together; without --split, it says train, val or test",
         type=str.strip,
         default="",
         metavar="COLUMN",
@@ -256,6 +257,14 @@ def run(command: Command) -> int:
         raise UserError(f"{error}; convert.py needs: {install_command('convert')}") from None
 
 
+def announce(command: WriteCommand) -> None:
+    """Say on a terminal what is read: folders are listed and tables are parsed before there is more to say."""
+    given = vars(command)
+    sources = given.get("sources") or [given["source"]]
+    if sys.stderr and sys.stderr.isatty():
+        print(f"reading {list_first([*map(str, sources)])}", file=sys.stderr, flush=True)
+
+
 def main(argv: Sequence[str]) -> None:
     """Run `convert.py` with these words. The exit code is 1 if `check` finds damage."""
     start_tool()
@@ -264,6 +273,8 @@ def main(argv: Sequence[str]) -> None:
     if isinstance(command, LookCommand):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends them, which write no files
 
+    if isinstance(command, WriteCommand):
+        announce(command)
     # Torch, whose import takes seconds, comes after what can be wrong without it.
     import torch
 

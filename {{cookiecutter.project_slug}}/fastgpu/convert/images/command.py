@@ -38,6 +38,13 @@ class Images(ImageCommand):
     """
 
     source: Path = argument("folder with a sub-folder for each class, CSV file, or folder of the images of --masks")
+    split_by: str = flag(
+        "column whose values, such as patients, --split keeps together; without --split, it says train, val or test. "
+        "Of a folder: a regular expression of a part of the paths, such as 'p\\d+'",
+        type=str.strip,
+        default="",
+        metavar="COLUMN",
+    )
     columns: str | None = flag("of the CSV: the path and its labels; default: path,label", metavar="NAMES")
     size: tuple[int, int] | None = flag(
         "height and width of the rows; default: those of the images", type=size, metavar="HxW"
@@ -53,11 +60,13 @@ class Images(ImageCommand):
         check_exist(self.source)
         if self.source.is_file() and self.source.suffix.lower() in ARCHIVES:
             raise UserError(f"{self.source} is an archive; unpack it and name the folder")
-        idle = ["columns", "split_by", "no_header"] if self.source.is_dir() else ["masks"]
+        idle = ["columns", "no_header"] if self.source.is_dir() else ["masks"]
         idle += ["masks", "resize"] if self.keep_encoded else []
         idle += [] if self.masks else ["binary_masks", "masks_fit"]
         if given := [f"--{name.replace('_', '-')}" for name in idle if getattr(self, name)]:
             raise UserError(f"{given[0]} has no meaning for {self.source} with these flags; drop it")
+        if self.source.is_dir() and self.split_by and not self.split:
+            raise UserError(f"--split-by is {self.split_by} for a folder; add --split, whose shares its values get")
         if self.keep_encoded and self.size and self.size[0] != self.size[1]:
             raise UserError("--size should be one number, of the shorter side, with --keep-encoded")
         if self.masks:
@@ -81,6 +90,8 @@ class Images(ImageCommand):
             columns = (self.columns or ("1,2" if self.no_header else "path,label")).split(",")
             has_header = not self.no_header
             source = ImageTable(self.source, columns=columns, split_by=self.split_by, has_header=has_header, **how)
+        if self.source.is_dir() and self.split_by:
+            source.split_by_pattern(self.split_by, source.paths)
         write(source, self)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image, ImageFile, ImageOps
+from tqdm import tqdm
 
 from fastgpu.convert.reader import Reader
 from fastgpu.convert.splits import SPLIT_OF_WORD, read_splits
@@ -261,7 +262,8 @@ class PixelTable(Reader):
                     f"{path} has columns of pixels in another order than their numbers; sort them by number"
                 )
             n_pixels = len(columns)
-            self._pixels = np.stack([table.whole_numbers(name, 255).astype(np.uint8) for name in columns], axis=1)
+            bar = tqdm(columns, unit="columns", unit_scale=True, desc=str(path), disable=None)
+            self._pixels = np.stack([table.whole_numbers(name, 255).astype(np.uint8) for name in bar], axis=1)
         self._side = isqrt(n_pixels)
         if self._side**2 != n_pixels:
             raise UserError(f"{path} has {n_pixels:,} pixels in a row, which are no square; save arrays (.npy)")
