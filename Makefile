@@ -6,7 +6,7 @@
 # make nightly  what takes too long for that, more than an hour: kills under torchrun, two agents, planted causes,
 #               benchmarks, Slurm, the site, `make compat hollow`, and short forms of `make fuzz images soak`
 # make check    the gate: format, lint, types, fast tests; changes no file
-# make fix      format, mend what the linter can, make the page config.md again
+# make fix      format, mend what the linter can, make config.md again, and write the template's address where it belongs
 # make messages write the golden messages of the tests again, and show what changed: read it before you commit
 # make docs     the pages as a site in build/site; a broken link is an error
 # make pictures draw the pictures of the pages from bench/results and docs/pictures/timeline.json (bench/timeline.py)
@@ -95,6 +95,7 @@ fix: .venv/installed
 	mkdir -p .cache
 	"$(BIN)/python" tools/config_page.py > .cache/config.md
 	mv .cache/config.md "$(PROJECT)/docs/config.md"
+	"$(BIN)/python" tools/address.py
 
 messages: .venv/installed
 	"$(BIN)/python" -m pytest --rewrite-messages -k test_messages
@@ -124,7 +125,7 @@ docs: .venv/installed
 	mkdir -p build/pages
 	{ git ls-files -z --cached --others --exclude-standard ':!tests' ':(exclude,literal)$(PROJECT)'; \
 		git ls-files -z 'tests/*.md'; } | xargs -0 cp --parents -t build/pages
-	"$(BIN)/cookiecutter" --no-input -o build/pages . project_slug=my_training_project workload=both engine=copy launch=both \
+	"$(BIN)/cookiecutter" --no-input -o build/pages . project_slug=my_training_project workload=both engine=copy launch=both examples=yes \
 		> /dev/null
 	grep -rlF --include='*.md' '$(PROJECT)' build/pages | xargs sed -i 's/$(PROJECT)/my_training_project/g'
 	cat docs/site/contents.md >> build/pages/README.md

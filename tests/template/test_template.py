@@ -6,16 +6,18 @@ import shutil
 import sys
 import tomllib
 from importlib import metadata
+from pathlib import Path
 
 import h5py
 import make_interactions
 import numpy as np
 import pytest
 import yaml
+from address import with_address
 from cookiecutter.exceptions import FailedHookException
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from template import FOLDER
+from template import FOLDER, QUESTIONS, tracked
 
 from support import PROJECT, ROOT
 from support.projects import bake_project, expected_files, files_below, load_hook, parse_files, resolve
@@ -96,12 +98,26 @@ def test_answers_by_default_bake_a_clean_project(template, tmp_path, capfd):
     assert project.name == "my_training_project"
     assert parse_files(project)["project"]["name"] == "my-training-project"
     assert files_below(project) == expected_files()
-    printed = capfd.readouterr().out
-    assert "cd my_training_project" in printed
-    steps = [line for line in printed.splitlines() if line.startswith("  ") and "#" not in line]
-    readme = (project / "README.md").read_text()
-    assert len(steps) == 4
-    assert all(f"{line.strip()} " in readme or f"{line.strip()}\n" in readme for line in steps[1:])
+    assert "cd my_training_project" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(("programs", "n_steps"), [("git", 6), ("git nvidia-smi", 5), ("nvidia-smi", 4)])
+def test_next_steps_fit_the_machine(baked, tmp_path, monkeypatch, programs, n_steps):
+    """The first commit is offered outside of repositories, and torch for CPUs where there is no GPU."""
+    for name in programs.split():
+        (tmp_path / name).write_text("#!/bin/sh\nexit 128\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.chdir(baked("images"))
+    _, first, *steps = load_hook("post", project_slug="cats")["next_steps"]().strip().splitlines()
+    assert first == "  cd cats"
+    assert len(steps) == n_steps - 1
+    readme = Path("README.md").read_text()
+    shown = [line.strip() for line in steps if "git init" not in line]
+    assert [line for line in shown if f"{line} " not in readme and f"{line}\n" not in readme] == []
+    assert [name for name in ("git init", "--index-url") if name in "".join(steps)] == (
+        ["git init"] * ("git" in programs.split()) + ["--index-url"] * ("nvidia" not in programs)
+    )
 
 
 def test_answers_that_are_odd_still_bake(template, tmp_path):
@@ -110,10 +126,10 @@ def test_answers_that_are_odd_still_bake(template, tmp_path):
         "{{ cookiecutter.project_slug }} {% if x %} {brace} [b] & amp; <b> ${HOME} $(touch hacked) `touch hacked` "
         "'''; import os; os.mkdir('hacked'); '''"
     )
-    project = bake_project(tmp_path, template, project_name=text, project_slug="odd", author=text)
+    project = bake_project(tmp_path, template, project_name=text, project_slug="odd", author=text, description=text)
     meta = tomllib.loads((project / "pyproject.toml").read_text())  # and are kept as they were given
-    assert meta["project"]["authors"][0]["name"] == " ".join(text.split())
-    assert (project / "README.md").read_text().startswith(f"# {text}\n\n")
+    assert meta["project"]["authors"][0]["name"] == meta["project"]["description"] == " ".join(text.split())
+    assert (project / "README.md").read_text().startswith(f"# {text}\n\n{text}\n\n")
     assert text in (project / "LICENSE").read_text()
     assert not list(tmp_path.rglob("hacked"))
 
@@ -122,6 +138,20 @@ def test_hooks_need_only_python():
     for path in (ROOT / "hooks").glob("*.py"):
         imported = re.findall(r"(?m)^(?:import|from) (\w+)", path.read_text())
         assert set(imported) <= sys.stdlib_module_names
+
+
+def test_owner_is_named_in_one_place():
+    """`make fix` copies the address from there into two files that no program can ask, once the owner is known."""
+    address = QUESTIONS["__template"]
+    texts = {name: (ROOT / name).read_bytes().decode(errors="ignore") for name in tracked()}
+    owner_and_name = address.partition("://")[2].partition("/")[2]
+    places = {name for name, text in texts.items() if owner_and_name in text}
+    assert places - {"CITATION.cff", "pyproject.toml"} == {"cookiecutter.json"}
+    for name, line in (("CITATION.cff", "repository-code: {}"), ("pyproject.toml", 'Template = "{}"')):
+        assert with_address(name, texts[name], address) == texts[name]
+        other = with_address(name, texts[name], "https://example.com/us/copy")
+        assert line.format("https://example.com/us/copy") in other.splitlines()
+        assert with_address(name, other, address) == texts[name]
 
 
 def test_version_is_the_newest_in_the_changelog():
