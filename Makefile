@@ -6,7 +6,8 @@
 # make nightly  what takes too long for that, more than an hour: kills under torchrun, two agents, planted causes,
 #               benchmarks, Slurm, the site, `make compat hollow`, and short forms of `make fuzz images soak`
 # make check    the gate: format, lint, types, fast tests; changes no file
-# make fix      format, mend what the linter can, make config.md again, and write the template's address where it belongs
+# make fix      format, mend what the linter can, make the page and the schema of the keys again, and write the
+#               template's address where it belongs
 # make messages write the golden messages of the tests again, and show what changed: read it before you commit
 # make docs     the pages as a site in build/site; a broken link is an error
 # make pictures draw the pictures of the pages from bench/results and docs/pictures/timeline.json (bench/timeline.py)
@@ -95,6 +96,8 @@ fix: .venv/installed
 	mkdir -p .cache
 	"$(BIN)/python" tools/config_page.py > .cache/config.md
 	mv .cache/config.md "$(PROJECT)/docs/config.md"
+	"$(BIN)/python" tools/config_schema.py > .cache/config.schema.json
+	mv .cache/config.schema.json "$(PROJECT)/docs/config.schema.json"
 	"$(BIN)/python" tools/address.py
 
 messages: .venv/installed

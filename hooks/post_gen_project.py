@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 answers = json.loads(r"""{{ cookiecutter | tojson }}""")
@@ -236,7 +237,7 @@ docs/engine.md says what to write into pyproject.toml instead.
 def main() -> None:
     choose_files()
     for page in [*Path().glob("*.md"), *Path("docs").rglob("*.md")]:
-        edit(page, lambda text, name=page.as_posix(): edit_page(text, name))
+        edit(page, partial(edit_page, name=page.as_posix()))
     edit(Path("pyproject.toml"), name_url)
     if FACTS["package"]:
         edit(Path("pyproject.toml"), depend_on_engine)
