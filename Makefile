@@ -8,6 +8,7 @@
 # make check    the gate: format, lint, types, fast tests; changes no file
 # make fix      format, mend what the linter can, make the page and the schema of the keys again, and write the
 #               template's address where it belongs
+# make pins     find the versions of constraints.txt again; UPGRADE=--upgrade takes the newest, but for torch
 # make messages write the golden messages of the tests again, and show what changed: read it before you commit
 # make docs     the pages as a site in build/site; a broken link is an error
 # make pictures draw the pictures of the pages from bench/results and docs/pictures/timeline.json (bench/timeline.py)
@@ -39,7 +40,7 @@ export MYPY_CACHE_DIR := $(CURDIR)/.cache/mypy
 WORKLOAD ?= images
 IN_PLACE := cd "$(PROJECT)" && "$(BIN)/python" -m
 
-.PHONY: help demo test slow single nightly check fix messages docs pictures screenshots goldens wheel compat gpu hollow slurm soak fuzz images bench bench-peers clean
+.PHONY: help demo test slow single nightly check fix pins messages docs pictures screenshots goldens wheel compat gpu hollow slurm soak fuzz images bench bench-peers clean
 .DELETE_ON_ERROR:
 
 .venv/installed: requirements.txt $(PROJECT)/constraints.txt
@@ -99,6 +100,9 @@ fix: .venv/installed
 	"$(BIN)/python" tools/config_schema.py > .cache/config.schema.json
 	mv .cache/config.schema.json "$(PROJECT)/docs/config.schema.json"
 	"$(BIN)/python" tools/address.py
+
+pins: .venv/installed
+	"$(BIN)/python" tools/pins.py $(UPGRADE)
 
 messages: .venv/installed
 	"$(BIN)/python" -m pytest --rewrite-messages -k test_messages

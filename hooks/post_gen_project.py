@@ -225,7 +225,7 @@ def next_steps() -> str:
         del steps[1]
     if shutil.which("nvidia-smi"):
         steps = [step for step in steps if "--index-url" not in step]
-    text = "\n  ".join(["\nNext:", *steps, ""])
+    text = "\n  ".join(["\nNext:", *steps]) + "\n"
     if FACTS["package"] and "file:" in engine_url():
         text += f"""
 The engine is installed from {engine_url()}, which other machines do not have.

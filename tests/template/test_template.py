@@ -17,6 +17,7 @@ from address import with_address
 from cookiecutter.exceptions import FailedHookException
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from pins import compile_pins
 from template import FOLDER, QUESTIONS, tracked
 
 from support import PROJECT, ROOT
@@ -188,6 +189,7 @@ def test_constraints_pin_all_that_an_install_brings():
     pinned_extras = [each for name, needed in extras.items() if name not in ("timm", "wandb") for each in needed]
     todo = [*project["project"]["dependencies"], *pinned_extras]
     assert project["build-system"]["requires"] == [f"setuptools=={pins['setuptools']}"]
+    assert project["dependency-groups"]["dev"] == extras["dev"]
     seen: set[str] = set()
     while todo:
         requirement = Requirement(todo.pop())
@@ -202,8 +204,20 @@ def test_constraints_pin_all_that_an_install_brings():
     assert len(seen) > 40
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_constraints_are_made_by_the_tool(tmp_path):
+    """From the index: versions that fit stay."""
+    path = PROJECT / "constraints.txt"
+    pins = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+    assert compile_pins(tmp_path, path, upgrade=False) == pins
+
+
 def test_pre_commit_has_the_linter_of_the_gate():
+    """And is the same for the template and its projects."""
     (version,) = re.findall(r"(?m)^ruff==(\S+)", (PROJECT / "constraints.txt").read_text())
-    for folder in (ROOT, PROJECT):
-        (repo,) = yaml.safe_load((folder / ".pre-commit-config.yaml").read_text())["repos"]
-        assert repo["rev"] == f"v{version}"
+    ours, theirs = ((folder / ".pre-commit-config.yaml").read_text() for folder in (ROOT, PROJECT))
+    revisions = {repo["repo"].rpartition("/")[2]: repo["rev"] for repo in yaml.safe_load(theirs)["repos"]}
+    assert ours == theirs
+    assert revisions["ruff-pre-commit"] == f"v{version}"
+    assert {"pre-commit-hooks", "nbstripout"} <= revisions.keys()
