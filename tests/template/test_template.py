@@ -22,6 +22,7 @@ from template import FOLDER, QUESTIONS, tracked
 
 from support import PROJECT, ROOT
 from support.projects import bake_project, expected_files, files_below, load_hook, parse_files, resolve
+from support.ranks import printed_by
 
 
 @pytest.mark.parametrize(
@@ -159,8 +160,23 @@ def test_version_is_the_newest_in_the_changelog():
     source = (PROJECT / "fastgpu/__init__.py").read_text()
     (version,) = re.findall(r'(?m)^TEMPLATE_VERSION = "(\d+\.\d+\.\d+)"$', source)
     first, second = re.findall(r"(?m)^## (.+)$", (ROOT / "CHANGELOG.md").read_text())[:2]
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert first == "Unreleased"
-    assert re.fullmatch(re.escape(version) + r" - \d{4}-\d\d-\d\d", second)
+    assert second == f"{version} - {cited['date-released']}"
+    assert cited["version"] == version
+
+
+def test_release_has_the_section_of_the_changelog(tmp_path):
+    """The program of the workflow that cuts it out."""
+    steps = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]["wheel"]["steps"]
+    (line,) = re.findall(r"(?m)^awk .*$", steps[-1]["run"])
+    sections = (
+        "# Changelog\n\n## Unreleased\n\n## 1.10.0 - 2026-01-02\n\n### Fixed\n- b\n\n## 1.1.0 - 2026-01-01\n- a\n"
+    )
+    (tmp_path / "CHANGELOG.md").write_text(sections)
+    for version, text in {"1.1.0": "- a", "1.10.0": "### Fixed\n- b"}.items():
+        printed_by(["bash", "-euc", line], tmp_path, GITHUB_REF_NAME=f"v{version}")
+        assert (tmp_path / "notes.md").read_text().strip() == text
 
 
 def test_digits_are_complete_and_attributed():
