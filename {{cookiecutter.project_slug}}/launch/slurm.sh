@@ -5,7 +5,7 @@
 #     RUN_NAME=a sbatch --job-name=a --dependency=singleton --no-requeue launch/slurm.sh
 #                          submitted several times: a chain of jobs, of which each goes on where the one before stopped
 #     SWEEP=sweep.txt sbatch --array=1-8 launch/slurm.sh         a run for each line of the file, which has words of the config
-#     CONTAINER="apptainer exec --nv train.sif" sbatch launch/slurm.sh          in a container; docs/clusters.md has Pyxis, too
+#     CONTAINER="apptainer exec --nv image.sif" sbatch launch/slurm.sh          in a container; docs/clusters.md has Pyxis, too
 # What ends the job early (time, preemption, a lost node, a killed torchrun) puts it into the queue again, and it goes on.
 # A mistake (exit code 2), a failure that torchrun gave up on (1) and scancel end it for good.
 #SBATCH --job-name=train
