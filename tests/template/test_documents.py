@@ -222,8 +222,8 @@ def test_pages_readme_says_what_a_project_has(baked):
         assert f" {len((project / name).read_text().splitlines())} lines" in tree[name.split("/")[0]] + " ", name
 
     (excerpt,) = (block.text for block in read_blocks(ROOT / "README.md") if block.language == "python")
-    lines = iter((project / "train.py").read_text().splitlines())
-    assert [line for line in excerpt.splitlines() if line.strip() != "..." and line not in lines] == []
+    lines = iter([line.strip() for line in (project / "train.py").read_text().splitlines()])
+    assert [line for line in excerpt.splitlines() if line.strip() != "..." and line.strip() not in lines] == []
 
     table = dict(re.findall(r"(?m)^\| `(\w+)`: [^|]*\| (.*) \|$", README))
     assert table.keys() == {
