@@ -15,13 +15,13 @@ from fastgpu.process.launch import UserError
 from fastgpu.rows import Dataset, Rows
 
 N_SAMPLES = 1000
-"""Windows that the mean and the standard deviation of the training steps are taken from."""
+"""Windows that the standard deviation of the training steps is taken from."""
 
 
 class Workload(workloads.Workload):
-    """Trains on `series`, floats (N, T + H, F): T steps to read, H to forecast. Errors are in standard deviations of the
-    training steps.
+    """Trains on `series`, numbers (N, T + H, F), or (N, T + H) of one feature: T steps to read and H to forecast.
 
+    Errors are in standard deviations of the training steps.
     If the training data has the attribute `feature_names`, predictions have these names.
     """
 
@@ -40,42 +40,48 @@ class Workload(workloads.Workload):
     inputs = ("series",)
 
     def __init__(self, options: Options, train: Dataset, val: Dataset):
-        """Raises UserError if the rows are no windows, or too short."""
+        """Raises UserError if the rows are no windows of steps, or too short."""
         for source in (train, val):
             series = source.fields.get("series")
-            if series is None or series.dtype.kind != "f" or len(series.shape) != 2:
-                allowed = "floats (N, T, F), as data.window: T cuts them from an array (steps, F)"
+            if series is None or series.dtype.kind not in "uif" or len(series.shape) not in (1, 2):
+                allowed = "numbers (N, T) or (N, T, F), as data.window: T cuts them from an array (steps, F)"
                 raise UserError(f"{source.name}: the field series is {series}; allowed are {allowed}")
             if series.shape[0] < options.horizon + options.season:
                 needs = f"a forecast of {options.horizon} steps from a season of {options.season} needs their sum"
                 raise UserError(f"{source.name}: data.window is {series.shape[0]}; {needs}, or a smaller model.season")
-        n_steps, self.n_features = train.fields["series"].shape
-        self.options, self.n_read = options, n_steps - options.horizon
-        # Validation steps have no part in them. A trained model, which has no rows, has those of `card`.
-        known = train.attributes
+        self.options = options
+        self.n_read = train.fields["series"].shape[0] - options.horizon
+        # Validation steps have no part in it. A trained model has no rows, and takes that of `card`.
+        self.std_F = torch.tensor(train.attributes.get("series_std", ()))
         if len(train):
-            steps_NF = train[:: len(train) // N_SAMPLES + 1]["series"].flatten(0, 1).double()
-            known = {"series_mean": steps_NF.mean(0).tolist(), "series_std": steps_NF.std(0).tolist()}
-        self.mean_F, self.std_F = torch.tensor(known["series_mean"]), torch.tensor(known["series_std"]).clamp(min=1e-6)
-        self.names = [str(name) for name in train.attributes.get("feature_names") or range(self.n_features)]
+            windows = train[:: len(train) // N_SAMPLES + 1]
+            self.std_F = self.steps(windows).flatten(0, 1).double().std(0).clamp(min=1e-6).float()
+        names = train.attributes.get("feature_names") or ()
+        self.names = names if len(names) == len(self.std_F) else range(len(self.std_F))
 
     def model(self) -> nn.Module:
-        return Forecast(self.n_read, self.options.horizon, self.options.hidden_dim, self.mean_F, self.std_F)
+        return Forecast(self.n_read, self.options.horizon, self.options.hidden_dim, self.std_F)
 
     def transform(self, batch: Rows, rng: torch.Generator) -> Rows:
         return batch
 
-    def loss(self, model: nn.Module, batch: Rows) -> Tensor:
-        past_BTF, future_BHF = self.cut(batch)
-        return self.errors(model(past_BTF), future_BHF).square().mean()
+    def steps(self, rows: Rows) -> Tensor:
+        """(B, T + H, F)"""
+        series = rows["series"].float()
+        return series if series.ndim == 3 else series[:, :, None]
 
     def cut(self, batch: Rows) -> tuple[Tensor, Tensor]:
         """The steps that are read, (B, T, F), and those to forecast, (B, H, F)."""
-        return batch["series"][:, : self.n_read], batch["series"][:, self.n_read :]
+        steps = self.steps(batch)
+        return steps[:, : self.n_read], steps[:, self.n_read :]
 
     def errors(self, forecast_BHF: Tensor, future_BHF: Tensor) -> Tensor:
         """(B, H, F), in standard deviations."""
-        return (forecast_BHF.float() - future_BHF.float()) / self.std_F.to(future_BHF.device)
+        return (forecast_BHF - future_BHF) / self.std_F.to(future_BHF.device)
+
+    def loss(self, model: nn.Module, batch: Rows) -> Tensor:
+        past_BTF, future_BHF = self.cut(batch)
+        return self.errors(model(past_BTF), future_BHF).square().mean()
 
     def score(self, model: nn.Module, batch: Rows) -> dict[str, Tensor]:
         """Of the model, and of two baselines: the last value, and the last season, repeated."""
@@ -98,11 +104,11 @@ class Workload(workloads.Workload):
 
     def predict(self, model: nn.Module, batch: Rows) -> dict[str, Tensor]:
         """{feature: (B, H)}: the steps that follow each window, from its last T steps."""
-        forecast_BHF = model(batch["series"][:, -self.n_read :])
+        forecast_BHF = model(self.steps(batch)[:, -self.n_read :])
         return {f"forecast_{name}": forecast_BHF[:, :, n] for n, name in enumerate(self.names)}
 
     def card(self) -> dict[str, Any]:
-        return {"series_mean": self.mean_F.tolist(), "series_std": self.std_F.tolist()}
+        return {"series_std": self.std_F.tolist()}
 
 
 class Forecast(nn.Module):
@@ -112,10 +118,9 @@ class Forecast(nn.Module):
     Forecasting?"), with a hidden layer beside the linear one. It begins as the forecast "the last value".
     """
 
-    def __init__(self, n_read: int, horizon: int, hidden_dim: int, mean_F: Tensor, std_F: Tensor):
+    def __init__(self, n_read: int, horizon: int, hidden_dim: int, std_F: Tensor):
         super().__init__()
-        self.register_buffer("mean_F", mean_F.float())
-        self.register_buffer("std_F", std_F.float())
+        self.register_buffer("std_F", std_F)
         self.linear = nn.Linear(n_read, horizon)
         self.hidden = nn.Sequential(nn.Linear(n_read, hidden_dim), nn.GELU(), nn.Linear(hidden_dim, horizon))
         for layer in (self.linear, self.hidden[-1]):
@@ -123,7 +128,7 @@ class Forecast(nn.Module):
             nn.init.zeros_(layer.bias)
 
     def forward(self, past_BTF: Tensor) -> Tensor:
-        past_BFT = ((past_BTF - self.mean_F) / self.std_F).transpose(1, 2).float()
-        change_BFT = past_BFT - past_BFT[:, :, -1:]
-        added_BHF = (self.linear(change_BFT) + self.hidden(change_BFT)).transpose(1, 2)
-        return past_BTF[:, -1:] + added_BHF.float() * self.std_F
+        last_B1F = past_BTF[:, -1:]
+        change_BFT = ((past_BTF - last_B1F) / self.std_F).transpose(1, 2)
+        added_BFH = self.linear(change_BFT) + self.hidden(change_BFT)
+        return last_B1F + added_BFH.float().transpose(1, 2) * self.std_F
