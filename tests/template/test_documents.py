@@ -217,7 +217,7 @@ def write_volumes(folder: Path) -> None:
     """Three volumes of noise; a half of each is brighter, which is the foreground."""
     rng = np.random.default_rng(0)
     for number in range(3):
-        mask = np.zeros((50, 40, 33), np.uint8)
+        mask = np.zeros((50, 60, 33), np.uint8)
         mask[:, :12] = 1
         with h5py.File(folder / f"{number}.h5", "w") as file:
             file["image"], file["mask"] = rng.integers(0, 100, mask.shape, np.uint8) + 100 * mask, mask
@@ -248,7 +248,7 @@ def test_pages_volumes_train_on_patches_of_tiles(own_copy):
             found[name] = file["mask"][:]
     assert found["fg"].any((1, 2, 3)).all()
     assert not found["bg"].any()
-    n_tiles = 3 * 2 * 2
+    n_tiles = 3 * 3 * 2
     assert (len(found["fg"]) + len(found["bg"]), len(found["val"])) == (2 * n_tiles, n_tiles)
 
     small = ("model.patch=16", "model.width=4", "train.epochs=2", "dist.device=cpu", "run.name=a", "optim.lr=3e-2")
