@@ -55,7 +55,7 @@ MORE = ("data.tier=disk", "data.echo=2.5", "optim.accumulation_steps=2", "train.
 
 @pytest.fixture(autouse=True)
 def series(tmp_path, monkeypatch) -> Path:
-    """The current folder, with config.yaml and series.h5: x, float32 (steps, 3), and y, a sum of the last four steps."""
+    """The current folder with config.yaml, and series.h5: x, float32 (steps, 3), and y, sums of the last four steps."""
     rng = np.random.default_rng(0)
     with h5py.File(tmp_path / "series.h5", "w") as file:
         for name, length in LENGTHS.items():
