@@ -42,16 +42,17 @@ def steps_of(numbers: Sequence[int] | range, dtype: DTypeLike = "u4", shape: tup
 def write_series(path: Path, lengths: Sequence[int], *, start: int = 0, **options: Any) -> Series:
     """A file with a group g0, g1, ... for each recording; of one recording, the datasets are not in a group.
 
-    `x` is uint32 (steps,), and `y` float32 (steps, 2). start: the number of the first step. options: of h5py, for x.
+    `x` is uint32 (steps,), and `y`, which is kept in memory, uint8 (steps, 2). start: the number of the first step. options: of h5py, for x.
     """
     names = [f"g{number}" for number in range(len(lengths))] if len(lengths) > 1 else ["/"]
     with h5py.File(path, "w") as file:
         for name, length in zip(names, lengths, strict=True):
             group = file.require_group(name)
-            group.create_dataset("x", data=steps_of(range(start, start + length)), **options)
-            group["y"] = steps_of(range(start, start + length), "f4", (2,))
+            chunks = {"chunks": (min(options["chunks"][0], length),)} if "chunks" in options else {}
+            group.create_dataset("x", data=steps_of(range(start, start + length)), **options | chunks)
+            group["y"] = steps_of(range(start, start + length), "u1", (2,))
             start += length
-    return read_series([f"{path}::/{name}" if name != "/" else str(path) for name in names])
+    return read_series([f"{path}::/{name}" for name in names] if len(names) > 1 else str(path))
 
 
 def write_ragged_series(path: Path, lengths: Sequence[int], dtype: DTypeLike = "u4", **options: Any) -> Series:
