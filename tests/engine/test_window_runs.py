@@ -119,7 +119,7 @@ def test_window_run_refuses_other_windows_inside_an_epoch(series, word):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [(), ("data.canonical_ranks=16",), ("data.tier=device", "train.steps=50")])
+@pytest.mark.parametrize("words", [(), ("data.canonical_ranks=16",), ("train.steps=50",)])
 def test_window_run_on_other_numbers_of_ranks(series, words):
     """Stopped and gone on with another number of ranks, the global batches are the same, so the losses are alike."""
     train("run.name=whole", *MORE, *words)

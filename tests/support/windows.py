@@ -42,7 +42,8 @@ def steps_of(numbers: Sequence[int] | range, dtype: DTypeLike = "u4", shape: tup
 def write_series(path: Path, lengths: Sequence[int], *, start: int = 0, **options: Any) -> Series:
     """A file with a group g0, g1, ... for each recording; of one recording, the datasets are not in a group.
 
-    `x` is uint32 (steps,), and `y`, which is kept in memory, uint8 (steps, 2). start: the number of the first step. options: of h5py, for x.
+    `x` is uint32 (steps,), and `y`, which is kept in memory, uint8 (steps, 2). start: the number of the first step.
+    options: of h5py, for x.
     """
     names = [f"g{number}" for number in range(len(lengths))] if len(lengths) > 1 else ["/"]
     with h5py.File(path, "w") as file:
