@@ -1,5 +1,6 @@
 """Files of steps that carry their numbers, the windows that a feed gives, and plain slices of h5py to compare with."""
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -34,7 +35,7 @@ class Series(NamedTuple):
 
 def steps_of(numbers: Sequence[int] | range, dtype: DTypeLike = "u4", shape: tuple[int, ...] = ()) -> np.ndarray:
     """(steps, *shape): the first value of a step is a function of its number, which rises, and the others follow it."""
-    n_values = int(np.prod(shape))
+    n_values = math.prod(shape)
     values = np.asarray(numbers)[:, None] * n_values + np.arange(n_values)
     return values.astype(dtype).reshape(-1, *shape)
 
@@ -90,7 +91,7 @@ def read_epochs(
     """All windows of each epoch, {field: (windows, length, *shape)}: none is left out. seed: None for validation."""
     order = BlockSampler(source, batch_size, pool_batches=5, seed=seed, drop_last=False)
     windows = []
-    with closing(open_feed(source, order, tier)) as feed:
+    with closing(open_feed(source, order, tier, n_epochs=max(epochs) + 1)) as feed:  # none is read ahead
         for epoch in epochs:
             parts = []
             for pool in feed.pools(epoch):
@@ -144,8 +145,8 @@ def places_of(windows: Mapping[str, np.ndarray], series: Series) -> np.ndarray:
     The place is read from the first value of x. Fails if a window is not, in each field, the slice of h5py of this
     recording that begins there: so no window crosses from one recording to the next.
     """
-    firsts = [each["x"].reshape(len(each["x"]), -1)[:, :1] for each in series.recordings]
-    numbers = np.concatenate(firsts)[:, 0]
+    firsts = [each["x"].reshape(len(each["x"]), math.prod(each["x"].shape[1:]))[:, 0] for each in series.recordings]
+    numbers = np.concatenate(firsts)
     ends = np.cumsum([*map(len, firsts)])
     n_windows, length = windows["x"].shape[:2]
     begins = np.searchsorted(numbers, windows["x"].reshape(n_windows, -1)[:, 0])
