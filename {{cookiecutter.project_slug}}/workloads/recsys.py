@@ -228,7 +228,7 @@ class Ranking(NamedTuple):
 def ranking_sums(
     scores_BI: Tensor, seen: Ragged, held_out: Ragged, *, recall_at: Sequence[int], ndcg_at: int
 ) -> dict[str, Tensor]:
-    """The metrics of `rank` as `score` returns them: sums over the users with held-out items, and the number of these."""
+    """The metrics of `rank` as `score` returns them: sums over the users with held-out items, and their number."""
     ranking = rank(scores_BI, seen, held_out, recall_at=recall_at, ndcg_at=ndcg_at)
     values = {f"ndcg_at_{ndcg_at}": ranking.ndcg}
     values |= {f"recall_at_{k}": ranking.recall[k] for k in recall_at}

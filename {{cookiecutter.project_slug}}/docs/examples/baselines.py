@@ -1,6 +1,6 @@
 """What ranking without a model finds: the scores that a model has to beat.
 
-    python baselines.py data/events-train.h5 data/events-test.h5
+    python docs/examples/baselines.py data/last-train.h5 data/last-test.h5
 
 Both files are those of `convert.py events` with a column of times. `popularity` ranks all items by their number in the
 training rows; `followers` ranks those that came next after the user's last item in the training rows by how often they
@@ -50,7 +50,7 @@ def main(train_path: str, test_path: str) -> None:
     after = np.concatenate([row[1:] for row in rows])
     follow_II = sparse.csr_array((np.ones(len(before)), (before, after)), (n_items, n_items))
 
-    found = {"popularity": [], "followers": []}
+    found: dict[str, list[tuple[float, float]]] = {"popularity": [], "followers": []}
     rarity_I = counts_I / (1 + counts_I.sum())  # below 1: it decides between equal counts
     for seen, held_out in users:
         followers_I = follow_II[[seen[-1]]].toarray()[0] if len(seen) else np.zeros(n_items)

@@ -1,6 +1,6 @@
-"""Made-up ratings with a law to be learned, as a log of a shop or a film site has them: events.csv.
+"""Made-up events with a law to be learned, as the log of a shop or a film site: events.csv.
 
-    python made_up_events.py
+    python docs/examples/made_up_events.py
 
 The next item of a user is of the same series as one of the last three (in 40 % of the cases), or else one of the user's
 taste. A taste is a mixture of topics, and the popularity of each item drifts from month to month. Nobody has an item
@@ -53,7 +53,7 @@ def main() -> None:
     # One event of each user after the other.
     last_U3 = np.zeros((N_USERS, len(FOLLOWED)), int)
     is_seen_UI = np.zeros((N_USERS, N_ITEMS), bool)
-    events = []
+    events: list[tuple[float, int, int]] = []
     for place in range(MAX_EVENTS):
         users = np.flatnonzero(lengths_U > place)
         day = np.array([days[user][place] for user in users])

@@ -3,13 +3,13 @@
 The vectors of all items can be kept in an index of nearest neighbours, so two towers choose candidates among millions.
 A step compares each user with the next items of all users of the batch, on all ranks. Popular items are in a batch more
 often than others, so they would be pushed away too hard. The cure is to subtract log q from the logit of an item, where
-q is its share of the items that were drawn so far (Yi et al., "Sampling-Bias-Corrected Neural Modeling for Large Corpus
-Item Recommendations", RecSys 2019):
+q is its share of all items that were drawn so far (Yi et al., "Sampling-Bias-Corrected Neural Modeling for Large Corpus
+Item Recommendations", RecSys 2019). For a user i and the items j of the batch:
 
-    loss = mean over the users i of -log softmax_j(u_i . v_j / temperature - log q_j) at their own item
+    loss_i = -log softmax_j(u_i . v_j / temperature - log q_j), at the user's own item
 
-two_towers.yaml says how to use it. Shapes: B rows of a batch, G rows of all ranks, L places of a history, D channels, I
-items.
+two_towers.yaml says how to use it. Shapes: B users of a batch, R draws of each, N = B x R, G draws of all ranks, L
+places of a history, D channels, I items.
 """
 
 from collections.abc import Mapping
@@ -43,16 +43,16 @@ class Workload(workloads.Workload):
         """Channels of an embedding and of the two vectors."""
         hidden_dim: Count = 128
         """Width of the hidden layer of each tower."""
-        length: Count = 20
+        length: Count = 10
         """Items of a user that the model sees: the last ones."""
         draws: Count = 4
         """Items of a user to be found in a step."""
-        dropout: Annotated[float, Limits(ge=0, lt=1)] = 0.1
+        dropout: Annotated[float, Limits(ge=0, lt=1)] = 0.2
         """Share of the channels of a history that are hidden while training."""
-        temperature: Annotated[float, Limits(gt=0)] = 0.1
+        temperature: Annotated[float, Limits(gt=0)] = 0.05
         """What the products of the vectors, which have length 1, are divided by."""
         correct_bias: bool = True
-        """Subtract log q. false: popular items come too late in the ranking."""
+        """Subtract log q. false: popular items are pushed down."""
 
     options: Options
     best = (f"ndcg_at_{K}", "higher")
@@ -82,7 +82,7 @@ class Workload(workloads.Workload):
     def loss(self, model: nn.Module, batch: Rows) -> Tensor:
         """Mean cross-entropy of the own item of each draw among those of all draws."""
         next_N = batch["next"].flatten()
-        logits_NG = model(batch["history"].flatten(0, 1), next_N).float()
+        logits_NG = model(batch["history"].flatten(0, 1), next_N)
         own_N = torch.arange(len(next_N), device=next_N.device).masked_fill(next_N == self.n_items, -1)
         total = F.cross_entropy(logits_NG, own_N, ignore_index=-1, reduction="sum")
         return total / (own_N >= 0).sum().clamp(min=1)
@@ -122,9 +122,9 @@ def items_before(items: Ragged, ends: Tensor, length: int, *, padding: int) -> T
 
 
 class TwoTowers(nn.Module):
-    """Histories (B, L) -> logits of all items (B, I); with the next items (B,) -> logits of those of all ranks (B, G).
+    """Histories (N, L) -> logits of all items, (N, I); with their next items, (N,) -> those of all ranks, (N, G).
 
-    The first B of the G items are the next ones of these users.
+    The first N of the G items are the next ones of these histories.
     """
 
     drawn: Tensor
@@ -139,31 +139,30 @@ class TwoTowers(nn.Module):
         # Features of a user or an item, such as an age or a price, are more inputs of its tower.
         self.user_tower = nn.Sequential(nn.Linear(2 * dim, hidden), nn.ReLU(), nn.Linear(hidden, dim))
         self.item_tower = nn.Sequential(nn.Linear(dim, hidden), nn.ReLU(), nn.Linear(hidden, dim))
-        self.recency = nn.Parameter(torch.zeros(options.length))  # what the places of a history count, the last one last
+        self.place_weights = nn.Parameter(torch.zeros(options.length))  # before the softmax; the most recent one last
         self.dropout = nn.Dropout(options.dropout)
         self.register_buffer("drawn", torch.zeros(n_items + 1, dtype=torch.int64))
 
-    def forward(self, history_BL: Tensor, next_B: Tensor | None = None) -> Tensor:
-        user_BD = self.user(history_BL) / self.options.temperature
-        if next_B is None:
-            return user_BD @ self.item(self.items.weight[: self.n_items]).T
-        next_G = gather(next_B)
-        logits_BG = user_BD @ self.item(self.items(next_G)).T
+    def forward(self, history_NL: Tensor, next_N: Tensor | None = None) -> Tensor:
+        user_ND = self.user(history_NL) / self.options.temperature
+        if next_N is None:
+            return user_ND @ self.item(self.items.weight[: self.n_items]).T
+        next_G = gather(next_N)
+        logits_NG = (user_ND @ self.item(self.items(next_G)).T).float()
         if self.options.correct_bias:
-            logits_BG = logits_BG - self.log_share(next_G)
-        # Another user may have the same next item, which is no wrong answer.
-        is_same_BG = next_B[:, None] == next_G
-        is_same_BG.fill_diagonal_(False)
-        return logits_BG.masked_fill(is_same_BG | (next_G == self.n_items), NEVER)
+            logits_NG = logits_NG - self.log_share(next_G)
+        # Another draw may be of the same item, which is no wrong answer.
+        is_same_NG = next_N[:, None] == next_G
+        is_same_NG.fill_diagonal_(False)
+        return logits_NG.masked_fill(is_same_NG | (next_G == self.n_items), NEVER)
 
-    def user(self, history_BL: Tensor) -> Tensor:
-        """Vectors of users, (B, D): from two means of their items, one of which counts recent items more."""
-        items_BLD = self.dropout(self.items(history_BL))
-        is_item_BL = history_BL != self.n_items
-        weights_BL = self.recency.softmax(0) * is_item_BL
-        recent_BD = mean(items_BLD, weights_BL)
-        both_BD = torch.cat([recent_BD, mean(items_BLD, is_item_BL)], dim=1)
-        return F.normalize(recent_BD + self.user_tower(both_BD), dim=1)
+    def user(self, history_NL: Tensor) -> Tensor:
+        """Vectors of users, (N, D): from two means of their items, one of which weights places, such as recent ones."""
+        items_NLD = self.dropout(self.items(history_NL))
+        is_item_NL = history_NL != self.n_items
+        recent_ND = mean(items_NLD, self.place_weights.softmax(0) * is_item_NL)
+        both_ND = torch.cat([recent_ND, mean(items_NLD, is_item_NL)], dim=1)
+        return F.normalize(recent_ND + self.user_tower(both_ND), dim=1)
 
     def item(self, embedding_ID: Tensor) -> Tensor:
         """Vectors of items, (I, D)."""
@@ -176,17 +175,17 @@ class TwoTowers(nn.Module):
         return (self.drawn[next_G] / self.drawn[: self.n_items].sum().clamp(min=1)).log()
 
 
-def mean(items_BLD: Tensor, weights_BL: Tensor) -> Tensor:
-    """The weighted mean of the items of each row, (B, D): 0 if there are none."""
-    total_B1 = weights_BL.sum(1, keepdim=True).clamp(min=1e-6)
-    return (items_BLD * (weights_BL / total_B1)[..., None]).sum(1)
+def mean(items_NLD: Tensor, weights_NL: Tensor) -> Tensor:
+    """The weighted mean of the items of each history, (N, D): 0 if it has none."""
+    total_N1 = weights_NL.sum(1, keepdim=True).clamp(min=1e-6)
+    return (items_NLD * (weights_NL / total_N1)[..., None]).sum(1)
 
 
-def gather(next_B: Tensor) -> Tensor:
+def gather(next_N: Tensor) -> Tensor:
     """The items of all ranks, (G,), those of this rank first."""
     if not dist.is_initialized():
-        return next_B
-    parts = [torch.empty_like(next_B) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, next_B.contiguous())
+        return next_N
+    parts = [torch.empty_like(next_N) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, next_N.contiguous())
     del parts[dist.get_rank()]
-    return torch.cat([next_B, *parts])
+    return torch.cat([next_N, *parts])
