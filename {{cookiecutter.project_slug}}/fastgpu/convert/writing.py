@@ -25,7 +25,6 @@ from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import RaggedArray
 from fastgpu.rows.selection import Subset
 from fastgpu.storage.layout import BLOCK_BYTES
-from fastgpu.storage.store import HDF5Dataset
 
 POOL_BYTES, POOL_BLOCKS = 1 << 30, 512
 """Rows that are shuffled together, whichever is more; but never more than a quarter of the free memory."""
@@ -86,7 +85,7 @@ def write_files(
             with h5py.File(partial[name], "r+", locking=False) as file:
                 write_attributes(file, facts)
                 ids = np.concatenate(row_ids[name])
-                if isinstance(part, Reader | HDF5Dataset):
+                if hasattr(part, "sources"):
                     write_sources(file, part.sources(ids))
             flush(partial[name])  # now, since the disk may refuse: all files get their names, or none
     broken_list.unlink(missing_ok=True)  # of an earlier try
