@@ -92,7 +92,7 @@ def read_events(
             log = log.at(~likes.is_unrated)
         if not log.is_liked.any():
             raise UserError(f"{source} has no rating above {above:g}")
-    facts = {"columns": [user, item, rating, time], "above": above if rating else None}
+    facts = {"columns": [user, item, rating, time], "above": above if rating else None, "unrated": unrated}
     return Events(replace(log, facts=facts), clock, found)
 
 

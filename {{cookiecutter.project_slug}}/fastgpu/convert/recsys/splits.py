@@ -58,9 +58,9 @@ def split_by_time(log: Log, cuts: Sequence[float], clock: Clock, *, repeats: Rep
     lines = [f"split at {moments}: before it are {before}; they have {len(numbering.item_ids):,} items"]
     settled = [early]
 
-    for part, (start, stop) in zip(LATER_PARTS, pairwise([*cuts, np.inf]), strict=False):
-        history = early.log if start == cuts[0] else settle(log.at(log.times < start), repeats).log
-        later = settle(log.at((log.times >= start) & (log.times < stop)), repeats)
+    for part, (first, stop) in zip(LATER_PARTS, pairwise([*cuts, np.inf]), strict=False):
+        history = early.log if first == cuts[0] else settle(log.at(log.times < first), repeats).log
+        later = settle(log.at((log.times >= first) & (log.times < stop)), repeats)
         settled.append(later)
         known = history.at(numbering.knows(history))
         is_user = np.isin(later.log.users, _users_with(known, min_items))
