@@ -119,7 +119,8 @@ IDS = {
 @pytest.mark.parametrize("texts", IDS)
 def test_events_ids_are_kept(tmp_path, texts):
     (tmp_path / "x.csv").write_text("\n".join(["a,b", *(f" {text} ,x" for text in texts.split())]))
-    found = read_ids(Table(tmp_path / "x.csv"), "a")
+    table = Table(tmp_path / "x.csv")
+    found = read_ids(table, "a").number(table.is_whole)
     expected, kind = IDS[texts]
     assert found.ids.tolist() == expected.tolist()
     assert [str(found.ids[n]) for n in found.numbers] == texts.split()
@@ -346,6 +347,42 @@ def test_events_split_by_time_has_no_future(tmp_path, convert, n_events, parts, 
         n_wanted = sum(len(wanted) for _, wanted in expected.values())
         assert f"{part}: {n_wanted:,} items of {len(expected):,} users to be found" in shown
     assert Path("y-test.h5").exists() == (parts == 3)
+
+
+def test_events_broken_rows_are_left_out(tmp_path, convert):
+    """All are listed; the others give the same files as if these rows were not there."""
+    rows = draw_events(600, text_ids=False)
+    write_events(rows, tmp_path / "whole.csv")
+    header, *lines = (tmp_path / "whole.csv").read_text().splitlines()
+    wrong = [",3,5,1000000000", "x,3,many,1000000000", "y,3,5,soon", "1,2,3,4,5", "z, ,4,1000000000"]
+    (tmp_path / "x.csv").write_text("\n".join([header, *lines[:100], *wrong, *lines[100:]]))
+    flags = "--columns user,item,stars,when --split-by-time 0.8 --keep-order"
+    told = convert(f"events x.csv y.h5 {flags}", code=2).err
+    assert "5 of 605 rows are broken, which y.h5.broken.txt lists" in told
+    assert Path("y.h5.broken.txt").read_text().splitlines() == [
+        "x.csv:102: user is ''; it is missing",
+        "x.csv:103: stars is 'many'; it should be a number",
+        "x.csv:104: when is 'soon'; it should be a number, or a date such as 2026-01-31 or 2026-01-31T12:00:00",
+        "x.csv:105: 5 columns; its header has 4; complete the row, or put quotes around a field that holds the "
+        "separator (a decimal comma)",
+        "x.csv:106: item is ' '; it is missing",
+    ]
+    told = convert(f"events x.csv y.h5 {flags} --on-error skip=10%").out
+    assert "broken rows that were skipped: 5, listed in y.h5.skipped.txt" in told
+    assert "24 users (user: whole numbers)" in told
+    convert(f"events whole.csv whole.h5 {flags}")
+    for part in ("train", "val"):
+        assert read_users(f"y-{part}.h5") == read_users(f"whole-{part}.h5")
+
+
+def test_events_first_look(tmp_path, convert):
+    write_events(draw_events(600), tmp_path / "x.csv")
+    convert("events x.csv y.h5 --columns user,item,stars,when --split-by-time 0.8")
+    convert("events x.csv z.h5 --columns user,item,stars,when --split-by-time 0.8 --limit 12")
+    found = {part: read_users(f"z-{part}.h5") for part in ("train", "val")}
+    assert sum(map(len, found.values())) == 12
+    for part, users in found.items():
+        assert users.items() <= read_users(f"y-{part}.h5").items()
 
 
 @pytest.mark.parametrize("n_events", SIZES)

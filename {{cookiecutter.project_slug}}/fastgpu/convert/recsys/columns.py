@@ -21,11 +21,26 @@ class Source(Protocol):
     path: Path
     names: list[str]
 
+    @property
+    def is_whole(self) -> np.ndarray:
+        """(rows,) bool: whether a row is not broken."""
+
     def column(self, name: str) -> pl.Series:
         """A column. Raises UserError if there is none, or no row."""
 
     def check(self, values: pl.Series, is_right: pl.Series | np.ndarray, cure: str) -> None:
-        """Raise UserError, with the place of the first values that are not right, if there are any."""
+        """Rows whose value of a column is not right are broken."""
+
+    def refuse(self, values: pl.Series, is_right: pl.Series | np.ndarray, cure: str) -> None:
+        """Raise UserError if a value of a column is not right."""
+
+
+def check(table: Source, values: pl.Series, is_right: pl.Series, cure: str) -> None:
+    """Rows whose value is not right are broken. If none is right, the column is another one than was meant."""
+    if is_right.any():
+        table.check(values, is_right, cure)
+    else:
+        table.refuse(values, is_right, cure)
 
 
 class Ids(NamedTuple):
@@ -39,34 +54,43 @@ class Ids(NamedTuple):
     """What the ids are, for people."""
 
 
-def read_ids(table: Source, name: str) -> Ids:
-    """A column of ids without the spaces around them. Raises UserError for missing ones, and other types."""
+class Texts(NamedTuple):
+    """A column of ids as text, in which each text is kept once."""
+
+    codes: np.ndarray
+    """(events,) the place of each text in `texts`."""
+    texts: pl.Series
+
+    def number(self, is_whole: np.ndarray) -> Ids:
+        """The ids of some events. is_whole: (all events,) bool."""
+        codes = self.codes if is_whole.all() else self.codes[is_whole]
+        used = np.flatnonzero(np.bincount(codes, minlength=len(self.texts)))
+        texts = self.texts[used]
+        whole = texts.cast(pl.Int64, strict=False)
+        is_number = (whole.cast(pl.String) == texts).fill_null(False)
+        ids = whole if is_number.all() else texts
+        number_of_code = np.zeros(len(self.texts), np.int32)
+        number_of_code[used] = ids.rank("dense").to_numpy() - 1
+        kind = "whole numbers" if is_number.all() else f"text, such as {texts.filter(~is_number)[0][:40]!r}"
+        return Ids(number_of_code[codes], ids.unique().sort().to_numpy(), kind)
+
+
+def read_ids(table: Source, name: str) -> Texts:
+    """A column of ids without the spaces around them. Rows in which it is missing are broken."""
     column = table.column(name)
     if not (column.dtype.is_integer() or column.dtype in (pl.String, pl.Categorical, pl.Enum)):
         cure = "ids are whole numbers or text: cast it, such as pl.col(...).cast(pl.Int64) of polars"
         raise UserError(f"{table.path}: {name} is {column.dtype}; {cure}")
-    table.check(column, column.is_not_null(), "it is missing")
-
-    # Each id gets a code, and what follows looks at one event of each code.
-    codes = column.cast(pl.String).cast(pl.Categorical).to_physical().to_numpy()
+    column = column.cast(pl.String).fill_null("")
+    codes = column.cast(pl.Categorical).to_physical().to_numpy()
     event_of_code = np.zeros(int(codes.max()) + 1, np.int64)
     event_of_code[codes] = np.arange(len(codes))
-    used = np.flatnonzero(np.bincount(codes))
-    texts = column[event_of_code[used]].cast(pl.String).str.strip_chars()
+    texts = column[event_of_code].str.strip_chars()  # also of codes that other columns have
     has_break = texts.str.contains("\n", literal=True)
     if (texts == "").any() or has_break.any():
-        shown = column.str.strip_chars()
-        table.check(shown, shown != "", "it is missing")
-        table.check(shown, ~shown.str.contains("\n", literal=True), "remove the line break or stray quote")
-
-    whole = texts.cast(pl.Int64, strict=False)
-    is_whole = (whole.cast(pl.String) == texts).fill_null(False)
-    named = whole if is_whole.all() else texts
-    number_of_code = np.zeros(len(event_of_code), np.int32)
-    number_of_code[used] = named.rank("dense").to_numpy() - 1
-    ids = named.unique().sort().to_numpy()
-    kind = "whole numbers" if is_whole.all() else f"text, such as {texts.filter(~is_whole)[0][:40]!r}"
-    return Ids(number_of_code[codes], ids, kind)
+        check(table, column, pl.Series(~(texts == "").to_numpy()[codes]), "it is missing")
+        check(table, column, pl.Series(~has_break.to_numpy()[codes]), "remove the line break or stray quote")
+    return Texts(codes, texts)
 
 
 class Likes(NamedTuple):
@@ -81,7 +105,7 @@ class Likes(NamedTuple):
 def read_likes(table: Source, name: str, above: float, unrated: Unrated) -> Likes:
     """A column of ratings. Those below 0 stand for none, as -1 often does, unless the limit is below 0, too.
 
-    Raises UserError for what is no number, and, with unrated="refuse", for no rating.
+    Rows with anything else than a number are broken. Raises UserError for no rating if unrated is "refuse".
     """
     column = table.column(name)
     values = column.str.strip_chars() if column.dtype == pl.String else column
@@ -90,18 +114,18 @@ def read_likes(table: Source, name: str, above: float, unrated: Unrated) -> Like
     is_missing = values[odd].cast(pl.String).fill_null("").str.to_lowercase().is_in(NO_RATING)
     is_right = np.ones(len(ratings), bool)
     is_right[odd] = is_missing.to_numpy()
-    table.check(values, is_right, "it should be a number")
+    check(table, values, pl.Series(is_right), "it should be a number")
     is_unrated = np.isnan(ratings)
     if above >= 0:
         is_unrated |= ratings < 0
     if unrated == "refuse":
         cure = "it is no rating: --unrated drop leaves such events out, --unrated keep counts them as liked"
-        table.check(values, ~is_unrated, cure)
+        table.refuse(values, ~is_unrated, cure)
     return Likes(np.where(is_unrated, unrated == "keep", ratings > above), is_unrated)
 
 
 def read_times(table: Source, name: str) -> tuple[np.ndarray, Clock]:
-    """(events,) int64 or float64, and what they are. Raises UserError for what is no time."""
+    """(events,) int64 or float64, and what they are. Rows with anything else are broken."""
     column = table.column(name)
     values = column.str.strip_chars() if column.dtype == pl.String else column
     if column.dtype in (pl.Date, pl.Datetime):
@@ -113,8 +137,8 @@ def read_times(table: Source, name: str) -> tuple[np.ndarray, Clock]:
             if dates.null_count() < times.null_count():
                 times, clock = dates, Clock(name, DATES)
     cure = "it should be a number, or a date such as 2026-01-31 or 2026-01-31T12:00:00"
-    table.check(values, times.is_not_null(), cure)
-    return times.to_numpy(), clock or Clock.guess(name, times.to_numpy())
+    check(table, values, times.is_not_null(), cure)
+    return times.fill_null(0).to_numpy(), clock or Clock.guess(name, times.drop_nulls().to_numpy())
 
 
 def _read_numbers(values: pl.Series) -> pl.Series:

@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastgpu.convert.command import WriteCommand, natural, shares
 from fastgpu.process.commands import argument, flag
@@ -121,11 +121,13 @@ class Events(WriteCommand):
         check_exist(self.source)
 
     def run(self) -> None:
+        from fastgpu.convert.broken import in_order
         from fastgpu.convert.program import write
 
-        split = self._split_matrix() if self.is_matrix else self._split_table()
+        broken: dict[int, str] = {}
+        split = self._split_matrix() if self.is_matrix else self._split_table(broken)
         print(*split.found, sep="\n")
-        write(split.parts, self)
+        write(split.parts, self, left_out=in_order(broken))
 
     def _split_matrix(self) -> "Split":
         from fastgpu.convert.arrays import read_ones
@@ -135,7 +137,9 @@ class Events(WriteCommand):
         log = number(self.source, *read_ones(self.source))
         return hold_out_users(log, self.held_out or HELD_OUT, min_items=self.min_items)
 
-    def _split_table(self) -> "Split":
+    def _split_table(self, broken: dict[int, str]) -> "Split":
+        """broken: {row: reason}, to which broken rows are added."""
+        from fastgpu.convert.broken import in_order, refuse_broken
         from fastgpu.convert.recsys.events import read_events  # polars is of the extra `convert`
         from fastgpu.convert.recsys.interactions import hold_out_users
         from fastgpu.convert.recsys.log import describe_repeats, settle
@@ -143,9 +147,9 @@ class Events(WriteCommand):
 
         above = 3.5 if self.above is None else self.above
         unrated, repeats = self.unrated or "refuse", self.repeats or "last"
-        log, clock, found = read_events(
-            self.source, self.column_names, above, unrated=unrated, has_header=not self.no_header
-        )
+        how: dict[str, Any] = {"unrated": unrated, "has_header": not self.no_header, "broken": broken}
+        log, clock, found, n_rows = read_events(self.source, self.column_names, above, **how)
+        refuse_broken(in_order(broken), n_rows, self.on_error, None if self.dry_run else self.target)
         print(*found, sep="\n", flush=True)
         kind = "time" if self.split_by_time else "last" if self.leave_last_out else "users"
         if clock is None and kind != "users":

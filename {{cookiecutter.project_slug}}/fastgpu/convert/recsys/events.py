@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fastgpu.convert.broken import none_whole
 from fastgpu.convert.reader import explain_errors
 from fastgpu.convert.recsys.columns import Source, Unrated, read_ids, read_likes, read_times
 from fastgpu.convert.recsys.log import Log, rank
@@ -40,6 +41,8 @@ class Events(NamedTuple):
     """What its times are, if it has some."""
     found: list[str]
     """Lines of text about it."""
+    n_rows: int
+    """Number of all rows, with those that are broken."""
 
 
 def read_events(
@@ -49,51 +52,55 @@ def read_events(
     *,
     unrated: Unrated = "refuse",
     has_header: bool = True,
+    broken: dict[int, str] | None = None,
 ) -> Events:
     """The events of a table. Those with a rating > `above` are liked.
 
     columns: names of the columns of the user, the item, the rating and the time. An empty name, or none, is a column
     that is not there: without ratings, all events are liked. Without a name, `timestamp` is the time, if there is one.
-    unrated: what becomes of events without a rating. has_header: see `Table`; MovieLens without one has `columns`.
-    Raises UserError with the line of what is no event.
+    unrated: what becomes of events without a rating. has_header, broken: see `Table`; MovieLens without a header has
+    `columns`.
     """
     user, item, rating, time = name_columns(columns)
     names = (user, item, rating or COLUMNS[2], time or TIME)
-    table = open_table(Path(source), names, has_header=has_header)
+    table = open_table(Path(source), names, has_header=has_header, broken=broken)
     if len(columns) < 4 and TIME in table.names:
         time = TIME
-    users, items = (read_ids(table, name) for name in (user, item))
-    n_events = len(users.numbers)
+    texts = [read_ids(table, name) for name in (user, item)]
+    times, clock = read_times(table, time) if time else (None, None)
+    likes = read_likes(table, rating, above, unrated) if rating else None
+    is_whole = table.is_whole
+    if broken and not is_whole.any():
+        raise none_whole(str(source), broken)
+
+    users, items = (each.number(is_whole) for each in texts)
     counts = ((users, user, "users"), (items, item, "items"))
     kinds = ", ".join(f"{len(ids.ids):,} {what} ({name}: {ids.kind})" for ids, name, what in counts)
-    found = [f"{source}: {n_events:,} events, {kinds}"]
+    found = [f"{source}: {len(users.numbers):,} events, {kinds}"]
     log = Log(
         name=str(source),
         users=users.numbers,
         items=items.numbers,
         user_ids=users.ids,
         item_ids=items.ids,
-        is_liked=np.ones(n_events, bool),
+        is_liked=np.ones(len(users.numbers), bool) if likes is None else likes.is_liked[is_whole],
+        facts={"columns": [user, item, rating, time], "above": above if rating else None, "unrated": unrated},
     )
-
-    clock = None
-    if time:
-        times, clock = read_times(table, time)
+    if times is not None and clock:
+        times = times[is_whole]
         found.append(f"time is {time}: {clock.describe(times)}")
         log = replace(log, times=times, ranks=rank(times))
-    if rating:
-        likes = read_likes(table, rating, above, unrated)
-        log = replace(log, is_liked=likes.is_liked)
-        if n_unrated := np.count_nonzero(likes.is_unrated):
+    if likes:
+        is_unrated = likes.is_unrated[is_whole]
+        if n_unrated := np.count_nonzero(is_unrated):
             verb = "count as liked" if unrated == "keep" else "are left out"
             found.append(f"{n_unrated:,} events have no rating{' or one below 0' * (above >= 0)}, and {verb}")
-        found.append(f"{np.count_nonzero(likes.is_liked & ~likes.is_unrated):,} ratings are above {above:g}")
-        if unrated == "drop" and n_unrated:
-            log = log.at(~likes.is_unrated)
+        found.append(f"{np.count_nonzero(log.is_liked & ~is_unrated):,} ratings are above {above:g}")
         if not log.is_liked.any():
             raise UserError(f"{source} has no rating above {above:g}")
-    facts = {"columns": [user, item, rating, time], "above": above if rating else None, "unrated": unrated}
-    return Events(replace(log, facts=facts), clock, found)
+        if unrated == "drop" and n_unrated:
+            log = log.at(~is_unrated)
+    return Events(log, clock, found, len(is_whole))
 
 
 def name_columns(columns: Sequence[str]) -> tuple[str, str, str, str]:
@@ -108,15 +115,15 @@ def name_columns(columns: Sequence[str]) -> tuple[str, str, str, str]:
     return user, item, rating, time
 
 
-def open_table(source: Path, names: Sequence[str], *, has_header: bool) -> Source:
-    """A table of any format. names: of the four columns of MovieLens without a header."""
+def open_table(source: Path, names: Sequence[str], *, has_header: bool, broken: dict[int, str] | None) -> Source:
+    """A table of any format. names: of the four columns of MovieLens without a header. broken: see `Table`."""
     content = _read(source)
     known: Sequence[str] = ()
     if has_header and (line := WITHOUT_HEADER.fullmatch(content.partition(b"\n")[0])):
         known, has_header = names[: line[0].count(line[1]) + 1], False
         print(f"{source} has no header; its columns are taken for {', '.join(known)}")
         content = content.replace(line[1], b"\t")
-    return Table(source, content=content, names=known, has_header=has_header)
+    return Table(source, content=content, names=known, has_header=has_header, broken=broken)
 
 
 def _read(source: Path) -> bytes:
