@@ -111,13 +111,13 @@ class Table:
 
     def texts(self, name: str) -> pl.Series:
         """A column of text without the spaces around it. Rows in which it is missing, null, are broken."""
-        column = self._find(name).str.strip_chars().replace("", None)
+        column = self.column(name).str.strip_chars().replace("", None)
         self.check(column, column.is_not_null(), "it is missing")
         self.check(column, ~column.str.contains("\n", literal=True), "remove the line break or stray quote")
         return column
 
-    def _find(self, name: str) -> pl.Series:
-        """The column of this name. Raises UserError unless there is one, and rows."""
+    def column(self, name: str) -> pl.Series:
+        """The column of this name, unmodified. Raises UserError unless there is one, and rows."""
         n_found = self.names.count(name)
         if n_found == 1 and len(self._rows):
             return self._rows[:, self.names.index(name)].alias(name)

@@ -27,7 +27,6 @@ from fastgpu.rows.contract import Dataset, Pool
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage.layout import BLOCK_BYTES
-from fastgpu.storage.store import HDF5Dataset
 
 POOL_BYTES, POOL_BLOCKS = 1 << 30, 512
 """Rows that are shuffled together, whichever is more; but never more than a quarter of the free memory."""
@@ -95,7 +94,7 @@ def write_files(
             with h5py.File(partial[name], "r+", locking=False) as file:
                 write_attributes(file, facts)
                 ids = np.concatenate(whole[name].row_ids)
-                if isinstance(part, Reader | HDF5Dataset):
+                if hasattr(part, "sources"):
                     write_sources(file, part.sources(ids))
             flush(partial[name])  # now, since the disk may refuse: all files get their names, or none
     broken_list(target).unlink(missing_ok=True)  # of an earlier try
