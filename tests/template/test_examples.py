@@ -262,7 +262,7 @@ def test_example_two_towers_draws_items_and_those_before():
 
 @pytest.mark.parametrize("correct_bias", [False, True])
 def test_example_two_towers_loss_is_its_definition(correct_bias):
-    """Against loops: log q is of all draws so far; other draws of the own item and users without a draw do not count."""
+    """Against loops: log q is of all draws so far; draws of the own item and users without a draw do not count."""
     batch = users()
     workload = open_workload("two_towers", batch, dim=4, length=5, draws=2, correct_bias=correct_bias)
     model = workload.model().eval().requires_grad_(False)
