@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import h5py
 import torch
+from peers import PEERS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -35,6 +36,7 @@ MARKERS = re.compile(r"(?s)(?<=<!-- results:begin -->\n).*(?=<!-- results:end --
 TARGET_COLUMNS = ["what", "measured", "required / goal"]
 """Columns of a table "targets": a change must not fall below the required value."""
 NOT_MEASURED = "not measured"
+OURS, OURS_JPEG = "fastgpu, disk", "fastgpu, JPEG"
 
 
 class FailedError(Exception):
@@ -157,55 +159,151 @@ def newest(what: str, folder: Path = RESULTS) -> list[tuple[dict[str, Any], str]
     return sorted(results, key=lambda result: (result[0]["machine"]["date"], result[1]))[-1:]
 
 
+def speeds(result: dict[str, Any], case: str, kinds: Sequence[str]) -> list[float]:
+    """Rows/s in each round of the fastest contender whose name begins with one of `kinds`; none if none was measured."""
+    rates = [
+        [each["rows"] / each["seconds"] for each in rounds]
+        for name, rounds in result["data"]["warm"][case].items()
+        if name.startswith(tuple(kinds)) and not isinstance(rounds, str)
+    ]
+    return max(rates, key=median, default=[])
+
+
+def times_as_fast(own: Sequence[float], theirs: Sequence[float]) -> str:
+    """The median of the ratios of the rounds."""
+    return f"{median(a / b for a, b in zip(own, theirs, strict=True)):.2f}" if theirs else NOT_MEASURED
+
+
+class Usual(NamedTuple):
+    """A row of README.md: this project beside DataLoaders. Each contender is the fastest whose name begins so."""
+
+    text: str
+    what: str
+    """The benchmark."""
+    case: str
+    items: str
+    """A DataLoader that asks its Dataset for one item after the other."""
+    batches: tuple[str, ...]
+    """One that asks for whole batches (BatchSampler, batch_size=None)."""
+    ours: str
+
+    def cells(self) -> list[str]:
+        ((result, page),) = newest(self.what)
+        own, by_items, by_batches = (
+            speeds(result, self.case, kinds) for kinds in ((self.ours,), (self.items,), self.batches)
+        )
+        rates = [f"{median(each):,.0f}" if each else NOT_MEASURED for each in (by_items, by_batches, own)]
+        faster = max(by_items, by_batches, key=lambda each: median(each) if each else 0)
+        return [f"[{self.text}](bench/results/{page}.md)", *rates, times_as_fast(own, faster)]
+
+
+USUAL = [
+    Usual(
+        "32 x 32, random crop and flip",
+        "idle",
+        "cifar",
+        "cifar: each image in the Dataset",
+        ("cifar: batches in the Dataset",),
+        "cifar: disk tier, batches augmented",
+    ),
+    Usual("32 x 32, only read; DataLoader: from RAM", "loader", "cifar", "RAM, workers", ("RAM, batches",), OURS),
+    Usual(
+        "218 x 178, only read; DataLoader: by h5py",
+        "loader",
+        "celeba",
+        "h5py, plain file, workers",
+        ("h5py, plain file, batches",),
+        OURS,
+    ),
+    Usual(
+        "JPEG, random crops; DataLoader: Pillow",
+        "encoded",
+        "500x375",
+        "DataLoader + Pillow",
+        ("DataLoader of batches + Pillow",),
+        OURS_JPEG,
+    ),
+    Usual(
+        "JPEG, random crops; DataLoader: simplejpeg",
+        "encoded",
+        "500x375",
+        "DataLoader + simplejpeg",
+        ("DataLoader of batches + simplejpeg",),
+        OURS_JPEG,
+    ),
+]
+BESIDE = [
+    ("218 x 178, raw", "loader", "celeba", OURS, "{}"),
+    ("32 x 32, raw", "loader", "cifar", OURS, "{}"),
+    ("JPEG of 256 x 256, whole", "encoded", "256x256", OURS_JPEG, "{}, JPEG"),
+    ("JPEG of 500 x 375, random crops", "encoded", "500x375", OURS_JPEG, "{}, JPEG"),
+    ("the same; half of FFCV's images as pixels", "encoded", "500x375", OURS_JPEG, "{}, half JPEG"),
+]
+"""(text, benchmark, case, our contender, what its peers' names begin with, after the first word) of the second table"""
+
+
 def first_screen() -> str:
-    """What README.md shows of the results: two pairs with a baseline each, and this project beside its peers."""
-    ((loader, loader_page),) = newest("loader")
-    ((encoded, encoded_page),) = newest("encoded")
-    ((idle, idle_page),) = newest("idle")
-
-    def speeds(result: dict[str, Any], case: str, name: str) -> list[float]:
-        return [each["rows"] / each["seconds"] for each in result["data"]["warm"][case][name]]
-
-    def pair(text: str, page: str, usual: list[float], own: list[float]) -> list[str]:
-        ratio = spread([mine / theirs for mine, theirs in zip(own, usual, strict=True)], ".1f", "x")
-        return [f"[{text}](bench/results/{page}.md)", f"{median(usual):,.0f}", f"{median(own):,.0f}", ratio]
-
-    cifar = "cifar: each image in the Dataset, 2 workers", "cifar: disk tier, batches augmented on this CPU"
-    pairs = [
-        pair(
-            "random crop and flip: of each image in a Dataset, or of whole batches",
-            idle_page,
-            *(speeds(idle, "cifar", name) for name in cifar),
-        ),
-        pair(
-            "reading alone: tensors in RAM, or HDF5 in the page cache",
-            loader_page,
-            *(speeds(loader, "cifar", name) for name in ("RAM, workers", "fastgpu, disk")),
-        ),
-    ]
-    peers = ("ffcv", "dali", "spdl", "grain")
-    cases = [
-        (loader, loader_page, "celeba", "fastgpu, disk", "", "rows of 116 kB"),
-        (encoded, encoded_page, "256x256", "fastgpu, JPEG", ", JPEG", "JPEG of 256 x 256, whole"),
-        (encoded, encoded_page, "500x375", "fastgpu, JPEG", ", JPEG", "JPEG of 500 x 375, random crops"),
-    ]
-    beside = []
-    for result, page, case, own, suffix, text in cases:
-        cells = []
-        for peer in peers:
-            if f"{peer}{suffix}" not in result["data"]["warm"][case]:
-                cells.append("")
-                continue
-            theirs = speeds(result, case, f"{peer}{suffix}")
-            cells.append(spread([a / b for a, b in zip(speeds(result, case, own), theirs, strict=True)], ".2f"))
-        beside.append([f"[{text}](bench/results/{page}.md)", *cells])
-    machine = loader["machine"]
+    """What README.md shows of the results: this project beside DataLoaders, and beside its peers. Medians only."""
+    machine = newest("loader")[0][0]["machine"]
     where = f"{machine['cores']} cores of an {machine['cpu'].replace('(R)', '')}"
-    columns = [f"32 x 32 images/s, {where}", "DataLoader, 2 workers", "this template", "ratio"]
-    text = Table("", columns, pairs).markdown()
-    text += "\n" + Table("", ["speed of this template / of", "FFCV", "DALI", "SPDL", "Grain"], beside).markdown()
-    versions = f"torch {machine['torch']}, {machine['date'][:10]}, medians of three rounds and their range"
-    return f"{text}\n{versions}; files in the page cache. **Not measured on a GPU yet.**\n"
+    columns = [f"images/s, {where}", "DataLoader, by items", "by batches", "this template", "times as fast"]
+    text = Table("", columns, [usual.cells() for usual in USUAL]).markdown()
+    beside = []
+    for words, what, case, own, name in BESIDE:
+        ((result, page),) = newest(what)
+        theirs = [speeds(result, case, (name.format(peer),)) for peer in PEERS]
+        cells = [times_as_fast(speeds(result, case, (own,)), rates) if rates else "" for rates in theirs]
+        beside.append([f"[{words}](bench/results/{page}.md)", *cells])
+    text += "\n" + Table("", ["times as fast as", *PEERS.values()], beside).markdown()
+    return (
+        f"{text}\nThe faster of the two DataLoaders counts, and of a peer the fastest way; nearly all of them shuffle "
+        "fully, this template in pools. The pages say what else differs. Medians of three rounds, files in the page "
+        f"cache; torch {machine['torch']}, {machine['date'][:10]}.\n"
+    )
+
+
+def gpu_result(folder: Path = RESULTS) -> str:
+    """One sentence on the newest result of bench/gpu.py on a GPU; empty if there is none."""
+    for result, page in newest("gpu", folder):
+        if result["machine"]["gpu"] != "none" and "--quick" not in result["command"]:
+            ((rows),) = [table["rows"] for table in result["tables"] if table["title"] == "targets"]
+            feed, wait = (
+                [row[1] for row in rows if row[0].startswith(f"{name}, ")] for name in ("feed ratio", "data wait")
+            )
+            lowest = min(feed, key=lambda cell: float(cell.split()[0]))
+            longest = max(wait, key=lambda cell: float(cell.split()[0]))
+            return (
+                f"On one {result['machine']['gpu']}, the lowest feed ratio of {len(feed)} cases is {lowest}, and the "
+                f"longest data wait {longest} ([{result['machine']['date'][:10]}]({{}}bench/results/{page}.md))."
+            )
+    return ""
+
+
+GPU = re.compile(r"(?s)(<!-- gpu: ([\w-]+) -->)(.*?)(?=<!-- gpu:end -->)")
+"""A sentence that depends on whether something has been measured on a GPU."""
+WITHOUT_GPU = {
+    "first-screen": "**Not measured on a GPU yet**: all numbers here are of CPUs.",
+    "first-screen-ko": "**아직 GPU에서 측정하지 않았습니다**: 여기의 수치는 모두 CPU에서 잰 것입니다.",
+    "targets": "On a GPU nothing has been measured yet.",
+    "counters": ", and not on a real GPU yet",
+    "deterministic": "; nothing was run on a GPU yet",
+}
+GONE_WITH_GPU = ("counters", "deterministic")
+"""Words that go once there is a result; the others are replaced with it."""
+
+
+def fill_gpu(text: str, folder: Path = RESULTS) -> str:
+    """A page whose sentences on the GPU say what has been measured in `folder`."""
+    found = gpu_result(folder)
+
+    def words(match: re.Match[str]) -> str:
+        name = match[2]
+        up = {"first-screen-ko": "../../", "targets": "../"}.get(name, "")
+        if not found:
+            return match[1] + WITHOUT_GPU[name]
+        return match[1] + ("" if name in GONE_WITH_GPU else found.format(up))
+
+    return GPU.sub(words, text)
 
 
 class Fill(NamedTuple):
@@ -329,7 +427,7 @@ FILLS = {
 
 
 def fill(page: str) -> str:
-    """A page with the newest numbers in its tables."""
+    """A page with the newest numbers in its tables and sentences."""
 
     def filled(found: re.Match[str]) -> str:
         lines = found[3].splitlines()
@@ -337,7 +435,7 @@ def fill(page: str) -> str:
         own = [line.split(" | ")[: -len(new)] for line, new in zip(lines, cells, strict=True)]
         return found[1] + "".join(f"{' | '.join([*words, *new])} |\n" for words, new in zip(own, cells, strict=True))
 
-    return NUMBERS.sub(filled, page)
+    return fill_gpu(NUMBERS.sub(filled, page))
 
 
 def publish() -> dict[Path, str]:
@@ -345,9 +443,8 @@ def publish() -> dict[Path, str]:
     shown = first_screen()
     korean = shown.replace("(bench/", "(../../bench/")
     made = {README: targets(), ROOT / "README.md": shown, ROOT / "docs/ko/README.md": korean}
-    pages = {page: MARKERS.sub(lambda _, text=text: text, page.read_text()) for page, text in made.items()}
-    with_tables = [page for page in sorted(PAGES.rglob("*.md")) if NUMBERS.search(page.read_text())]
-    return pages | {page: fill(page.read_text()) for page in with_tables}
+    pages = {page: fill_gpu(MARKERS.sub(lambda _, text=text: text, page.read_text())) for page, text in made.items()}
+    return pages | {page: fill(page.read_text()) for page in sorted(PAGES.rglob("*.md"))}
 
 
 if __name__ == "__main__":
