@@ -261,7 +261,8 @@ def dali(task: Task) -> Contender:
     """DALI, CPU pipeline: an external source in batch mode without copies, over memory-mapped arrays; a full shuffle.
 
     This is the fastest variant that was tried: worker processes and the native webdataset reader reached less than half
-    of its speed, and the native reader of .npy files needs two to four times its CPU time. Large rows are views, which DALI's threads gather; smaller ones are gathered by NumPy beside a thread.
+    of its speed, and the native reader of .npy files needs two to four times its CPU time. Large rows are views, which
+    DALI's threads gather; smaller ones are gathered by NumPy beside a thread.
     """
     from nvidia.dali import fn
     from nvidia.dali.pipeline import Pipeline

@@ -160,7 +160,7 @@ def newest(what: str, folder: Path = RESULTS) -> list[tuple[dict[str, Any], str]
 
 
 def speeds(result: dict[str, Any], case: str, kinds: Sequence[str]) -> list[float]:
-    """Rows/s in each round of the fastest contender whose name begins with one of `kinds`; none if none was measured."""
+    """Rows/s in each round of the fastest contender whose name begins with one of `kinds`; empty if there is none."""
     rates = [
         [each["rows"] / each["seconds"] for each in rounds]
         for name, rounds in result["data"]["warm"][case].items()

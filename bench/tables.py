@@ -87,26 +87,26 @@ def recsys_targets(results: Mapping[str, Any]) -> list[list[str]]:
 TARGETS = {"loader": loader_targets, "encoded": encoded_targets, "recsys": recsys_targets}
 DIFFERENCES = {
     "loader": (
-        "What differs. Order: this project reads blocks of 2 MiB in random order and shuffles the rows of some batches "
-        "together (a pool); FFCV in the order QUASI_RANDOM mixes the rows of twice as many pages of 8 MiB as a batch "
-        "has rows; LitData shuffles chunks of 64 MB, and within a chunk blocks of 256 rows; all others shuffle fully. "
-        "Memory: RAM keeps all rows in the memory of the process, the host and device tiers too; DALI, SPDL and Grain "
-        "gather them from a memory-mapped array; FFCV and LitData map their files, which the page "
-        "cache keeps; the column shows what a contender takes besides the page cache, Python and torch included. The "
-        "plain file is what h5py writes by default, in one piece; h5py elsewhere reads the blocks of convert.py."
+        "Order: this project reads blocks of 2 MiB in random order and shuffles the rows of a pool of batches; FFCV "
+        "with QUASI_RANDOM mixes the rows of some pages of 8 MiB; LitData shuffles chunks of 64 MB, and within a chunk "
+        "blocks of 256 rows; all others shuffle fully. Memory: RAM, and the host and device tiers of this project, "
+        "keep all rows in the memory of the process; DALI, SPDL and Grain gather rows from a memory-mapped array; FFCV "
+        "(but for its own cache), LitData and Streaming map their files. The column MiB has no page cache, but Python "
+        "and torch. The plain file is in one piece, as h5py writes by default; other h5py contenders read the file of "
+        "convert.py, in blocks of 2 MiB."
     ),
     "encoded": (
         "Random parts of JPEG files, 8 to 100 % of the area, become 224 x 224 pixels; those of 256 x 256 are taken "
-        "whole. What differs. Pixels: FFCV decodes JPEG that it has encoded again, in quality 92, when it converted; "
-        "all others decode the bytes of the files. Half JPEG: FFCV stores half of the images as pixels, which needs "
-        "several times the space on a disk. Resize: this project, SPDL, Grain, LitData and Streaming by torch with "
-        "antialiasing, DALI by its triangular filter, timm and DataLoader + Pillow by Pillow, FFCV by OpenCV for "
-        "areas. Order: this project reads blocks in random order and shuffles their images within one batch; FFCV in "
-        "the order QUASI_RANDOM mixes pages of 8 MiB; LitData shuffles chunks of 64 MB, and within a chunk blocks of "
-        "256 images; all others shuffle fully."
+        "whole. Pixels: FFCV decodes JPEG that it has encoded again with quality 92; all others decode the bytes of "
+        "the files. In half JPEG, FFCV stores half of the images as pixels, which takes about three times the disk. "
+        "Resize: this project, simplejpeg, SPDL, Grain, LitData and Streaming by torch with antialiasing, DALI by its "
+        "triangular filter, timm and DataLoader + Pillow by Pillow, FFCV by OpenCV (INTER_AREA). Order: this project "
+        "reads blocks in random order and shuffles the images of one batch; FFCV with QUASI_RANDOM mixes the images of "
+        "some pages of 8 MiB; LitData shuffles chunks of 64 MB, and within a chunk blocks of 256 images; all others "
+        "shuffle fully."
     ),
 }
-"""{suite: what is not the same work for all of its contenders}, below its tables of speed"""
+"""{suite: what differs between its contenders}, below its tables of speed"""
 
 
 def _speeds(mode: str, data: Mapping[str, Any], contenders: Results) -> Table:
