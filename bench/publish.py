@@ -1,8 +1,9 @@
 """What all benchmarks share: taking turns, medians with their spread, and the page of a result.
 
 A page is bench/results/<what>_<hardware>_<yyyymm>.md. Its numbers lie beside it, as JSON on one line. The rows of its
-table "targets" go to bench/README.md: python bench/publish.py updates the table there from the newest results, and
-the numbers of all tables in pages that stand below a comment such as `<!-- numbers: layouts -->`.
+table "targets" go to bench/README.md: python bench/publish.py updates the table there from the newest results, the
+numbers of all tables in pages below a comment such as `<!-- numbers: layouts -->`, and sentences between comments such
+as `<!-- words: gpu -->` and `<!-- words:end -->`: what has been measured on a GPU, and the caption of the timeline.
 """
 
 import argparse
@@ -27,8 +28,9 @@ from peers import PEERS
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 README = ROOT / "bench" / "README.md"
+PICTURE = ROOT / "docs" / "pictures" / "timeline.json"
 PAGES = ROOT / "{{cookiecutter.project_slug}}" / "docs"
-IN_README = ("loader", "order", "encoded", "recsys", "bucket", "gpu")
+IN_README = ("loader", "order", "encoded", "recsys", "windows", "bucket", "gpu")
 """The benchmarks with targets in bench/README.md, in this order."""
 NUMBERS = re.compile(r"(?m)(^<!-- numbers: ([\w-]+) -->\n\|.*\n\|.*\n)((?:\|.*\n)+)")
 """A table of a page whose last columns are filled: its head and its rows."""
@@ -262,48 +264,78 @@ def first_screen() -> str:
     )
 
 
-def gpu_result(folder: Path = RESULTS) -> str:
-    """One sentence on the newest result of bench/gpu.py on a GPU; empty if there is none."""
-    for result, page in newest("gpu", folder):
-        if result["machine"]["gpu"] != "none" and "--quick" not in result["command"]:
-            ((rows),) = [table["rows"] for table in result["tables"] if table["title"] == "targets"]
-            feed, wait = (
-                [row[1] for row in rows if row[0].startswith(f"{name}, ")] for name in ("feed ratio", "data wait")
-            )
-            lowest = min(feed, key=lambda cell: float(cell.split()[0]))
-            longest = max(wait, key=lambda cell: float(cell.split()[0]))
-            return (
-                f"On one {result['machine']['gpu']}, the lowest feed ratio of {len(feed)} cases is {lowest}, and the "
-                f"longest data wait {longest} ([{result['machine']['date'][:10]}]({{}}bench/results/{page}.md))."
-            )
-    return ""
+def gpu_words(folder: Path = RESULTS) -> dict[str, str]:
+    """{name of a place in a page: its words}: what bench/gpu.py has measured, or that nothing has been measured."""
+    found = [
+        (result, page)
+        for result, page in newest("gpu", folder)
+        if result["machine"]["gpu"] != "none" and "--quick" not in result["command"]
+    ]
+    if not found:
+        return {
+            "gpu": "**Not measured on a GPU yet**: `python bench/gpu.py` measures yours.",
+            "gpu-ko": "**GPU에서는 아직 측정하지 않았습니다.** `python bench/gpu.py`로 직접 잴 수 있습니다.",
+            "gpu-targets": "On a GPU nothing has been measured yet.",
+            "gpu-counters": ", and not on a real GPU yet",
+            "gpu-deterministic": "; nothing was run on a GPU yet",
+        }
+    ((result, page),) = found
+    (targets,) = [table["rows"] for table in result["tables"] if table["title"] == "targets"]
+    feed = [row[1] for row in targets if row[0].startswith("feed ratio, ")]
+    wait = [row[1] for row in targets if row[0].startswith("data wait, ")]
+    lowest = min(feed, key=lambda cell: float(cell.split()[0]))
+    longest = max(wait, key=lambda cell: float(cell.split()[0]))
+    gpu, date = result["machine"]["gpu"], result["machine"]["date"][:10]
+    link = f"bench/results/{page}.md"
+    text = f"On one {gpu}, the lowest feed ratio of {len(feed)} cases is {lowest}, and the longest data wait {longest}"
+    return {
+        "gpu": f"{text} ([{date}]({link})).",
+        "gpu-ko": f"{gpu} 하나에서 {len(feed)}가지 경우 중 가장 낮은 feed ratio는 {lowest}, 가장 긴 data wait는 "
+        f"{longest}입니다([{date}](../../{link})).",
+        "gpu-targets": f"{text} ([{date}](../{link})).",
+        "gpu-counters": "",
+        "gpu-deterministic": "",
+    }
 
 
-GPU = re.compile(r"(?s)(<!-- gpu: ([\w-]+) -->)(.*?)(?=<!-- gpu:end -->)")
-"""A sentence that depends on whether something has been measured on a GPU."""
-WITHOUT_GPU = {
-    "first-screen": "**Not measured on a GPU yet**: all numbers here are of CPUs.",
-    "first-screen-ko": "**아직 GPU에서 측정하지 않았습니다**: 여기의 수치는 모두 CPU에서 잰 것입니다.",
-    "targets": "On a GPU nothing has been measured yet.",
-    "counters": ", and not on a real GPU yet",
-    "deterministic": "; nothing was run on a GPU yet",
-}
-GONE_WITH_GPU = ("counters", "deterministic")
-"""Words that go once there is a result; the others are replaced with it."""
+def timeline_words(picture: Path = PICTURE) -> dict[str, str]:
+    """{name of a place in a page: the picture of who waits and its caption}, with the numbers of the picture."""
+    result = json.loads(picture.read_text())
+    cores, date, step = result["machine"]["cores"], result["machine"]["date"][:10], f"{result['step_ms']:g} ms"
+    cpu = result["machine"]["cpu"].replace("(R)", "")
+    usual, ours = (
+        f"{100 * sum(end - begin for who, begin, end in result[way] if who == 'device') / result['span_ms']:.0f} %"
+        for way in ("usual", "ours")
+    )
+    alternative = (
+        "Who works and who waits in front of a simulated device: fed by h5py in a Dataset and a DataLoader with two "
+        f"workers, the device works {usual} of the time; fed by this template, {ours}"
+    )
+    caption = f"*The device is **simulated**: it sleeps {step} for each batch ({cores} CPU cores of an {cpu}, {date}).*"
+    korean_alternative = (
+        "시뮬레이션한 디바이스 앞에서 누가 일하고 누가 기다리는가: Dataset 안의 h5py와 워커 둘의 DataLoader로는 "
+        f"디바이스가 시간의 {usual}를, 이 템플릿으로는 {ours}를 일합니다"
+    )
+    korean_caption = f"*디바이스는 **시뮬레이션**입니다. 배치마다 {step} 동안 잠듭니다({cpu} {cores}코어, {date}).*"
+    return {
+        "timeline": f"![{alternative}](docs/pictures/timeline.svg)\n\n{caption}",
+        "timeline-ko": f"![{korean_alternative}](../pictures/timeline.svg)\n\n{korean_caption}",
+    }
 
 
-def fill_gpu(text: str, folder: Path = RESULTS) -> str:
-    """A page whose sentences on the GPU say what has been measured in `folder`."""
-    found = gpu_result(folder)
+WORDS = re.compile(r"(?s)(<!-- words: ([\w-]+) -->).*?(?=<!-- words:end -->)")
+"""A place in a page whose words are filled in. A block has lines of its own, other words are in a sentence."""
+BLOCKS = ("timeline", "timeline-ko", "gpu", "gpu-ko")
 
-    def words(match: re.Match[str]) -> str:
-        name = match[2]
-        up = {"first-screen-ko": "../../", "targets": "../"}.get(name, "")
-        if not found:
-            return match[1] + WITHOUT_GPU[name]
-        return match[1] + ("" if name in GONE_WITH_GPU else found.format(up))
 
-    return GPU.sub(words, text)
+def fill_words(text: str, words: Mapping[str, str]) -> str:
+    """A page with its words."""
+
+    def filled(found: re.Match[str]) -> str:
+        name = found[2]
+        return found[1] + (f"\n{words[name]}\n" if name in BLOCKS else words[name])
+
+    return WORDS.sub(filled, text)
 
 
 class Fill(NamedTuple):
@@ -435,7 +467,7 @@ def fill(page: str) -> str:
         own = [line.split(" | ")[: -len(new)] for line, new in zip(lines, cells, strict=True)]
         return found[1] + "".join(f"{' | '.join([*words, *new])} |\n" for words, new in zip(own, cells, strict=True))
 
-    return fill_gpu(NUMBERS.sub(filled, page))
+    return NUMBERS.sub(filled, page)
 
 
 def publish() -> dict[Path, str]:
@@ -443,8 +475,10 @@ def publish() -> dict[Path, str]:
     shown = first_screen()
     korean = shown.replace("(bench/", "(../../bench/")
     made = {README: targets(), ROOT / "README.md": shown, ROOT / "docs/ko/README.md": korean}
-    pages = {page: fill_gpu(MARKERS.sub(lambda _, text=text: text, page.read_text())) for page, text in made.items()}
-    return pages | {page: fill(page.read_text()) for page in sorted(PAGES.rglob("*.md"))}
+    pages = {page: MARKERS.sub(lambda _, text=text: text, page.read_text()) for page, text in made.items()}
+    pages |= {page: fill(page.read_text()) for page in sorted(PAGES.rglob("*.md"))}
+    words = gpu_words() | timeline_words()
+    return {page: fill_words(text, words) for page, text in pages.items()}
 
 
 if __name__ == "__main__":

@@ -131,7 +131,7 @@ def memory_bytes() -> int:
     return total << 10
 
 
-MODULES = ("peers", "jpegs", "contenders", "idle", "recsys")
+MODULES = ("peers", "jpegs", "contenders", "idle", "recsys", "windows")
 """Where contenders are. The peers' environment has the packages that the first two need, not those of the others."""
 
 

@@ -15,6 +15,7 @@ import pytest
 import run
 import tables
 import timeline
+import windows
 import worker
 from contenders import H5PY, MEMCPY, OURS, PLAIN_H5PY
 from data import DataSpec
@@ -24,6 +25,21 @@ from scipy.stats import chisquare
 from support.ranks import printed_by
 
 IMAGES = np.pad(np.arange(4, dtype=np.uint8).reshape(4, 1, 1, 1), ((0, 0), (0, 0), (0, 1), (0, 1)))
+
+
+@pytest.mark.parametrize("shape", [(32,), (8, 3)], ids=str)
+@pytest.mark.parametrize("name", windows.CONTENDERS)
+def test_benchmark_windows_are_neighbouring_steps(tmp_path, monkeypatch, name, shape):
+    monkeypatch.setattr(data, "FOLDER", tmp_path)
+    spec = DataSpec("4 KiB", 64, shape, 4)
+    windows.make(spec)
+    batches = [*windows.CONTENDERS[name](Task(spec.h5, spec.folder, 4, 0)).epoch(0)]
+    n_values = np.prod(shape)
+    for (batch,) in batches:
+        values = np.asarray(batch).reshape(4, n_values).astype(int)
+        np.testing.assert_array_equal(values, values[:, :1] + np.arange(n_values))
+        assert (values[:, 0] % np.prod(shape[1:], dtype=int) == 0).all()
+    assert len(batches) >= 16
 
 
 @pytest.mark.parametrize(
@@ -106,11 +122,6 @@ def test_benchmark_readme_shows_the_fastest_way():
     assert publish.speeds(result, "celeba", ["spdl"]) == []
 
 
-GPU_PAGE = (
-    "Of the device: <!-- gpu: first-screen --><!-- gpu:end --> Of counters<!-- gpu: counters --><!-- gpu:end -->."
-)
-
-
 def write_gpu_result(folder: Path, gpu: str, command: str) -> None:
     rows = [["feed ratio, a", "0.9951 (host tier)", ""], ["data wait, a", "0.40 % (disk tier)", ""]]
     rows += [["feed ratio, b", "0.9912 (disk tier)", ""], ["data wait, b", "0.20 % (disk tier)", ""]]
@@ -120,13 +131,16 @@ def write_gpu_result(folder: Path, gpu: str, command: str) -> None:
 
 
 def test_gpu_words_go_with_the_first_result(tmp_path):
-    assert "Not measured on a GPU yet" in publish.fill_gpu(GPU_PAGE, tmp_path)
+    page = "<!-- words: gpu --><!-- words:end -->\nCounters<!-- words: gpu-counters --><!-- words:end -->."
+    without = publish.fill_words(page, publish.gpu_words(tmp_path))
+    assert "**Not measured on a GPU yet**" in without
+    assert "Counters<!-- words: gpu-counters -->, and not on a real GPU yet<!-- words:end -->." in without
     write_gpu_result(tmp_path, "NVIDIA X", "python bench/gpu.py")
-    with_result = publish.fill_gpu(publish.fill_gpu(GPU_PAGE, tmp_path), tmp_path)
-    assert "Not measured" not in with_result
-    assert "On one NVIDIA X, the lowest feed ratio of 2 cases is 0.9912 (disk tier)" in with_result
-    assert "0.40 % (disk tier) ([2036-01-02](bench/results/gpu_x.md))" in with_result
-    assert with_result.endswith("Of counters<!-- gpu: counters --><!-- gpu:end -->.")
+    assert publish.fill_words(without, publish.gpu_words(tmp_path)) == (
+        "<!-- words: gpu -->\nOn one NVIDIA X, the lowest feed ratio of 2 cases is 0.9912 (disk tier), and the longest "
+        "data wait 0.40 % (disk tier) ([2036-01-02](bench/results/gpu_x.md)).\n<!-- words:end -->\n"
+        "Counters<!-- words: gpu-counters --><!-- words:end -->."
+    )
 
 
 @pytest.mark.parametrize(
@@ -134,13 +148,23 @@ def test_gpu_words_go_with_the_first_result(tmp_path):
 )
 def test_gpu_words_stay_without_a_real_result(tmp_path, gpu, command):
     write_gpu_result(tmp_path, gpu, command)
-    assert "Not measured on a GPU yet" in publish.fill_gpu(GPU_PAGE, tmp_path)
+    assert "Not measured on a GPU yet" in publish.gpu_words(tmp_path)["gpu"]
 
 
-def test_gpu_words_are_on_the_first_screen(template):
-    for page, name in (("README.md", "first-screen"), ("docs/ko/README.md", "first-screen-ko")):
-        first_screen = (template / page).read_text().split("\n## ")[0]
-        assert f"<!-- gpu: {name} -->" in first_screen, page
+@pytest.mark.parametrize(("page", "suffix"), [("README.md", ""), ("docs/ko/README.md", "-ko")])
+def test_gpu_words_are_on_the_first_screen(template, page, suffix):
+    first_screen = (template / page).read_text().split("\n## ")[0]
+    assert f"<!-- words: gpu{suffix} -->" in first_screen
+    assert f"<!-- words: timeline{suffix} -->" in first_screen
+
+
+def test_picture_calls_its_device_simulated(template):
+    words = publish.timeline_words()
+    assert words["timeline"].count("simulated") == 2  # in the alternative text, and in the caption
+    assert words["timeline-ko"].count("시뮬레이션") == 2
+    svg = (template / "docs" / "pictures" / "timeline.svg").read_text()
+    assert svg.count(">simulated device<") == 2
+    assert "Not a GPU" in svg
 
 
 @pytest.fixture
@@ -201,7 +225,7 @@ def test_benchmark_readme_is_up_to_date():
     assert all(page.read_text() == text for page, text in publish.publish().items()), "run python bench/publish.py"
 
 
-COMMANDS = [*(f"run.py {suite}" for suite in ("loader --peers", "encoded", "layouts", "idle", "recsys"))]
+COMMANDS = [*(f"run.py {suite}" for suite in ("loader --peers", "encoded", "layouts", "idle", "recsys", "windows"))]
 COMMANDS += ["gpu.py --device cpu --seconds 0.1", "order.py", "start.py", "echo.py"]
 
 
