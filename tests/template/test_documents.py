@@ -15,6 +15,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import h5py
+import numpy as np
 import pytest
 from template import FOLDER, QUESTIONS, WORKLOAD_ANSWERS, project_files, tracked
 
@@ -274,6 +276,59 @@ def test_pages_notebook_runs(own_copy, workload):
     printed = printed_by([sys.executable, "page.py"], project)
     assert {"images": "images", "recsys": "items", "own": "x"}[workload] in printed
     assert (project / "batch.png").exists() == (workload == "images")
+
+
+def write_volumes(folder: Path) -> None:
+    """Three volumes of noise; a half of each is brighter, which is the foreground."""
+    rng = np.random.default_rng(0)
+    for number in range(3):
+        mask = np.zeros((50, 60, 33), np.uint8)
+        mask[:, :12] = 1
+        with h5py.File(folder / f"{number}.h5", "w") as file:
+            file["image"], file["mask"] = rng.integers(0, 100, mask.shape, np.uint8) + 100 * mask, mask
+
+
+@pytest.mark.slow
+def test_pages_volumes_train_on_patches_of_tiles(own_copy):
+    """The section of docs/data.md, with smaller tiles, as a person types it."""
+    project = own_copy("own")
+    page = project / "page.md"
+    section = (project / "docs/data.md").read_text().split("## Volumes and large images\n")[1].split("\n## ")[0]
+    page.write_text(section.replace("TILE, STRIDE = 128, 65", "TILE, STRIDE = 32, 17"))
+    for folder in ("volumes", "data", "configs"):
+        (project / folder).mkdir(exist_ok=True)
+    write_volumes(project / "volumes")
+    commands = []
+    for block in read_blocks(page):
+        if block.target:
+            (project / block.target).write_text(block.text)
+        commands += block.text.splitlines() if block.language == "bash" else []
+    tiles, train = (command.split()[1:] for command in commands)
+    printed_by([sys.executable, *tiles], project)
+
+    # Each patch of 16 is in a tile, and the tiles have what the masks say.
+    found = {}
+    for name in ("fg", "bg", "val"):
+        with h5py.File(project / f"data/tiles-{name}.h5") as file:
+            found[name] = file["mask"][:]
+    assert found["fg"].any((1, 2, 3)).all()
+    assert not found["bg"].any()
+    n_tiles = 3 * 3 * 2
+    assert (len(found["fg"]) + len(found["bg"]), len(found["val"])) == (2 * n_tiles, n_tiles)
+
+    small = ("model.patch=16", "model.width=4", "train.epochs=2", "dist.device=cpu", "run.name=a", "optim.lr=3e-2")
+    printed = printed_by([sys.executable, *train, *small], project, OMP_NUM_THREADS="1")
+    assert float(re.findall(r"val/dice ([\d.]+)", printed)[-1]) > 0.9
+    assert "tiles-fg.h5 (" in printed
+    options = {"patch": 16}
+    program = "import torch; from fastgpu.rows import Rows; from workloads.patches import Workload; "
+    program += f"workload = Workload(Workload.Options(**{options}), None, None); "
+    program += "x = torch.arange(5 * 32**3, dtype=torch.int32).view(5, 32, 32, 32); "
+    program += "patches = workload.transform(Rows({'image': x}), torch.Generator())['image'].flatten(1); "
+    program += "print((patches - patches[:, :1]).unique(dim=0).shape, (patches[:, 0] // 32**3).tolist())"
+    assert (
+        printed_by([sys.executable, "-c", program], project).split("\n")[0] == "torch.Size([1, 4096]) [0, 1, 2, 3, 4]"
+    )
 
 
 RAGGED_CONFIG = """
