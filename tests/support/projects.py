@@ -22,7 +22,7 @@ from template import QUESTIONS, project_files, removed_files
 from support import PROJECT, ROOT
 from support.ranks import printed_by
 
-EXAMPLES = ROOT / "docs/examples"
+EXAMPLES = PROJECT / "docs/examples"
 
 
 # ---------------------------------------------------------------------------------------------- baking
@@ -73,9 +73,9 @@ def files_below(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
-def expected_files(workload: str = "images", launch: str = "none", **answers: str) -> set[str]:
+def expected_files(workload: str = "images", **answers: str) -> set[str]:
     """The files that a project with these answers should have."""
-    return set(project_files()) - removed_files(workload, launch=launch, **answers)
+    return set(project_files()) - removed_files(workload, **{"launch": "none", "examples": "no"} | answers)
 
 
 def parse_files(project: Path) -> dict[str, Any]:

@@ -22,8 +22,8 @@ import pytest
 import yaml
 from PIL import Image
 
-from support import PROJECT, ROOT
-from support.projects import draw_series, take_example
+from support import PROJECT
+from support.projects import EXAMPLES, draw_series, take_example
 from support.ranks import printed_by
 from support.rows import write_rows
 
@@ -60,7 +60,7 @@ def draw_image(path: Path, size: tuple[int, int], red: int) -> None:
 
 def write_published(folder: Path) -> None:
     """The Datasets over torchvision's, and a stand-in for it."""
-    shutil.copyfile(ROOT / "docs/examples/published.py", folder / "published.py")
+    shutil.copyfile(EXAMPLES / "published.py", folder / "published.py")
     (folder / "torchvision").mkdir()
     (folder / "torchvision/__init__.py").touch()
     (folder / "torchvision/datasets.py").write_text(TORCHVISION)
