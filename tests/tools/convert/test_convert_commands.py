@@ -332,6 +332,19 @@ def test_arrays_from_folders_and_archives(tmp_path, convert):
     assert found == {"x": [0] * 20, "y": [1] * 20, "z": [0] * 20, "w": [2] * 20}
 
 
+@pytest.mark.parametrize("kind", ["uint16", "float32"])
+def test_arrays_of_raw_numbers_keep_their_order(tmp_path, monkeypatch, convert, kind):
+    """Also if their first bytes are those of a packed file."""
+    monkeypatch.setattr(arrays, "BLOCK_BYTES", 1000)
+    numbers = np.random.default_rng(0).integers(0, 60_000, 9_000).astype(kind)
+    numbers[:1] = np.frombuffer(b"\x1f\x8b\0\0"[: numbers.itemsize], kind)
+    numbers.tofile(tmp_path / "x.bin")
+    convert("arrays x=x.bin out.h5 --dtype", kind)
+    with h5py.File(tmp_path / "out.h5") as file:
+        assert file["x"].dtype == kind
+        np.testing.assert_array_equal(file["x"][:], numbers)
+
+
 @pytest.mark.parametrize("source", ["images=x.npy", "images=x.h5::/raw/x"])
 def test_arrays_channels_last_become_first(tmp_path, monkeypatch, convert, source):
     monkeypatch.setattr(arrays, "BLOCK_BYTES", 1000)  # six rows

@@ -70,6 +70,13 @@ def of_arrays() -> Mistakes:
     sources += ["a=y.npz::none", "a=x.npy::x", "a=empty.npy", "bytes.npz", "a=far.npz", "a=wide.npz", "a=zeros.npz"]
     sources += ["a=x.csv", "parts.npz", "parts.h5::/m", "a=pipe.npy", *(f"a={name}.npy" for name in kinds)]
     made: Mistakes = {f"arrays {source}": partial(open_arrays, source.split()) for source in sources}
+    Path("odd.bin").write_bytes(b"\x01\x02\x03")
+    Path("even.bin").write_bytes(b"\x01\x02")
+    Path("empty.bin").touch()
+    sources = ["a=x.npy", "a=x.h5", "a=y.npz::labels", "even.bin", "a=pipe.npy"]
+    sources += [f"a={name}" for name in ("odd.bin", "empty.bin", "even.bin::x")]
+    made |= {f"arrays {each} --dtype": partial(open_arrays, [each], dtype="uint16") for each in sources}
+    made["arrays a=odd.bin"] = partial(open_arrays, ["a=odd.bin"])
     return made | {"arrays --layout nhwc": partial(open_arrays, ["a=x.npy"], channels_last=True)}
 
 
@@ -215,6 +222,7 @@ def of_commands() -> Mistakes:
     lines = """
         repack rows.h5 x.h5; info text.h5; check absent.h5; images photos.zip x.h5;
         images photos x.h5 --keep-encoded --masks m; images photos x.h5 --keep-encoded --size 8x9;
+        arrays a=rows.h5 x.h5 --dtype uint17; arrays a=rows.h5 x.h5 --dtype uint8 --split 0.9;
         images photos x.h5 --binary-masks; images photos x.h5 --split-by Usage;
         images cats x.h5 --split 0.9 --split-by (x; images x.csv x.h5 --masks m;
         events x.csv x.h5 --columns who,what --above 3; events x.npz x.h5 --above 3; events counts.npz x.h5"""

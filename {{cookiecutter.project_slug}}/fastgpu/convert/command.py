@@ -10,12 +10,12 @@ import sys
 from abc import ABC, abstractmethod
 from argparse import ArgumentTypeError
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
-from typing import Literal
+from typing import Literal, get_args
 
 from fastgpu import convert
 from fastgpu.process.commands import argument, flag, parse_command
@@ -33,6 +33,10 @@ The files have blocks of 2 MiB, rows in random order and a checksum for each
 block. They are complete, or absent."""
 SUFFIXES = (".h5", ".hdf5")
 """Of the files that are written, which .gitignore covers."""
+
+NumberType = Literal[
+    "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64"
+]
 
 
 def natural(text: str, lowest: int = 0, highest: int | None = None) -> int:
@@ -137,16 +141,25 @@ class Arrays(SplitCommand):
         "name=x.npy, y.npz, name=z.npz::x, name=m.npz of scipy.sparse, or name=x.h5::/x", metavar="SOURCE"
     )
     layout: Literal["nhwc"] | None = flag("of fields with four axes: write them as (N, C, H, W)")
+    dtype: NumberType | None = flag(
+        "of raw binary files, name=x.bin: the type of their numbers, such as uint16; they keep their order",
+        choices=get_args(NumberType),
+        metavar="TYPE",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.dtype and self.split:
+            cure = "leave it out, and train with data.val=10%, the end of the series"
+            raise UserError(f"--split would draw single numbers of a series at random; {cure}")
         check_exist(*(split_name(source)[1] for source in self.sources))
 
     def run(self) -> None:
         from fastgpu.convert.arrays import open_arrays
         from fastgpu.convert.program import write
 
-        write(open_arrays(self.sources, channels_last=self.layout == "nhwc", split_by=self.split_by), self)
+        rows = open_arrays(self.sources, channels_last=self.layout == "nhwc", split_by=self.split_by, dtype=self.dtype)
+        write(rows, replace(self, keep_order=self.keep_order or bool(self.dtype)))
 
 
 @dataclass(frozen=True, kw_only=True)
