@@ -138,13 +138,14 @@ class _WholeRows:
             columns, row_ids = pool.rows.numpy(), pool.plan.row_ids
             is_whole = ~np.isin(row_ids, [*self.broken])
             for name, column in columns.items():
-                n_odd_R = _count_odd(column) * is_whole
+                odd_rows = _find_odd(column)
+                odd_rows = odd_rows[is_whole[odd_rows]]
                 if self._is_finite:
-                    for row in row_ids[n_odd_R > 0].tolist():
+                    for row in row_ids[odd_rows].tolist():
                         self.broken[row] = f"{where_from(self._part, row)}: {name} is NaN or infinite"
-                    is_whole &= n_odd_R == 0
-                elif n_odd := int(n_odd_R.sum()):
-                    self.n_odd[name] += n_odd
+                    is_whole[odd_rows] = False
+                elif len(odd_rows):
+                    self.n_odd[name] += len(odd_rows)
             self.n_came += len(row_ids)
             self.row_ids.append(row_ids[is_whole])
             yield columns if is_whole.all() else {name: _keep(column, is_whole) for name, column in columns.items()}
@@ -156,21 +157,17 @@ class _WholeRows:
         return Counter(loss for row in rows for loss in losses.get(row, ()))
 
 
-def _count_odd(column: np.ndarray | RaggedArray) -> np.ndarray:
-    """(n,) number of values of each row that are NaN or infinite."""
-    values = column.values if isinstance(column, RaggedArray) else column
-    n_odd = np.zeros(len(column), np.int64)
-    if values.dtype.kind != "f":
-        return n_odd
+def _find_odd(column: np.ndarray | RaggedArray) -> np.ndarray:
+    """The place of the row of each value that is NaN or infinite: once for each."""
+    values = column
+    if isinstance(values, RaggedArray):
+        values = values.values[values.offsets[0] : values.offsets[-1]]
+    if values.dtype.kind != "f" or (is_finite := np.isfinite(values)).all():
+        return np.zeros(0, np.int64)
+    places = np.nonzero(~is_finite)[0]
     if isinstance(column, RaggedArray):
-        start, stop = int(column.offsets[0]), int(column.offsets[-1])
-        values = values[start:stop]
-    if not (is_finite := np.isfinite(values)).all():
-        places = np.nonzero(~is_finite)[0]  # of values in all dimensions
-        if isinstance(column, RaggedArray):
-            places = np.searchsorted(column.offsets - start, places, side="right") - 1
-        n_odd += np.bincount(places, minlength=len(column))
-    return n_odd
+        places = np.searchsorted(column.offsets - column.offsets[0], places, side="right") - 1
+    return places
 
 
 def _keep(column: np.ndarray | RaggedArray, is_kept: np.ndarray) -> np.ndarray | RaggedArray:
