@@ -26,6 +26,7 @@ from fastgpu.process.machine import available_cpus, free_host_bytes
 from fastgpu.rows.contract import Dataset, Pool
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import RaggedArray
+from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.storage.layout import BLOCK_BYTES
 from fastgpu.storage.store import HDF5Dataset
 
@@ -33,6 +34,8 @@ POOL_BYTES, POOL_BLOCKS = 1 << 30, 512
 """Rows that are shuffled together, whichever is more; but never more than a quarter of the free memory."""
 SINGLE_ROW_POOL_BYTES = 64 << 20
 """The same for sources with blocks of one row, which any size of pool shuffles completely."""
+POOL_ROWS_IN_ORDER = 1 << 20
+"""Maximum rows of a pool that is not shuffled. The plan of a pool takes more memory than rows as small as tokens."""
 
 
 class Writing(NamedTuple):
@@ -94,9 +97,8 @@ def write_files(
         for name, part in parts.items():
             with h5py.File(partial[name], "r+", locking=False) as file:
                 write_attributes(file, facts)
-                ids = np.concatenate(whole[name].row_ids)
                 if isinstance(part, Reader | HDF5Dataset):
-                    write_sources(file, part.sources(ids))
+                    write_sources(file, part.sources(np.concatenate(whole[name].row_ids)))
             flush(partial[name])  # now, since the disk may refuse: all files get their names, or none
     broken_list(target).unlink(missing_ok=True)  # of an earlier try
     skipped.unlink(missing_ok=True)  # of rows that were here before
@@ -126,7 +128,7 @@ class _WholeRows:
         self.broken: dict[int, str] = getattr(part, "broken", {})
         """{row: reason}, to which reading adds."""
         self.row_ids: list[np.ndarray] = []
-        """The numbers of the rows, in their order."""
+        """The numbers of the rows, in their order. Nobody asks for those of arrays, of which there may be billions."""
         self.n_came = 0
         """Number of rows that were read, with broken ones."""
         self.n_odd: Counter[str] = Counter()
@@ -147,7 +149,8 @@ class _WholeRows:
                 elif len(odd_rows):
                     self.n_odd[name] += len(odd_rows)
             self.n_came += len(row_ids)
-            self.row_ids.append(row_ids[is_whole])
+            if not isinstance(self._part, ArrayDataset):
+                self.row_ids.append(row_ids[is_whole])
             yield columns if is_whole.all() else {name: _keep(column, is_whole) for name, column in columns.items()}
 
     def losses(self) -> Counter[str]:
@@ -184,6 +187,8 @@ def _read(source: Dataset, how: Writing, name: str) -> Generator[Pool]:
     block_bytes = int(source.block_rows.max()) * source.row_bytes
     pool_bytes = max(POOL_BYTES, POOL_BLOCKS * block_bytes) if block_bytes > source.row_bytes else SINGLE_ROW_POOL_BYTES
     pool_rows = max(1, min(len(source), min(pool_bytes, free_host_bytes() // 4) // source.row_bytes))
+    if how.seed is None:
+        pool_rows = min(pool_rows, POOL_ROWS_IN_ORDER)
     batch_size = max(1, BLOCK_BYTES // source.row_bytes)
     pool_batches = -(-pool_rows // batch_size)
     order = BlockSampler(source, batch_size, pool_batches=pool_batches, seed=how.seed, drop_last=False)
