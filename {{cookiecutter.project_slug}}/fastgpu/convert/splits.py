@@ -39,9 +39,12 @@ def split_rows(source: Dataset, asked: Split = Split()) -> dict[str, Dataset]:  
 
     Raises UserError if a split is asked for and the source is split already, or if a split gets no rows.
     """
+    broken = getattr(source, "broken", {})
+    is_split = any(getattr(source, name, None) is not None for name in ("splits", "split_by"))
+    if not (broken or is_split or asked.shares or asked.limit):
+        return {"": source}
     n_rows = int(source.block_rows.sum())
     is_whole = np.ones(n_rows, bool)
-    broken = getattr(source, "broken", {})
     is_whole[[*broken]] = False
     if not is_whole.any():
         raise none_whole(source.name, broken)
