@@ -4,20 +4,23 @@ Nothing here imports torch, which takes seconds: --help and mistakes, also of pa
 """
 
 import os
+import re
 import signal
 import sys
 from abc import ABC, abstractmethod
 from argparse import ArgumentTypeError
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
-from typing import Literal
+from typing import Literal, get_args
 
 from fastgpu import convert
 from fastgpu.process.commands import argument, flag, parse_command
-from fastgpu.process.launch import UserError, exit_with_message
+from fastgpu.process.config import MAX_THREADS
+from fastgpu.process.launch import UserError, exit_with_message, list_first
 from fastgpu.process.project import install_command
 from fastgpu.process.tools import check_exist, start_tool
 
@@ -31,11 +34,16 @@ block. They are complete, or absent."""
 SUFFIXES = (".h5", ".hdf5")
 """Of the files that are written, which .gitignore covers."""
 
+NumberType = Literal[
+    "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64"
+]
 
-def natural(text: str, lowest: int = 0) -> int:
-    """A whole number of at least `lowest`."""
-    if not text.isdecimal() or int(text) < lowest:
-        raise ArgumentTypeError(f"{text} should be a whole number of at least {lowest}")
+
+def natural(text: str, lowest: int = 0, highest: int | None = None) -> int:
+    """A whole number of at least `lowest`, and at most `highest` if that is given."""
+    if not text.isdecimal() or int(text) < lowest or int(text) > (highest or int(text)):
+        limit = "" if highest is None else f", and at most {highest:,}"
+        raise ArgumentTypeError(f"{text} should be a whole number of at least {lowest}{limit}")
     return int(text)
 
 
@@ -50,6 +58,17 @@ def shares(text: str) -> tuple[float, ...]:
     if not 2 <= len(numbers) <= 3 or not abs(sum(numbers) - 1) < 1e-6 or min(numbers) <= 0:
         raise ArgumentTypeError(f"{text} should be a share, such as 0.9, or shares with the sum 1: 0.8,0.1,0.1")
     return numbers
+
+
+def max_broken(text: str) -> float:
+    """The share of the rows that may be left out: of `stop` none, of `skip` 1 %."""
+    if text in ("stop", "skip"):
+        return 0.0 if text == "stop" else 0.01
+    found = re.fullmatch(r"skip=(\d+\.?\d*)%", text)
+    share = float(found[1]) / 100 if found else 0.0
+    if not 0 < share <= 1:
+        raise ArgumentTypeError(f"{text} should be stop, skip or a share such as skip=10%")
+    return share
 
 
 def split_name(source: str) -> tuple[str, str]:
@@ -75,6 +94,20 @@ class WriteCommand(Command):
     keep_order: bool = flag("write the rows in the order of the source", default=False)
     compression: Literal["none", "gzip"] = flag("default: none", default="none")
     force: bool = flag("replace existing files", default=False)
+    on_error: float | None = flag(
+        "list broken rows and stop (default), or leave out 1 %% of all rows, or a share; if it is given, NaN and "
+        "infinite values are broken, too",
+        type=max_broken,
+        metavar="{stop,skip,skip=10%}",
+    )
+    limit: int | None = flag(
+        "write N rows, for a first look: drawn at random, of each class alike; or the first, with --keep-order",
+        type=partial(natural, lowest=1),
+        metavar="N",
+    )
+    threads: int | None = flag(
+        "threads that read; default: the CPUs", type=partial(natural, lowest=1, highest=MAX_THREADS), metavar="N"
+    )
     dry_run: bool = flag("show what was understood of the source; write nothing", default=False)
 
     def __post_init__(self) -> None:
@@ -89,6 +122,12 @@ class SplitCommand(WriteCommand):
     split: tuple[float, ...] | None = flag(
         "shares of train, val and test, 0.8,0.1,0.1; or of train", type=shares, metavar="SHARES"
     )
+    split_by: str = flag(
+        "column whose values, such as patients, --split keeps together; without --split, it says train, val or test",
+        type=str.strip,
+        default="",
+        metavar="COLUMN",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,16 +141,25 @@ class Arrays(SplitCommand):
         "name=x.npy, y.npz, name=z.npz::x, name=m.npz of scipy.sparse, or name=x.h5::/x", metavar="SOURCE"
     )
     layout: Literal["nhwc"] | None = flag("of fields with four axes: write them as (N, C, H, W)")
+    dtype: NumberType | None = flag(
+        "of raw binary files, name=x.bin: the type of their numbers, such as uint16; they keep their order",
+        choices=get_args(NumberType),
+        metavar="TYPE",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.dtype and self.split:
+            cure = "leave it out, and train with data.val=10%, the end of the series"
+            raise UserError(f"--split would draw single numbers of a series at random; {cure}")
         check_exist(*(split_name(source)[1] for source in self.sources))
 
     def run(self) -> None:
         from fastgpu.convert.arrays import open_arrays
         from fastgpu.convert.program import write
 
-        write(open_arrays(self.sources, channels_last=self.layout == "nhwc"), self, split=self.split)
+        rows = open_arrays(self.sources, channels_last=self.layout == "nhwc", split_by=self.split_by, dtype=self.dtype)
+        write(rows, replace(self, keep_order=self.keep_order or bool(self.dtype)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,6 +270,14 @@ def run(command: Command) -> int:
         raise UserError(f"{error}; convert.py needs: {install_command('convert')}") from None
 
 
+def announce(command: WriteCommand) -> None:
+    """Say on a terminal what is read: folders are listed and tables are parsed before there is more to say."""
+    given = vars(command)
+    sources = given.get("sources") or [given["source"]]
+    if sys.stderr and sys.stderr.isatty():
+        print(f"reading {list_first([*map(str, sources)])}", file=sys.stderr, flush=True)
+
+
 def main(argv: Sequence[str]) -> None:
     """Run `convert.py` with these words. The exit code is 1 if `check` finds damage."""
     start_tool()
@@ -230,6 +286,8 @@ def main(argv: Sequence[str]) -> None:
     if isinstance(command, LookCommand):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends them, which write no files
 
+    if isinstance(command, WriteCommand):
+        announce(command)
     # Torch, whose import takes seconds, comes after what can be wrong without it.
     import torch
 

@@ -1,6 +1,5 @@
 """The commands for images."""
 
-import re
 from argparse import ArgumentTypeError
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,22 +23,10 @@ def size(text: str) -> tuple[int, int]:
     return int(words[0]), int(words[-1])
 
 
-def max_broken(text: str) -> float:
-    """The share of the images that may be left out: of `stop` none, of `skip` 1 %."""
-    if text in ("stop", "skip"):
-        return 0.0 if text == "stop" else 0.01
-    found = re.fullmatch(r"skip=(\d+\.?\d*)%", text)
-    share = float(found[1]) / 100 if found else 0.0
-    if not 0 < share <= 1:
-        raise ArgumentTypeError(f"{text} should be stop, skip or a share such as skip=10%")
-    return share
-
-
 @dataclass(frozen=True, kw_only=True)
 class ImageCommand(SplitCommand):
     """What both commands have in common."""
 
-    split_by: str = flag("column that says train, val or test", type=str.strip, default="", metavar="COLUMN")
     no_header: bool = flag("the first line is a row; columns are called 1, 2, ...", default=False)
 
 
@@ -51,6 +38,13 @@ class Images(ImageCommand):
     """
 
     source: Path = argument("folder with a sub-folder for each class, CSV file, or folder of the images of --masks")
+    split_by: str = flag(
+        "column whose values, such as patients, --split keeps together; without --split, it says train, val or test. "
+        "Of a folder: a regular expression of a part of the paths, such as 'p\\d+'",
+        type=str.strip,
+        default="",
+        metavar="COLUMN",
+    )
     columns: str | None = flag("of the CSV: the path and its labels; default: path,label", metavar="NAMES")
     size: tuple[int, int] | None = flag(
         "height and width of the rows; default: those of the images", type=size, metavar="HxW"
@@ -60,23 +54,19 @@ class Images(ImageCommand):
     masks: Path | None = flag("folder with a mask of the same name for each image", metavar="DIR")
     binary_masks: bool = flag("the masks hold 0 and 255, which is class 1 and not ignored", default=False)
     masks_fit: Literal["shown", "stored"] | None = flag("where EXIF turns images: whether masks are of the turned ones")
-    on_error: float = flag(
-        "list broken ones (default), or leave out 1 %% of them, or a share",
-        type=max_broken,
-        default=0.0,
-        metavar="{stop,skip,skip=10%}",
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_exist(self.source)
         if self.source.is_file() and self.source.suffix.lower() in ARCHIVES:
             raise UserError(f"{self.source} is an archive; unpack it and name the folder")
-        idle = ["columns", "split_by", "no_header"] if self.source.is_dir() else ["masks"]
+        idle = ["columns", "no_header"] if self.source.is_dir() else ["masks"]
         idle += ["masks", "resize"] if self.keep_encoded else []
         idle += [] if self.masks else ["binary_masks", "masks_fit"]
         if given := [f"--{name.replace('_', '-')}" for name in idle if getattr(self, name)]:
             raise UserError(f"{given[0]} has no meaning for {self.source} with these flags; drop it")
+        if self.source.is_dir() and self.split_by and not self.split:
+            raise UserError(f"--split-by is {self.split_by} for a folder; add --split, whose shares its values get")
         if self.keep_encoded and self.size and self.size[0] != self.size[1]:
             raise UserError("--size should be one number, of the shorter side, with --keep-encoded")
         if self.masks:
@@ -100,7 +90,9 @@ class Images(ImageCommand):
             columns = (self.columns or ("1,2" if self.no_header else "path,label")).split(",")
             has_header = not self.no_header
             source = ImageTable(self.source, columns=columns, split_by=self.split_by, has_header=has_header, **how)
-        write(source, self, split=self.split, max_broken=self.on_error)
+        if self.source.is_dir() and self.split_by:
+            source.split_by_pattern(self.split_by, source.paths)
+        write(source, self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +115,7 @@ class Pixels(ImageCommand):
 
         has_header = not self.no_header
         source = PixelTable(self.source, label=self.label, split_by=self.split_by, has_header=has_header)
-        write(source, self, split=self.split)
+        write(source, self)
 
 
 COMMANDS = {"images": Images, "pixels": Pixels}
