@@ -205,7 +205,7 @@ def test_window_run_predicts_by_file_and_first_step(series, trained):
     title, *lines = [line for line in one if "," in line and not line.startswith("model")]
     lines = lines[:n_windows]
     names = title.split(",")
-    place = next(number for number, name in enumerate(names) if "step" in name)
+    place = names.index("first_step")
     assert [int(line.split(",")[place]) for line in lines] == [*range(0, 685, 4)]
     run_script("predict.py", "runs/a", "series.h5::/b", "series.h5::/a", "-o", "out.csv")
     title, *lines = Path("out.csv").read_text().splitlines()
@@ -213,7 +213,7 @@ def test_window_run_predicts_by_file_and_first_step(series, trained):
     found = [line.split(",") for line in lines]
     assert names[0] == "file"
     assert [line[0] for line in found] == ["series.h5::/b"] * 172 + ["series.h5::/a"] * 222
-    assert [int(line[names.index("step")]) for line in found] == [*range(0, 685, 4), *range(0, 885, 4)]
+    assert [int(line[names.index("first_step")]) for line in found] == [*range(0, 685, 4), *range(0, 885, 4)]
 
 
 @pytest.mark.slow

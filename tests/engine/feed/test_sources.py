@@ -159,6 +159,9 @@ def test_messages_of_sources(compare_messages, dense_file):
             "windows of a source that is held out as a whole": lambda: open_both(
                 {"rows.h5": 1, "one.h5": 1}, "90%", window=1
             ),
+            "windows of a source that is too short": lambda: open_both(
+                {"rows.h5": 1, "one.h5": 1}, "rows.h5", window=2
+            ),
             "windows of recordings that begin elsewhere": lambda: ragged_windows({"x": "x", "y": "y"}),
             "windows of fields of other lengths": lambda: ragged_windows({"x": "x", "z": "z"}),
         }
