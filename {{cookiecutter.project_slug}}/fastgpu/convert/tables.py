@@ -3,8 +3,7 @@
 import csv
 import io
 import re
-from collections.abc import Collection, Iterator, Sequence
-from copy import copy
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from fastgpu.convert.broken import BrokenRowsError
 from fastgpu.convert.reader import explain_errors
 from fastgpu.process.content import describe_content, open_regular
 from fastgpu.process.launch import UserError, list_first, warn
@@ -58,7 +56,7 @@ class Table:
     ):
         """content: the text, if it is not that of the file. names: of the first columns, if there is no header. The
         others are then called by their numbers, from 1 on. broken: {row: reason}, to which broken rows are added. None:
-        they raise UserError, with their lines, and BrokenRowsError if it is a value that is wrong."""
+        they raise UserError, with their lines."""
         self.path = path
         self.broken = broken
         with explain_errors(path, "CSV in UTF-8 (Korean: iconv -f CP949 -t UTF-8; close quotes, double stray ones)"):
@@ -73,7 +71,6 @@ class Table:
             if not has_header:
                 self.names = [*names, *map(str, range(len(names) + 1, len(self.names) + 1))]
             self._rows = self._read()
-        self._row_ids = np.arange(len(self._rows))
         if n_long := max((column.str.contains("\n", literal=True).sum() or 0 for column in self._rows), default=0):
             warn(f"{path}: {n_long:,} rows have line breaks in quotes; a stray quote swallows lines: double it")
 
@@ -88,16 +85,6 @@ class Table:
         if self.broken:
             is_whole[[*self.broken]] = False
         return is_whole
-
-    def without(self, rows: Collection[int]) -> "Table":
-        """The other rows, which keep their numbers. Broken ones among them raise BrokenRowsError."""
-        is_kept = ~np.isin(self._row_ids, [*rows])
-        other = copy(self)
-        other.broken = None
-        if not is_kept.all():
-            other._rows = self._rows.filter(is_kept)
-            other._row_ids = self._row_ids[is_kept]
-        return other
 
     def _read(self) -> pl.DataFrame:
         """The rows. Those that have more or fewer columns than the first line are broken."""
@@ -159,31 +146,30 @@ class Table:
 
     def check(self, values: pl.Series, is_right: pl.Series | np.ndarray, cure: str) -> None:
         """Rows whose value of a column is not right are broken. cure: what is allowed. None is wrong."""
-        wrong = np.flatnonzero(~_as_bool(is_right) & self.is_whole).tolist()
-        rows = {int(self._row_ids[place]): self._describe(values, place, f"; {cure}") for place in wrong}
-        if self.broken is not None:
-            self.broken |= rows
-        elif rows:
-            raise BrokenRowsError(self._describe_all(values, wrong, cure), rows)
+        if self.broken is None:
+            self.refuse(values, is_right, cure)
+            return
+        for row in np.flatnonzero(~_as_bool(is_right)).tolist():
+            if row not in self.broken:
+                self.broken[row] = self._describe(values, row, f"; {cure}")
 
     def refuse(self, values: pl.Series, is_right: pl.Series | np.ndarray, cure: str) -> None:
         """Raise UserError, with the lines of the values of a column that are not right, if there are any.
 
         For a column that was taken for something else than it is.
         """
-        if wrong := np.flatnonzero(~_as_bool(is_right) & self.is_whole).tolist():
-            raise UserError(self._describe_all(values, wrong, cure))
-
-    def _describe_all(self, values: pl.Series, wrong: Sequence[int], cure: str) -> str:
-        """The first of some wrong values, and the lines of the others. wrong: their places."""
-        lines = [str(self._line_of[self._row_ids[place]]) for place in wrong[:MAX_LISTED]]
-        more = f" and {len(wrong) - len(lines):,} more" if len(wrong) > len(lines) else ""
+        wrong = np.flatnonzero(~_as_bool(is_right) & self.is_whole)
+        if not len(wrong):
+            return
+        rows = wrong[:MAX_LISTED].tolist()
+        lines = [str(self._line_of[row]) for row in rows]
+        more = f" and {len(wrong) - len(rows):,} more" if len(wrong) > len(rows) else ""
         listed = f" (wrong lines: {', '.join(lines)}{more})" if len(wrong) > 1 else ""
-        return self._describe(values, wrong[0], f"{listed}; {cure}")
+        raise UserError(self._describe(values, rows[0], f"{listed}; {cure}"))
 
-    def _describe(self, values: pl.Series, place: int, cure: str) -> str:
-        value = "" if values[place] is None else str(values[place])
-        return f"{self.where(int(self._row_ids[place]))}: {values.name} is {value[:40]!r}{cure}"
+    def _describe(self, values: pl.Series, row: int, cure: str) -> str:
+        value = "" if values[row] is None else str(values[row])
+        return f"{self.where(row)}: {values.name} is {value[:40]!r}{cure}"
 
     def where(self, row: int) -> str:
         """Where a row comes from, for messages: the file and its line."""
