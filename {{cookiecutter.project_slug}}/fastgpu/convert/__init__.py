@@ -5,6 +5,7 @@ program.py    what the commands do with HDF5 files and Datasets, and how all of 
 reader.py     a source of rows, whose items may be broken, and its splits
 arrays.py     NumPy arrays and sparse matrices as rows
 tables.py     CSV files
+parquet.py    Parquet files, one row group at a time
 writing.py    from a source to files: rows are read in their order, written and counted
 writer.py     the layout of a file
 summary.py    what files hold, and which of their blocks are damaged
