@@ -30,6 +30,8 @@ The files have blocks of 2 MiB, rows in random order and a checksum for each
 block. They are complete, or absent."""
 SUFFIXES = (".h5", ".hdf5")
 """Of the files that are written, which .gitignore covers."""
+PARQUET = (".parquet", ".pq")
+"""Suffixes of Parquet files, alone or in a pattern."""
 
 
 def natural(text: str, lowest: int = 0) -> int:

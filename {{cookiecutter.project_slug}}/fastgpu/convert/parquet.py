@@ -23,7 +23,7 @@ from fastgpu.process.launch import UserError, list_first
 from fastgpu.storage.file import is_url
 from fastgpu.storage.hdf5 import expand
 
-__all__ = ["ParquetFiles", "RecentGroups", "is_parquet"]
+__all__ = ["ParquetFiles", "RecentGroups"]
 
 MAGIC = b"PAR1"
 TAIL_BYTES = 8
@@ -34,13 +34,6 @@ GROUP_ROWS = 3
 """The field of `RowGroup` with its number of rows."""
 RECENT_BYTES = 256 << 20
 """Row groups that are kept in memory, besides the last two."""
-
-
-def is_parquet(path: str | Path) -> bool:
-    """Whether a path or a pattern names Parquet files: by its suffix, or by the first bytes of the file."""
-    if str(path).endswith((".parquet", ".pq")):
-        return True
-    return Path(path).is_file() and describe_content(path).startswith("a Parquet file")
 
 
 class ParquetFiles:
@@ -112,6 +105,10 @@ class ParquetFiles:
         (group,), (place,) = self.groups_of(np.array([row]))
         return f"{self._groups[group].file}: row {self._groups[group].start + place}"
 
+    def folder_of(self, group: int) -> Path:
+        """The folder of the file that has a row group."""
+        return self._groups[group].file.parent
+
     def class_names(self, column: str) -> list[str] | None:
         """Names of the classes that the numbers of a column stand for, if its writer left them in the file.
 
@@ -146,9 +143,14 @@ class RecentGroups:
             while len(self._recent) > 2 and n_bytes > RECENT_BYTES:
                 n_bytes -= self._recent.popitem(last=False)[1].n_bytes
         with entry.lock:
+            if entry.frame is None and not entry.error:
+                try:
+                    entry.frame = self._files.read(group, self._columns)
+                    entry.n_bytes = int(entry.frame.estimated_size())
+                except UserError as error:  # each of its rows is asked for
+                    entry.error = str(error)
             if entry.frame is None:
-                entry.frame = self._files.read(group, self._columns)
-                entry.n_bytes = int(entry.frame.estimated_size())
+                raise UserError(entry.error)
             return entry.frame
 
 
@@ -158,6 +160,8 @@ class _Entry:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.frame: pl.DataFrame | None = None
+        self.error = ""
+        """Why it cannot be read."""
         self.n_bytes = 0
 
 

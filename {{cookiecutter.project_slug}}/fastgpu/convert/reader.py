@@ -70,7 +70,7 @@ class Reader(ItemSource):
     @cached_property
     def fields(self) -> dict[str, Field]:  # type: ignore[override]
         """The types of the fields, as the first whole row has them. Raises UserError if all rows are broken."""
-        n_rows = len(self.block_rows)
+        n_rows = int(self.block_rows.sum())
         first = next(filter(None, (self._try(row, {}) for row in range(n_rows))), None)
         if not first:
             reasons = list_first([*self.broken.values()], "\n  ")

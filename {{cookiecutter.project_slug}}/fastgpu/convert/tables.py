@@ -1,9 +1,9 @@
-"""CSV files, read by polars, and what belongs to a mistake in one: its line."""
+"""CSV files, read by polars, and what belongs to a mistake in one: its line. Labels from columns of text."""
 
 import csv
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -130,7 +130,30 @@ class Table:
             yield reader.line_num
 
 
-def parse_labels(table: Table, names: Sequence[str]) -> tuple[np.ndarray, dict[str, Any]]:
+class TextTable:
+    """Columns of text in memory that came from no CSV. where: tells where a row came from, by its number."""
+
+    def __init__(self, columns: Mapping[str, pl.Series | Sequence[str | None]], where: Callable[[int], str]):
+        self._columns = columns
+        self._where = where
+
+    def texts(self, name: str) -> pl.Series:
+        """A column without the spaces around its texts. Raises UserError with the row of a value that is missing."""
+        column = pl.Series(name, self._columns[name], pl.String).str.strip_chars().replace("", None)
+        self.check(column, column.is_not_null(), "it is missing")
+        return column
+
+    def check(self, values: pl.Series, is_right: pl.Series | np.ndarray, cure: str) -> None:
+        """Raise UserError with the first row whose value is not right, if there is one, and the number of others."""
+        wrong = np.flatnonzero(~np.asarray(is_right))
+        if len(wrong):
+            row = int(wrong[0])
+            value = "" if values[row] is None else str(values[row])
+            more = f" (and in {len(wrong) - 1:,} other rows)" if len(wrong) > 1 else ""
+            raise UserError(f"{self._where(row)}: {values.name} is {value[:40]!r}{more}; {cure}")
+
+
+def parse_labels(table: Table | TextTable, names: Sequence[str]) -> tuple[np.ndarray, dict[str, Any]]:
     """(labels, attributes) of one or more columns of text:
 
         one column of whole numbers or of names     classes, int64 (N,), and `class_names`
@@ -171,7 +194,7 @@ def parse_labels(table: Table, names: Sequence[str]) -> tuple[np.ndarray, dict[s
     return np.stack([column == 1 for column in whole], axis=1).astype(np.uint8), {"class_names": list(names)}
 
 
-def refuse_other_labels(table: Table, texts: pl.Series) -> None:
+def refuse_other_labels(table: Table | TextTable, texts: pl.Series) -> None:
     """Raise UserError, with the first line, for labels that look like names of classes and are none: numbers with
     commas or one unit, and several labels in a cell."""
     has_comma = texts.str.contains(NUMBER_WITH_COMMAS)
