@@ -3,6 +3,7 @@
 Nothing here imports torch, which takes seconds: --help and mistakes, also of paths, come at once.
 """
 
+import glob
 import os
 import signal
 import sys
@@ -57,7 +58,13 @@ def shares(text: str) -> tuple[float, ...]:
 def split_name(source: str) -> tuple[str, str]:
     """(name, path) of `name=path`. A path alone has no name; a folder may be called year=2024."""
     name, equals, path = source.partition("=")
-    return (name, path) if equals and not os.path.lexists(source) else ("", source)
+    is_path = os.path.lexists(source) or glob.glob(source)  # noqa: PTH207 (absolute ones, too)
+    return (name, path) if equals and not is_path else ("", source)
+
+
+def is_parquet(path: str) -> bool:
+    """Whether a path, a pattern or `x.parquet::column` names Parquet files."""
+    return path.partition("::")[0].lower().endswith(PARQUET)
 
 
 class Command(ABC):
@@ -95,13 +102,15 @@ class SplitCommand(WriteCommand):
 
 @dataclass(frozen=True, kw_only=True)
 class Arrays(SplitCommand):
-    """Write NumPy arrays and sparse matrices, one for each field.
+    """Write NumPy arrays and sparse matrices, one for each field, or columns of Parquet files.
 
     python convert.py arrays images=x.npy labels=y.npy data/x.h5 --split 0.9
     """
 
     sources: tuple[str, ...] = argument(
-        "name=x.npy, y.npz, name=z.npz::x, name=m.npz of scipy.sparse, or name=x.h5::/x", metavar="SOURCE"
+        "name=x.npy, y.npz, name=z.npz::x, name=m.npz of scipy.sparse, name=x.h5::/x; or x.parquet or a quoted pattern "
+        "of such files, or name=x.parquet::column",
+        metavar="SOURCE",
     )
     layout: Literal["nhwc"] | None = flag("of fields with four axes: write them as (N, C, H, W)")
 
@@ -110,10 +119,13 @@ class Arrays(SplitCommand):
         check_exist(*(split_name(source)[1] for source in self.sources))
 
     def run(self) -> None:
-        from fastgpu.convert.arrays import open_arrays
         from fastgpu.convert.program import write
 
-        write(open_arrays(self.sources, channels_last=self.layout == "nhwc"), self, split=self.split)
+        if any(is_parquet(split_name(source)[1]) for source in self.sources):
+            from fastgpu.convert.parquet_rows import open_parquet as open_sources  # polars is of the extra `convert`
+        else:
+            from fastgpu.convert.arrays import open_arrays as open_sources
+        write(open_sources(self.sources, channels_last=self.layout == "nhwc"), self, split=self.split)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -100,10 +100,15 @@ class ParquetFiles:
         groups = np.searchsorted(self._starts, rows, "right") - 1
         return groups, rows - self._starts[groups]
 
+    def sources(self, rows: np.ndarray) -> list[str]:
+        """The file of each row, and the number of the row in it, from 0 on."""
+        groups, places = self.groups_of(rows)
+        found = [self._groups[group] for group in groups.tolist()]
+        return [f"{group.file}: row {group.start + place}" for group, place in zip(found, places.tolist(), strict=True)]
+
     def where(self, row: int) -> str:
-        """The file of a row, and the number of the row in it, from 0 on."""
-        (group,), (place,) = self.groups_of(np.array([row]))
-        return f"{self._groups[group].file}: row {self._groups[group].start + place}"
+        """`sources` of one row."""
+        return self.sources(np.array([row]))[0]
 
     def folder_of(self, group: int) -> Path:
         """The folder of the file that has a row group."""

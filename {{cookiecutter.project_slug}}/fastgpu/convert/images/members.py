@@ -85,7 +85,7 @@ def _list_tar(path: Path) -> Iterator[tuple[str, Place]]:
     with tarfile.open(path, "r:") as archive:
         end = 0
         while member := archive.next():
-            archive.members.clear()  # they would stay in memory
+            archive.members.clear()  # type: ignore[attr-defined]  # they would stay in memory
             if member.size < 0 or member.offset_data < end:
                 raise ValueError(f"the header of {member.name} is damaged")
             end = member.offset_data + member.size

@@ -57,6 +57,9 @@ class ParquetImages(ImageReader):
     def where(self, row: int) -> str:
         return self._files.where(row)
 
+    def sources(self, row_ids: np.ndarray) -> list[str]:
+        return self._files.sources(row_ids)
+
 
 def is_image(kind: pl.DataType) -> bool:
     """Whether a column of this type can hold image files, or their paths."""
