@@ -119,13 +119,18 @@ class Arrays(SplitCommand):
         check_exist(*(split_name(source)[1] for source in self.sources))
 
     def run(self) -> None:
+        from fastgpu.convert.arrays import open_arrays
         from fastgpu.convert.program import write
+        from fastgpu.rows import contract
 
+        rows: contract.Dataset
         if any(is_parquet(split_name(source)[1]) for source in self.sources):
-            from fastgpu.convert.parquet_rows import open_parquet as open_sources  # polars is of the extra `convert`
+            from fastgpu.convert.parquet_rows import open_parquet  # polars is of the extra `convert`
+
+            rows = open_parquet(self.sources, channels_last=self.layout == "nhwc")
         else:
-            from fastgpu.convert.arrays import open_arrays as open_sources
-        write(open_sources(self.sources, channels_last=self.layout == "nhwc"), self, split=self.split)
+            rows = open_arrays(self.sources, channels_last=self.layout == "nhwc")
+        write(rows, self, split=self.split)
 
 
 @dataclass(frozen=True, kw_only=True)
