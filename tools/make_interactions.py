@@ -21,7 +21,7 @@ import template  # noqa: F401  makes the project importable
 import torch
 
 from fastgpu.convert.recsys.interactions import draw_hidden, make_arrays, make_csr, split_hidden
-from fastgpu.convert.writing import write_files
+from fastgpu.convert.writing import Writing, write_files
 from fastgpu.dataset.items import Columns
 from fastgpu.rows.rows import Ragged, RaggedArray
 from fastgpu.storage.arrays import ArrayDataset
@@ -61,7 +61,7 @@ def main() -> None:
     scores = ", ".join(f"{name} {value:.3f}" for name, value in parts["val"].attributes.items())
     print(f"val: {scores}")
     torch.set_num_threads(1)
-    write_files(parts, args.target, seed=args.seed, compression=args.compression, replace=True)
+    write_files(parts, args.target, Writing(seed=args.seed, compression=args.compression, replace=True))
 
 
 def make_interactions(

@@ -64,7 +64,15 @@ def test_style_no_pickle_and_no_format_switch():
 NOT_SHIPPED = {
     *("run.check", "run.deterministic", "log.wandb", "loader.num_workers", "loader.timeout_s"),
     *("data.val_fields", "data.balance", "data.dataset", "data.image_size", "data.min_crop_scale"),
-    *("data.pool_batches", "data.canonical_ranks", "data.cache", "model.timm", "model.pretrained"),
+    *(
+        "data.window",
+        "data.stride",
+        "data.pool_batches",
+        "data.canonical_ranks",
+        "data.cache",
+        "model.timm",
+        "model.pretrained",
+    ),
     *("dist.strategy", "dist.device", "dist.find_unused_parameters", "dist.timeout_s"),
 }
 """Keys whose defaults are right for most, or that belong on a command line: docs/config.md has them."""

@@ -1,7 +1,6 @@
 """convert.py with HDF5 files, Datasets and arrays: repack, dataset, info, check and arrays."""
 
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -21,6 +20,7 @@ from fastgpu.storage.hdf5 import attributes_of
 from fastgpu.storage.layout import Layout
 from fastgpu.storage.store import open_store
 from support import PROJECT
+from support.datasets import Made
 from support.rows import is_ragged, numbered, numbers_of, read_rows
 
 
@@ -109,12 +109,45 @@ def test_dataset_that_draws_is_frozen_with_a_warning(kind, fields, warning, conv
 
 
 def test_dataset_item_that_fails_is_shown_by_a_flag(convert):
-    words = "support.datasets:Numbered raise x.h5 --num-workers"
-    message = r"OSError: row 70 cannot be opened .*\); --num-workers=0 shows the whole traceback\n$"
-    assert re.search(message, convert("dataset", words, 1, code=2).err)
+    """Without workers, its traceback."""
     with pytest.raises(RuntimeError, match="an item of the Dataset cannot be read") as raised:
-        convert("dataset", words, 0)
+        convert("dataset support.datasets:Numbered raise x.h5 --num-workers 0")
     assert "in row 70 of " in raised.value.__cause__.__notes__[0]
+
+
+class Odd(Made):
+    """Items of which some raise, have another type or shape, or values that are NaN."""
+
+    ragged = ("c",)
+
+    def __init__(self, _: str):
+        super().__init__(self.odd_item)
+
+    def odd_item(self, row: int) -> dict[str, object]:
+        if row in (0, 149):  # the first ones that are read
+            raise OSError(f"disk {row}\nis lost")
+        item: dict[str, object] = {"a": np.full(2, row, "f4"), "b": row, "c": np.full(row % 3, row)}
+        return item | {7: {"b": "seven"}, 9: {"a": np.zeros(3, "f4")}, 11: {"a": np.full(2, np.nan, "f4")}}.get(row, {})
+
+
+@pytest.mark.parametrize("n_workers", [0, 2])
+def test_dataset_lists_all_broken_items(tmp_path, convert, n_workers):
+    words = f"dataset test_convert_commands:Odd any x.h5 --fields a b c --num-workers {n_workers} --keep-order"
+    printed = convert(words, "--on-error stop", code=2).err
+    assert printed.startswith("error: 5 of 150 rows are broken, which x.h5.broken.txt lists; nothing else was written")
+    assert [path.name for path in tmp_path.iterdir()] == ["x.h5.broken.txt"]
+    lines = (tmp_path / "x.h5.broken.txt").read_text().splitlines()
+    name = "test_convert_commands:Odd called with any: row"
+    expected = ["0 cannot be read: OSError", "7 has b as str, row 0 as int64", "9 has a as float32 (N, 3)"]
+    expected += ["11: a is NaN or infinite", "149 cannot be read: OSError"]
+    assert all(line.startswith(f"{name} {each}") for line, each in zip(lines, expected, strict=True))
+    assert "disk 0 is lost (test_convert_commands.py:" in lines[0]
+    convert(words, "--on-error skip=10%")
+    assert (tmp_path / "x.h5.skipped.txt").read_text().splitlines() == lines
+    whole = [row for row in range(149) if row not in (0, 7, 9, 11)]
+    with h5py.File(tmp_path / "x.h5") as file:
+        assert file["b"][:].tolist() == file["a"][:, 1].tolist() == whole
+        assert file["c/values"][:].tolist() == [row for row in whole for _ in range(row % 3)]
 
 
 def test_repack_patterns(tmp_path, convert):

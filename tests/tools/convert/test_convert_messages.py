@@ -6,7 +6,7 @@ import subprocess
 import sys
 import zipfile
 from argparse import ArgumentTypeError
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import get_args
@@ -17,17 +17,19 @@ import pytest
 from PIL import Image
 from scipy import sparse
 
-from fastgpu.convert.arrays import open_arrays
-from fastgpu.convert.command import SUFFIXES, commands, parse, run, shares
-from fastgpu.convert.images.command import max_broken, size
+from fastgpu.convert.arrays import SplitArrays, open_arrays
+from fastgpu.convert.broken import in_order
+from fastgpu.convert.command import SUFFIXES, commands, max_broken, parse, run, shares
+from fastgpu.convert.images.command import size
 from fastgpu.convert.images.readers import ImageFolder, ImageTable, Masks, PixelTable
-from fastgpu.convert.reader import read_splits, split_rows
 from fastgpu.convert.recsys.events import read_events
 from fastgpu.convert.recsys.interactions import hold_out_users
+from fastgpu.convert.splits import Split, limit_parts, read_splits, split_rows
 from fastgpu.convert.tables import Table, parse_labels
 from fastgpu.convert.writer import Compression
 from fastgpu.convert.writing import write_files
 from fastgpu.images.parts import Resize
+from fastgpu.process.launch import UserError
 from fastgpu.storage.arrays import ArrayDataset
 from support import PROJECT
 from support.readers import Numbers, csv_of, names_of
@@ -71,9 +73,16 @@ def of_arrays() -> Mistakes:
     return made | {"arrays --layout nhwc": partial(open_arrays, ["a=x.npy"], channels_last=True)}
 
 
-def table(text: str | bytes) -> Table:
+def table(text: str | bytes, broken: dict[int, str] | None = None) -> Table:
     Path("x.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
-    return Table(Path("x.csv"))
+    return Table(Path("x.csv"), broken=broken)
+
+
+def labels_of(text: str, names: Sequence[str]) -> None:
+    """Raises UserError with the reasons of all broken rows, too."""
+    broken: dict[int, str] = {}
+    parse_labels(table(text, broken), names)
+    raise UserError("\n".join(in_order(broken)))
 
 
 def of_tables() -> Mistakes:
@@ -112,11 +121,11 @@ def of_tables() -> Mistakes:
         "1.5 inf",
     ]
     for case in [*cases, "12% 3%", "3.5kg 4kg", "$5 $6.5"]:
-        made[f"labels {case}"] = lambda case=case: parse_labels(table(csv_of(case)), names_of(case))
-    made["labels with a comma"] = lambda: parse_labels(table("a;b\n0,5;x\n"), ["a"])
-    made["labels with a separator of thousands"] = lambda: parse_labels(table("a;b\n1,234,567;x\n"), ["a"])
+        made[f"labels {case}"] = partial(labels_of, csv_of(case), names_of(case))
+    made["labels with a comma"] = partial(labels_of, "a;b\n0,5;x\n", ["a"])
+    made["labels with a separator of thousands"] = partial(labels_of, "a;b\n1,234,567;x\n", ["a"])
     for cell in ("cat, dog", "cat|dog", "bat|dog;x\nbat|owl"):
-        made[f"several labels, {cell}"] = lambda cell=cell: parse_labels(table(f"a;b\ncat;x\n{cell};x\n"), ["a"])
+        made[f"several labels, {cell}"] = partial(labels_of, f"a;b\ncat;x\n{cell};x\n", ["a"])
     made["a table that is a pipe"] = lambda: Table(Path("pipe.npy"))
     made["splits"] = partial(read_splits, "x.csv", ["train", "../x", "fold-3"])
     return made
@@ -125,7 +134,7 @@ def of_tables() -> Mistakes:
 def of_pixels() -> Mistakes:
     def read(text: str, **options: str) -> None:
         Path("x.csv").write_text(text)
-        PixelTable("x.csv", **options)
+        raise UserError("\n".join(in_order(PixelTable("x.csv", **options).broken)))
 
     texts = {
         "too few": "label,pixels\n1,1 2 3 4\n1,1 2 3\n",
@@ -183,6 +192,17 @@ def of_images() -> Mistakes:
     return made
 
 
+def of_groups() -> Iterator[tuple[str, SplitArrays]]:
+    for name, values in {
+        "--split-by few values": np.arange(10) % 2,
+        "--split-by one value": np.maximum(np.arange(100) - 95, 0),
+        "--split-by a column of splits": np.array(["train", "val"] * 5),
+        "--split-by no value": np.full(10, ""),
+    }.items():
+        arrays = {"labels": np.arange(len(values))}
+        yield name, SplitArrays("x", arrays, {}, by="who", values=values)
+
+
 def of_commands() -> Mistakes:
     with h5py.File("rows.h5", "w") as file:
         for group in ("train", "val"):
@@ -198,7 +218,11 @@ def of_commands() -> Mistakes:
 
     source = ArrayDataset("x", {"labels": np.arange(5)})
     made: Mistakes = {line.strip(): lambda line=line: run(parse(line.split())) for line in lines.split(";")}
-    made["--split of few rows"] = partial(split_rows, source, (0.9, 0.1), 0)
+    made["--split of few rows"] = partial(split_rows, source, Split((0.9, 0.1)))
+    made |= {name: partial(split_rows, source, Split((0.8, 0.1, 0.1), by="who")) for name, source in of_groups()}
+    made["--split-by without an array"] = partial(open_arrays, ["rows.h5::/train"], split_by="who")
+    made["--split-by an array of images"] = partial(open_arrays, ["rows.h5::/train"], split_by="images")
+    made["--limit of few rows"] = partial(limit_parts, {"train": source, "val": source}, Split(limit=1))
     target = Path("rows.h5").absolute()
     made["a target that exists"] = partial(write_files, {"": source}, target)
     made["a folder that nobody may write to"] = partial(write_files, {"": source}, Path("/sys/x.h5"))

@@ -96,8 +96,7 @@ def test_folder_leaves_out_broken_images(tmp_path, convert):
     (folder / "a/photo 005 é.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n")  # for Ghostscript
     Image.new("RGB", (9, 9)).save(folder / "a/photo 007 é.png")
     convert("images photos x.h5 --on-error skip=10% --split 0.5")
-    reports = tmp_path.glob("x-*.h5.skipped.txt")
-    assert sorted(line for path in reports for line in path.read_text(encoding="utf-8").splitlines()) == [
+    assert (tmp_path / "x.h5.skipped.txt").read_text(encoding="utf-8").splitlines() == [
         "photos/a/photo 005 é.png cannot be read: it is not an image that Pillow knows",
         "photos/a/photo 007 é.png cannot be read: images are uint8 (N, 3, 9, 9), in the first row uint8 (N, 3, 8, 10) "
         "(--size makes images alike)",
@@ -111,6 +110,39 @@ def test_folder_leaves_out_broken_images(tmp_path, convert):
             found = file["fastgpu_source"].asstr()[:].tolist()
         folders = ["a" if number < 15 else r"b/\xff" for number in numbers]
         assert found == [f"photos/{each}/photo {n:03d} é.png" for each, n in zip(folders, numbers, strict=True)]
+
+
+def test_table_lists_all_broken_rows(tmp_path, convert):
+    """Those of the table before an image is read. Rows that are left out are in no count."""
+    folder_of(tmp_path, {"all": 20})
+    paths = [f"all/photo {n:03d} é.png" for n in range(20)]
+    lines = [f"{path},{n % 3}" for n, path in enumerate(paths)]
+    lines[4], lines[5], lines[7], lines[9] = f"{paths[4]},x", ",1", f"{paths[7]},1,2", f"{paths[9]},"
+    (tmp_path / "x.csv").write_text("\n".join(["path,label", *lines]), encoding="utf-8")
+    (tmp_path / paths[2]).write_text("no image")
+    reasons = [
+        "x.csv:6: label is 'x'; labels should be numbers",
+        "x.csv:7: path is ''; it is missing",
+        "x.csv:9: 3 columns; its header has 2; complete the row",
+        "x.csv:11: label is ''; it is missing",
+    ]
+    for words in ("images x.csv out.h5", "images x.csv out.h5 --dry-run", "images x.csv out.h5 --on-error skip=15%"):
+        printed = convert(words, code=2).err.splitlines()
+        assert printed[0].startswith("error: 4 of 20 rows are broken")
+        assert [line.startswith(f"  {reason}") for line, reason in zip(printed[1:], reasons, strict=True)] == [True] * 4
+    listed = (tmp_path / "out.h5.broken.txt").read_text().splitlines()
+    assert [f"  {line}" for line in listed] == printed[1:]
+
+    printed = convert("images x.csv out.h5 --on-error skip=30% --split 0.5").out
+    assert "rows     7 train, 9 val\n" in printed
+    assert "broken   4 rows, which are left out; the first is x.csv:6: label is 'x'" in printed
+    found = labels_by_number(tmp_path / "out-train.h5") | labels_by_number(tmp_path / "out-val.h5")
+    assert found == {n: n % 3 for n in range(20) if n not in (2, 4, 5, 7, 9)}
+    skipped = (tmp_path / "out.h5.skipped.txt").read_text(encoding="utf-8").splitlines()
+    assert f"{paths[2]} cannot be read: " in skipped[0]
+    assert skipped[1:] == listed
+    with pytest.raises(ValueError, match="x.csv:6: label is 'x'"):
+        ImageTable("x.csv")[4]
 
 
 def test_table_with_labels_and_splits(tmp_path, convert):

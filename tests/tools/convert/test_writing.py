@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastgpu.convert import writer as writer_module
-from fastgpu.convert.reader import draw_splits, split_rows
+from fastgpu.convert.splits import split_rows
 from fastgpu.convert.summary import damaged
 from fastgpu.convert.writer import choose_block_rows, write_rows
-from fastgpu.convert.writing import write_files
+from fastgpu.convert.writing import Writing, write_files
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import Field, RaggedArray
 from fastgpu.storage.arrays import ArrayDataset
@@ -42,27 +42,17 @@ def numbers_in(path: Path) -> list[int]:
 def test_writing_order_is_that_of_the_seed(tmp_path):
     orders = []
     for seed in (1, 1, 2, None):
-        write_files({"": Numbers(1000)}, tmp_path / "x.h5", seed=seed, replace=True)
+        write_files({"": Numbers(1000)}, tmp_path / "x.h5", Writing(seed=seed, replace=True))
         orders.append(numbers_in(tmp_path / "x.h5"))
     assert orders[0] == orders[1] != orders[2]
     assert orders[3] == sorted(orders[0]) == list(range(1000))
     assert 0.4 < np.mean(np.diff(orders[0]) > 0) < 0.6
 
 
-def test_writing_splits_by_class():
-    labels = np.repeat([0, 1, 2], [100, 10, 3])
-    splits = draw_splits(labels, (0.8, 0.1, 0.1), seed=1)
-    assert [np.bincount(labels[splits == number]).tolist() for number in range(3)] == [[80, 8, 2], [10, 1, 1], [10, 1]]
-    again, other = (draw_splits(labels, (0.8, 0.1, 0.1), seed=seed) for seed in (1, 2))
-    assert splits.tolist() == again.tolist() != other.tolist()
-    for labels in (np.random.default_rng(0).random(100), np.zeros((100, 3), int)):
-        assert np.bincount(draw_splits(labels, (0.7, 0.2, 0.1), seed=0)).tolist() == [70, 20, 10]
-
-
 def test_writing_splits_to_files(tmp_path, capsys):
     reader = Numbers(100)
     reader.splits = np.arange(100) % 2
-    write_files(split_rows(reader, None, 0), tmp_path / "new/x.h5")
+    write_files(split_rows(reader), tmp_path / "new/x.h5")
     assert sorted(numbers_in(tmp_path / "new/x-train.h5")) == list(range(0, 100, 2))
     assert sorted(numbers_in(tmp_path / "new/x-val.h5")) == list(range(1, 100, 2))
     assert "warning" not in capsys.readouterr().out
@@ -85,14 +75,14 @@ def test_writing_leaves_out_few_broken_rows(tmp_path, n_rows, broken):
     """One, or 1 %. The list of them is of the file that is there."""
     listed = tmp_path / "x.h5.skipped.txt"
     parts = {"": Numbers(n_rows, broken)}
-    write_files(parts, tmp_path / "x.h5", max_broken=0.01)
+    write_files(parts, tmp_path / "x.h5", Writing(max_broken=0.01))
     assert sorted(numbers_in(tmp_path / "x.h5")) == [row for row in range(n_rows) if row not in broken]
     lines = [f"numbers: row {row} cannot be read: it is odd" for row in broken]
     assert listed.read_text().splitlines() == lines
     (tmp_path / "x.h5").rename(tmp_path / "kept.h5")
     with pytest.raises(UserError, match="x.h5.skipped.txt exists; --force replaces a file"):
-        write_files(parts, tmp_path / "x.h5", max_broken=0.01)
-    write_files({"": Numbers(n_rows)}, tmp_path / "x.h5", replace=True)
+        write_files(parts, tmp_path / "x.h5", Writing(max_broken=0.01))
+    write_files({"": Numbers(n_rows)}, tmp_path / "x.h5", Writing(replace=True))
     assert not listed.exists()
 
 
@@ -103,11 +93,11 @@ def test_writing_leaves_out_few_broken_rows(tmp_path, n_rows, broken):
 def test_writing_of_many_broken_rows_changes_nothing(tmp_path, n_rows, broken, max_broken):
     (tmp_path / "x.h5").write_text("before")
     with pytest.raises(UserError, match=rf"{len(broken)} of {n_rows} rows are broken, .* nothing else .* 1 % at most"):
-        write_files({"": Numbers(n_rows, broken)}, tmp_path / "x.h5", replace=True, max_broken=max_broken)
+        write_files({"": Numbers(n_rows, broken)}, tmp_path / "x.h5", Writing(replace=True, max_broken=max_broken))
     lines = "".join(f"numbers: row {row} cannot be read: it is odd\n" for row in sorted(broken))
     written = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert written == {"x.h5": "before", "x.h5.broken.txt": lines}
-    write_files({"": Numbers(n_rows)}, tmp_path / "x.h5", replace=True)
+    write_files({"": Numbers(n_rows)}, tmp_path / "x.h5", Writing(replace=True))
     assert [path.name for path in tmp_path.iterdir()] == ["x.h5"]
 
 
@@ -115,17 +105,17 @@ def test_writing_follows_no_link_and_replaces_no_pipe(tmp_path):
     (tmp_path / "x.h5").symlink_to("nowhere")
     with pytest.raises(UserError, match="x.h5 exists; --force replaces a file"):
         write_files({"": Numbers(3)}, tmp_path / "x.h5")
-    write_files({"": Numbers(3)}, tmp_path / "x.h5", replace=True)
+    write_files({"": Numbers(3)}, tmp_path / "x.h5", Writing(replace=True))
     assert sorted(numbers_in(tmp_path / "x.h5")) == [0, 1, 2]
     os.mkfifo(tmp_path / "pipe.h5")
     with pytest.raises(UserError, match="pipe.h5 is a device or a pipe; name a file"):
-        write_files({"": Numbers(3)}, tmp_path / "pipe.h5", replace=True)
+        write_files({"": Numbers(3)}, tmp_path / "pipe.h5", Writing(replace=True))
     # Nor do the lists of broken rows.
     for name in ("y.h5.skipped.txt", "z.h5.broken.txt"):
         (tmp_path / name).symlink_to("nowhere")
     with pytest.raises(UserError, match="y.h5.skipped.txt exists; --force replaces a file"):
-        write_files({"": Numbers(3, (1,))}, tmp_path / "y.h5", max_broken=0.5)
-    write_files({"": Numbers(3, (1,))}, tmp_path / "y.h5", max_broken=0.5, replace=True)
+        write_files({"": Numbers(3, (1,))}, tmp_path / "y.h5", Writing(max_broken=0.5))
+    write_files({"": Numbers(3, (1,))}, tmp_path / "y.h5", Writing(max_broken=0.5, replace=True))
     with pytest.raises(UserError, match="z.h5.broken.txt lists"):
         write_files({"": Numbers(3, (1,))}, tmp_path / "z.h5")
     assert not (tmp_path / "nowhere").exists()
@@ -138,11 +128,20 @@ def test_writing_counts_what_is_not_finite(tmp_path, capsys, kind):
     values = np.zeros(200, kind)
     values[[0, 20]] = np.nan  # the first one is of no row
     ragged_rows = RaggedArray(values, np.arange(101) + 10)
-    write_files(
-        {"": ArrayDataset("made up", {"x": x, "y": y, "z": ragged_rows, "n": np.arange(100)})}, tmp_path / "x.h5"
-    )
+    columns = {"x": x, "y": y, "z": ragged_rows, "n": np.arange(100)}
+    write_files({"": ArrayDataset("made up", columns)}, tmp_path / "x.h5")
     warnings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
     assert [line.split()[1:4] for line in warnings] == [["x", "has", "4"], ["y", "has", "1"], ["z", "has", "1"]]
+    # Or their rows are broken.
+    write_files({"": ArrayDataset("made up", columns)}, tmp_path / "x.h5", Writing(None, replace=True, max_broken=0.1))
+    lines = (tmp_path / "x.h5.skipped.txt").read_text().splitlines()
+    names = {5: "y", 7: "x", 9: "x", 10: "z"}
+    assert lines == [f"made up: row {row}: {name} is NaN or infinite" for row, name in names.items()]
+    with h5py.File(tmp_path / "x.h5") as file:
+        kept = file["n"][:].tolist()
+        assert kept == [row for row in range(100) if row not in (5, 7, 9, 10)]
+        assert len(file["z/values"]) == len(kept) == np.isfinite(file["z/values"][:]).sum()
+    assert "warning" not in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -64,7 +64,7 @@ def test_rows_to_predict_have_places(tmp_path, monkeypatch):
     rows = open_store("INPUT", ["b.h5", "a.h5"], {"x": "x"})
     files = [("https://h/x.h5?signature=1", "/"), ("https://h/y.h5?signature=2", "/val")]
     monkeypatch.setattr(type(rows), "files", files)
-    monkeypatch.setattr(type(rows), "sources", lambda _: [])
+    monkeypatch.setattr(type(rows), "sources", lambda *_: [])
     assert {*places_of(rows)["file"]} == {"https://h/x.h5?...", "https://h/y.h5?...::/val"}
 
 

@@ -2,7 +2,10 @@
 
 command.py    the command line: a dataclass for each command, without torch
 program.py    what the commands do with HDF5 files and Datasets, and how all of them write
-reader.py     a source of rows, whose items may be broken, and its splits
+reader.py     a source of rows, some of which may be broken
+broken.py     how many broken rows may be left out, and the lists of them
+splits.py     which rows go to which file
+items.py      the items of a torch Dataset as rows
 arrays.py     NumPy arrays and sparse matrices as rows
 tables.py     CSV files
 parquet.py    Parquet files, one row group at a time

@@ -1,6 +1,6 @@
 """NumPy arrays and sparse matrices as rows."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from zipfile import ZipInfo
@@ -24,7 +24,21 @@ def is_number(dtype: np.dtype) -> bool:
     return dtype.kind in "bui" or (dtype.kind == "f" and dtype.itemsize <= 8)
 
 
-def open_arrays(sources: Sequence[str], *, channels_last: bool = False) -> ArrayDataset:
+class SplitArrays(ArrayDataset):
+    """Arrays as rows, with a column by which they are split: see `Reader`. Rows that have no value in it are broken."""
+
+    def __init__(
+        self, name: str, arrays: Mapping[str, Any], fields: Mapping[str, Field], *, by: str, values: np.ndarray
+    ):
+        """by, values: the name of the column, and its values (rows,)."""
+        super().__init__(name, arrays, fields=fields)
+        self.split_by = values
+        is_missing = values == "" if values.dtype.kind == "U" else np.isnan(values)
+        self.broken = {row: f"{name}: row {row}: {by} is missing" for row in np.flatnonzero(is_missing).tolist()}
+        self.known_broken = dict(self.broken)
+
+
+def open_arrays(sources: Sequence[str], *, channels_last: bool = False, split_by: str = "") -> ArrayDataset:
     """Fields of equal length from any number of
 
         name=file.npy            mapped into memory, not read
@@ -33,7 +47,8 @@ def open_arrays(sources: Sequence[str], *, channels_last: bool = False) -> Array
         name=file.npz            a sparse matrix (scipy.sparse.save_npz): ragged rows of column numbers, and of values
         name=file.h5::/dataset   of any HDF5 file; `convert.py repack` takes groups of CSR matrices
 
-    channels_last: arrays of four axes are (N, H, W, C) and become (N, C, H, W). Raises UserError for other than rows.
+    channels_last: arrays of four axes are (N, H, W, C) and become (N, C, H, W). split_by: the name of the array by
+    which rows are split; it may hold text. Raises UserError for other than rows.
     """
     columns: dict[str, Any] = {}
     fields: dict[str, Field] = {}
@@ -56,19 +71,46 @@ def open_arrays(sources: Sequence[str], *, channels_last: bool = False) -> Array
                 columns[f"{name}_values"] = RaggedArray(values, offsets)
                 found = f"{path} has values from {values.min():g} to {values.max():g}, which become {name}_values"
                 warn(f"{found}; of ratings, keep those that count before: matrix = matrix > 3")
+    values = _take_values(columns, split_by) if split_by else None
     dense = {name: column for name, column in columns.items() if not isinstance(column, RaggedArray)}
     images = [name for name, column in dense.items() if channels_last and column.ndim == 4]
     if channels_last and not images:
         raise UserError("--layout nhwc has no effect: no field has four axes (N, H, W, C); leave it out")
-    for name, column in dense.items():
-        if column.ndim == 0 or 0 in column.shape[1:] or not is_number(column.dtype):
-            allowed = 'rows of bool, integers and floats of at most 64 bits, such as x.astype("float64")'
-            raise UserError(f"{name} is {column.dtype} {column.shape}; allowed are {allowed}")
+    wrong = [
+        f"{name} is {column.dtype} {column.shape}"
+        for name, column in dense.items()
+        if column.ndim == 0 or 0 in column.shape[1:] or not is_number(column.dtype)
+    ]
+    if wrong:
+        allowed = 'rows of bool, integers and floats of at most 64 bits, such as x.astype("float64")'
+        raise UserError(f"{list_first(wrong)}; allowed are {allowed}")
     columns |= {name: np.moveaxis(columns[name][:], 3, 1) for name in images}
     lengths = {name: len(column) for name, column in columns.items()}
+    if values is not None:
+        lengths[split_by] = len(values)
     if len({*lengths.values()}) > 1 or 0 in lengths.values():
         raise UserError(f"the arrays have lengths {lengths}; give all as many rows, and at least one")
-    return ArrayDataset(", ".join(sources), columns, fields=fields)
+    name = ", ".join(sources)
+    if values is None:
+        return ArrayDataset(name, columns, fields=fields)
+    return SplitArrays(name, columns, fields, by=split_by, values=values)
+
+
+def _take_values(columns: dict[str, Any], name: str) -> np.ndarray:
+    """The values of the array by which rows are split, (rows,). If they are text, the array becomes no field."""
+    if name not in columns:
+        raise UserError(f"--split-by: there is no array {name}, but {list_first([*columns])}")
+    array = columns[name]
+    shape = getattr(array, "shape", "ragged")
+    if len(shape) != 1:
+        raise UserError(f"--split-by: {name} is {shape}; name an array with one value for each row")
+    values = np.asarray(array[:])
+    if values.dtype.kind in "SO":  # as HDF5 keeps text
+        values = np.array([each.decode(errors="replace") if isinstance(each, bytes) else str(each) for each in values])
+    if values.dtype.kind == "U":
+        print(f"{name} is text, which rows cannot hold: it decides the split, and is not written")
+        del columns[name]
+    return values
 
 
 def load(path: str) -> Any:

@@ -5,19 +5,22 @@ Nothing here imports torch, which takes seconds: --help and mistakes, also of pa
 
 import glob
 import os
+import re
 import signal
 import sys
 from abc import ABC, abstractmethod
 from argparse import ArgumentTypeError
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
-from typing import Literal
+from typing import Any, Literal
 
 from fastgpu import convert
 from fastgpu.process.commands import argument, flag, parse_command
+from fastgpu.process.config import MAX_THREADS
 from fastgpu.process.launch import UserError, exit_with_message
 from fastgpu.process.project import install_command
 from fastgpu.process.tools import check_exist, start_tool
@@ -35,10 +38,11 @@ PARQUET = (".parquet", ".pq")
 """Suffixes of Parquet files, alone or in a pattern."""
 
 
-def natural(text: str, lowest: int = 0) -> int:
-    """A whole number of at least `lowest`."""
-    if not text.isdecimal() or int(text) < lowest:
-        raise ArgumentTypeError(f"{text} should be a whole number of at least {lowest}")
+def natural(text: str, lowest: int = 0, highest: int | None = None) -> int:
+    """A whole number of at least `lowest`, and at most `highest` if that is given."""
+    if not text.isdecimal() or int(text) < lowest or int(text) > (highest or int(text)):
+        limit = "" if highest is None else f", and at most {highest:,}"
+        raise ArgumentTypeError(f"{text} should be a whole number of at least {lowest}{limit}")
     return int(text)
 
 
@@ -53,6 +57,17 @@ def shares(text: str) -> tuple[float, ...]:
     if not 2 <= len(numbers) <= 3 or not abs(sum(numbers) - 1) < 1e-6 or min(numbers) <= 0:
         raise ArgumentTypeError(f"{text} should be a share, such as 0.9, or shares with the sum 1: 0.8,0.1,0.1")
     return numbers
+
+
+def max_broken(text: str) -> float:
+    """The share of the rows that may be left out: of `stop` none, of `skip` 1 %."""
+    if text in ("stop", "skip"):
+        return 0.0 if text == "stop" else 0.01
+    found = re.fullmatch(r"skip=(\d+\.?\d*)%", text)
+    share = float(found[1]) / 100 if found else 0.0
+    if not 0 < share <= 1:
+        raise ArgumentTypeError(f"{text} should be stop, skip or a share such as skip=10%")
+    return share
 
 
 def split_name(source: str) -> tuple[str, str]:
@@ -84,6 +99,19 @@ class WriteCommand(Command):
     keep_order: bool = flag("write the rows in the order of the source", default=False)
     compression: Literal["none", "gzip"] = flag("default: none", default="none")
     force: bool = flag("replace existing files", default=False)
+    on_error: float | None = flag(
+        "list broken rows, or leave out 1 %% or a share of all; default: stop, and keep NaN and infinite values",
+        type=max_broken,
+        metavar="{stop,skip,skip=10%}",
+    )
+    limit: int | None = flag(
+        "write N rows, for a first look: drawn at random, of each class alike; or the first, with --keep-order",
+        type=partial(natural, lowest=1),
+        metavar="N",
+    )
+    threads: int | None = flag(
+        "threads that read; default: the CPUs", type=partial(natural, lowest=1, highest=MAX_THREADS), metavar="N"
+    )
     dry_run: bool = flag("show what was understood of the source; write nothing", default=False)
 
     def __post_init__(self) -> None:
@@ -97,6 +125,12 @@ class SplitCommand(WriteCommand):
 
     split: tuple[float, ...] | None = flag(
         "shares of train, val and test, 0.8,0.1,0.1; or of train", type=shares, metavar="SHARES"
+    )
+    split_by: str = flag(
+        "column whose values, such as patients, --split keeps together; without it, the column says train, val or test",
+        type=str.strip,
+        default="",
+        metavar="COLUMN",
     )
 
 
@@ -124,13 +158,14 @@ class Arrays(SplitCommand):
         from fastgpu.rows import contract
 
         rows: contract.Dataset
+        how: dict[str, Any] = {"channels_last": self.layout == "nhwc", "split_by": self.split_by}
         if any(is_parquet(split_name(source)[1]) for source in self.sources):
             from fastgpu.convert.parquet_rows import open_parquet  # polars is of the extra `convert`
 
-            rows = open_parquet(self.sources, channels_last=self.layout == "nhwc")
+            rows = open_parquet(self.sources, **how)
         else:
-            rows = open_arrays(self.sources, channels_last=self.layout == "nhwc")
-        write(rows, self, split=self.split)
+            rows = open_arrays(self.sources, **how)
+        write(rows, self)
 
 
 @dataclass(frozen=True, kw_only=True)

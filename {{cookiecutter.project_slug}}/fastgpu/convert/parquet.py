@@ -18,6 +18,7 @@ import numpy as np
 import polars as pl
 
 from fastgpu.convert.reader import explain_errors
+from fastgpu.convert.tables import Columns
 from fastgpu.process.content import describe_content, open_regular
 from fastgpu.process.launch import UserError, list_first
 from fastgpu.storage.file import is_url
@@ -94,6 +95,18 @@ class ParquetFiles:
     def column(self, name: str) -> pl.Series:
         """A column of all rows, which should fit into memory."""
         return pl.concat([frame[name] for frame in self.frames([name])])
+
+    def texts(self, names: Sequence[str], broken: dict[int, str]) -> Columns:
+        """Columns of numbers or text, as text. broken: see `TextTable`. Raises UserError for other types."""
+        columns = {}
+        for name in names:
+            kind = self.schema[name]
+            if not (kind.is_numeric() or kind in (pl.Boolean, pl.String, pl.Categorical, pl.Enum)):
+                cure = "labels and splits are numbers or text: write such a column, or name another one"
+                raise UserError(f"{self.name}: {name} is {kind}; {cure}")
+            column = self.column(name)
+            columns[name] = (column.cast(pl.Int8) if kind == pl.Boolean else column).cast(pl.String)
+        return Columns(columns, self.where, broken)
 
     def groups_of(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(row group, place in it) of each of these rows, (n,) each."""

@@ -46,7 +46,7 @@ class Kind(NamedTuple):
     is_list: bool
 
 
-def open_parquet(sources: Sequence[str], *, channels_last: bool = False) -> "ParquetRows":
+def open_parquet(sources: Sequence[str], *, channels_last: bool = False, split_by: str = "") -> "ParquetRows":
     """Fields of Parquet files: of all columns of `x.parquet`, or of some: `name=x.parquet::column`.
 
     x.parquet may be a pattern. Raises UserError unless all sources name columns of the same files.
@@ -64,7 +64,7 @@ def open_parquet(sources: Sequence[str], *, channels_last: bool = False) -> "Par
     if len(paths) > 1:
         cure = "name a table by one pattern, such as 'part-*.parquet', and write other arrays into its columns"
         raise UserError(f"the sources are {', '.join(sorted(paths))}; {cure}")
-    return ParquetRows(paths.pop(), columns, channels_last=channels_last)
+    return ParquetRows(paths.pop(), columns, channels_last=channels_last, split_by=split_by)
 
 
 class ParquetRows(Reader):
@@ -73,13 +73,21 @@ class ParquetRows(Reader):
     Lists that all have one length are arrays. Raises UserError for columns that are no numbers.
     """
 
-    def __init__(self, source: str, columns: Mapping[str, str] | None = None, *, channels_last: bool = False):
-        """columns: {field: column}; empty: all of them. channels_last: rows (H, W, C) become (C, H, W)."""
+    def __init__(
+        self, source: str, columns: Mapping[str, str] | None = None, *, channels_last: bool = False, split_by: str = ""
+    ):
+        """columns: {field: column}; empty: all of them. channels_last: rows (H, W, C) become (C, H, W). split_by: the
+        column `split_by` of a `Reader`, which is no field if it is text."""
         self._files = ParquetFiles(source)
         self._columns = dict(columns or {name: name for name in self._files.schema})
-        self._files.check([*self._columns.values()])
-        super().__init__(source, len(self._files))
-        self.block_rows = self._files.group_rows.astype(np.int32)
+        self._files.check([*self._columns.values(), *filter(None, [split_by])])
+        broken: dict[int, str] = {}
+        if split_by:
+            self.split_by = self._files.texts([split_by], broken).texts(split_by).fill_null("").to_numpy()
+            if split_by in self._columns and not self._files.schema[split_by].is_numeric():
+                del self._columns[split_by]
+                print(f"{split_by} is text, which rows cannot hold: it decides the split, and is not written")
+        super().__init__(source, self._files.group_rows, broken=broken)
         self._recent = RecentGroups(self._files, sorted({*self._columns.values()}))
         self._kinds = {name: _kind_of(self._files, column) for name, column in self._columns.items()}
         mean_values = self._measure_lists()

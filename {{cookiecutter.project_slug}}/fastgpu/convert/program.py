@@ -5,10 +5,12 @@ from contextlib import closing
 from pathlib import Path, PurePosixPath
 
 from fastgpu.convert import command
-from fastgpu.convert.reader import split_rows
+from fastgpu.convert.broken import in_order, refuse_broken
+from fastgpu.convert.items import Items
+from fastgpu.convert.splits import Split, limit_parts, split_rows
 from fastgpu.convert.summary import Stored, check_rows, damaged, describe_rows, fields_of, inspect
-from fastgpu.convert.writing import write_files
-from fastgpu.dataset.source import open_dataset
+from fastgpu.convert.writing import Writing, write_files
+from fastgpu.dataset.source import ItemDataset, make_dataset
 from fastgpu.process.config import Loader
 from fastgpu.process.launch import UserError, list_first, warn
 from fastgpu.process.machine import available_cpus
@@ -18,23 +20,32 @@ from fastgpu.storage.store import open_store
 
 
 def write(
-    source: Dataset | Mapping[str, Dataset],
-    asked: command.WriteCommand,
-    *,
-    split: Sequence[float] | None = None,
-    max_broken: float = 0.0,
+    source: Dataset | Mapping[str, Dataset], asked: command.WriteCommand, *, left_out: Sequence[str] = ()
 ) -> None:
     """Show what was understood of a source, or of its parts, and write it to files.
 
-    split: shares of a random split of the source. max_broken: share of the rows that is left out if it is broken.
+    left_out: why rows of the source are in none of the parts.
     """
-    parts = source if isinstance(source, Mapping) else split_rows(source, split, asked.seed)
+    split = Split(seed=asked.seed, limit=asked.limit, is_in_order=asked.keep_order)
+    if isinstance(asked, command.SplitCommand):
+        split = split._replace(shares=asked.split, by=asked.split_by)
+    known: list[str] = []
+    if isinstance(source, Mapping):
+        parts = limit_parts(source, split)
+    else:
+        parts = split_rows(source, split)
+        known = in_order(getattr(source, "known_broken", {}))
+        n_rows = min(len(source), asked.limit or len(source))
+        refuse_broken(known, n_rows, asked.on_error, None if asked.dry_run else asked.target)
     print(next(iter(parts.values())).name, *describe_rows(parts), sep="\n", flush=True)
+    if known:
+        print(f"  broken   {len(known):,} rows, which are left out; the first is {known[0]}")
     if asked.dry_run:
         print("--dry-run: nothing is written")
         return
     seed = None if asked.keep_order else asked.seed
-    write_files(parts, asked.target, seed, asked.compression, replace=asked.force, max_broken=max_broken)
+    how = Writing(seed, asked.compression, replace=asked.force, max_broken=asked.on_error, n_threads=asked.threads)
+    write_files(parts, asked.target, how, left_out=left_out)
 
 
 def write_dataset(asked: command.Dataset) -> None:
@@ -56,8 +67,11 @@ def _write_items(asked: command.Dataset) -> None:
     fields = _keys_of(asked.fields or ("images", "labels"))
     n_workers = available_cpus() if asked.num_workers is None else asked.num_workers
     workers_key = "--num-workers" if n_workers else ""
-    source = open_dataset("SOURCE", asked.path, fields, factory=asked.source, seed=asked.seed, workers_key=workers_key)
-    source.name = f"{asked.source} called with {asked.path}"
+    _, dataset = make_dataset("SOURCE", asked.path, factory=asked.source, seed=asked.seed)
+    name = f"{asked.source} called with {asked.path}"
+    # Without workers, to debug it, the first item that raises an exception shows its traceback.
+    kind = Items if n_workers or asked.on_error is not None else ItemDataset
+    source = kind(name, dataset, fields, seed=asked.seed, workers_key=workers_key)
     if source.drawn:
         warn(
             f"the items of {source.name} draw random numbers ({', '.join(sorted(source.drawn))}): the file will have "

@@ -1,6 +1,22 @@
-"""What convert.py writes: a source of rows and its splits; `Reader`, whose items may be broken; parts of messages."""
+"""`Reader`: a source of rows that convert.py writes, some of which may be broken; parts of messages.
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+A row is broken if it cannot be read, or holds what it should not. A reader says why in `broken`, {row: reason}. One
+that knows it at once, such as a table whose labels are parsed, fills `broken` when it is made, and these rows are never
+read. All others come to light when they are read: `__getitem__` raises an exception of any kind. `--on-error` treats
+both alike: all reasons are listed, and no file is written, or the other rows are.
+
+A reason begins with where the row comes from, as `where` gives it and `fastgpu_source` keeps it:
+
+    photos/cat/1.jpg              an image file
+    labels.csv:7                  a line of a table; the first one is 1
+    part-0.parquet: row 7         a row of a file; the first one is 0, whatever row group it is in
+    shard-0.tar::cat/1.jpg        a member of an archive
+    mine:Photos called with photos: row 7     an item of a Dataset
+
+It continues with what is wrong: ` cannot be read: ` and the error, or `: label is 'x'; ` and what is allowed.
+"""
+
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -8,18 +24,13 @@ from typing import Any
 
 import numpy as np
 
+from fastgpu.convert.broken import none_whole
 from fastgpu.dataset.items import Columns
 from fastgpu.dataset.source import ItemSource
 from fastgpu.process.files import not_found
-from fastgpu.process.launch import UserError, list_first
+from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Field, RaggedArray
-from fastgpu.rows.selection import Subset
-
-SPLITS = ("train", "val", "test")
-WORDS = ("train training", "val valid validation dev publictest", "test testing privatetest")
-"""What data sets call each split, in small letters. PublicTest and PrivateTest are those of Kaggle."""
-SPLIT_OF_WORD = {word: number for number, words in enumerate(WORDS) for word in words.split()}
 
 
 class Reader(ItemSource):
@@ -31,17 +42,30 @@ class Reader(ItemSource):
 
     splits: np.ndarray | None = None
     """(rows,) train, val or test, if the source says it."""
+    split_by: np.ndarray | None = None
+    """(rows,) texts or numbers: the column of --split-by. Rows with one value, such as a patient, stay together when
+    rows are split at random. If they are not, it says train, val or test."""
     encoded = False
     """Whether `images` are the bytes of image files."""
 
-    def __init__(self, name: str, n_rows: int, labels: np.ndarray | None = None):
-        """name: where the rows come from, for messages. labels: (rows,) or (rows, K)."""
+    def __init__(
+        self,
+        name: str,
+        n_rows: int | np.ndarray,
+        labels: np.ndarray | None = None,
+        *,
+        broken: dict[int, str] | None = None,
+    ):
+        """name: where the rows come from, for messages. n_rows: their number, or (blocks,) numbers of rows that are
+        read together. labels: (rows,) or (rows, K). broken: see above."""
         self.name = name
         self.labels = labels
         self.attributes = {}
-        self.block_rows = np.ones(n_rows, np.int32)
-        # Of the rows that were read: why they cannot be, and what whole rows do not keep of their source.
-        self.broken: dict[int, str] = {}
+        self.block_rows = np.ones(n_rows, np.int32) if isinstance(n_rows, int) else n_rows.astype(np.int32)
+        self.broken = {} if broken is None else broken
+        self.known_broken = dict(self.broken)
+        """The rows of `broken` that were known when the reader was made."""
+        # Of the rows that were read: what they do not keep of their source.
         self.losses: dict[int, list[str]] = {}
 
     @property
@@ -51,6 +75,11 @@ class Reader(ItemSource):
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         raise NotImplementedError
+
+    def refuse(self, row: int) -> None:
+        """Raise ValueError if a row was known to be broken when the reader was made."""
+        if row in self.known_broken:
+            raise ValueError(self.known_broken[row])
 
     def stored_column(self, name: str) -> np.ndarray | None:
         return self.labels if name == "labels" else None
@@ -73,8 +102,7 @@ class Reader(ItemSource):
         n_rows = int(self.block_rows.sum())
         first = next(filter(None, (self._try(row, {}) for row in range(n_rows))), None)
         if not first:
-            reasons = list_first([*self.broken.values()], "\n  ")
-            raise UserError(f"{self.name}: none of the rows can be read:\n  {reasons}")
+            raise none_whole(self.name, self.broken)
         fields = {name: Field(value.dtype, value.shape) for name, value in first.items()}
         if self.encoded:  # some rows tell how long they are
             items = [self._try(row, {}) for row in np.linspace(0, n_rows - 1, min(32, n_rows)).astype(int).tolist()]
@@ -97,6 +125,8 @@ class Reader(ItemSource):
 
     def _try(self, row: int, fields: Mapping[str, Field]) -> dict[str, np.ndarray] | None:
         """The item of a row, of these fields. None: it is broken."""
+        if row in self.broken:
+            return None
         try:
             item = {name: np.asarray(value) for name, value in self[row].items()}
             for name, field in fields.items():
@@ -110,47 +140,9 @@ class Reader(ItemSource):
         return item
 
 
-def split_rows(source: Dataset, shares: Sequence[float] | None, seed: int) -> dict[str, Dataset]:
-    """{split: its rows}, or {"": all rows}. shares: of a split that is drawn at random; see `draw_splits`.
-
-    Raises UserError if the source is already split, or if a split gets no rows.
-    """
-    splits = getattr(source, "splits", None)
-    if shares:
-        if splits is not None:
-            raise UserError(f"--split is given, but {source.name} is split already; drop one")
-        labels = source.stored_column("labels")
-        splits = draw_splits(np.zeros(len(source)) if labels is None else labels, shares, seed)
-    if splits is None:
-        return {"": source}
-    parts = {
-        name: source.select(Subset(source.block_rows, splits == number))
-        for number, name in enumerate(SPLITS)
-        if number in splits
-    }
-    if shares and len(parts) < len(shares):
-        raise UserError(f"--split leaves rows for {', '.join(parts)} alone: there are {len(source):,} rows")
-    return parts
-
-
-def draw_splits(labels: np.ndarray, shares: Sequence[float], seed: int) -> np.ndarray:
-    """(rows,) uint8, places in SPLITS, drawn at random: of each class alike if the labels are integers (rows,)."""
-    classes = labels if labels.ndim == 1 and labels.dtype.kind in "bui" else np.zeros(len(labels), np.int64)
-    order = np.random.default_rng(seed).permutation(len(classes))
-    order = order[np.argsort(classes[order], kind="stable")]
-    _, counts = np.unique(classes, return_counts=True)
-    splits = np.empty(len(classes), np.uint8)
-    for rows in np.split(order, np.cumsum(counts)[:-1]):
-        borders = [round(len(rows) * share) for share in np.cumsum(shares)[:-1]]
-        splits[rows] = np.searchsorted(borders, np.arange(len(rows)), side="right")
-    return splits
-
-
-def read_splits(where: str, words: Iterable[str]) -> np.ndarray:
-    """(rows,) uint8, places in SPLITS. words: what `where` calls the split of each row. Raises UserError for others."""
-    if unknown := sorted({word for word in words if word.lower() not in SPLIT_OF_WORD}):
-        raise UserError(f"{where}: the splits are {list_first(unknown)}; allowed are {', '.join(SPLIT_OF_WORD)}")
-    return np.array([SPLIT_OF_WORD[word.lower()] for word in words], np.uint8)
+def where_from(source: Dataset, row: int) -> str:
+    """Where a row comes from, whatever has it."""
+    return source.where(row) if isinstance(source, Reader) else f"{source.name}: row {row}"
 
 
 @contextmanager

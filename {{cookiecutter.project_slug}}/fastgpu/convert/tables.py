@@ -4,6 +4,7 @@ import csv
 import io
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -37,16 +38,120 @@ def read_text(path: Path) -> bytes:
         return file.read()
 
 
-class Table:
+class TextTable:
+    """Columns of text in memory. A row is broken if it has a value that the method for its column does not allow."""
+
+    broken: dict[int, str] | None
+    """{row: reason}, to which broken rows are added. None: they raise UserError."""
+
+    def __len__(self) -> int:
+        """The number of rows, with broken ones."""
+        raise NotImplementedError
+
+    def where(self, row: int) -> str:
+        """Where a row comes from, for messages."""
+        raise NotImplementedError
+
+    def _find(self, name: str) -> pl.Series:
+        """The column of this name. Raises UserError unless there is one."""
+        raise NotImplementedError
+
+    def _list(self, rows: Sequence[int]) -> str:
+        """Wrong rows, in a few words."""
+        return f"wrong rows: {len(rows):,}"
+
+    @property
+    def is_whole(self) -> np.ndarray:
+        """(rows,) bool: whether a row is not broken."""
+        is_whole = np.ones(len(self), bool)
+        if self.broken:
+            is_whole[[*self.broken]] = False
+        return is_whole
+
+    def texts(self, name: str) -> pl.Series:
+        """A column of text without the spaces around it. Rows in which it is missing, null, are broken."""
+        column = self._find(name).str.strip_chars().replace("", None)
+        self.check(column, column.is_not_null(), "it is missing")
+        self.check(column, ~column.str.contains("\n", literal=True), "remove the line break or stray quote")
+        return column
+
+    def whole_numbers(self, name: str, highest: int, cure: str = "") -> np.ndarray:
+        """A column as int64. Rows with anything else than numbers from 0 to `highest` are broken. cure: for them."""
+        texts = self.texts(name)
+        numbers = texts.cast(pl.Int64, strict=False)
+        cure = f"it should be a whole number from 0 to {highest:,}{cure}"
+        self.check(texts, numbers.is_between(0, highest), cure)
+        return numbers.fill_null(0).to_numpy()
+
+    def check(self, values: pl.Series, is_right: pl.Series | np.ndarray, cure: str) -> None:
+        """Rows whose value of a column is not right are broken. cure: what is allowed. None is wrong."""
+        if self.broken is None:
+            self.refuse(values, is_right, cure)
+            return
+        for row in np.flatnonzero(~_as_bool(is_right)).tolist():
+            if row not in self.broken:
+                self.broken[row] = self._describe(values, row, f"; {cure}")
+
+    def refuse(self, values: pl.Series, is_right: pl.Series | np.ndarray, cure: str) -> None:
+        """Raise UserError, with the lines of the values of a column that are not right, if there are any.
+
+        For a column that was taken for something else than it is.
+        """
+        wrong = np.flatnonzero(~_as_bool(is_right) & self.is_whole)
+        if not len(wrong):
+            return
+        listed = f" ({self._list(wrong.tolist())})" if len(wrong) > 1 else ""
+        raise UserError(self._describe(values, int(wrong[0]), f"{listed}; {cure}"))
+
+    def _describe(self, values: pl.Series, row: int, cure: str) -> str:
+        value = "" if values[row] is None else str(values[row])
+        return f"{self.where(row)}: {values.name} is {value[:40]!r}{cure}"
+
+
+class Columns(TextTable):
+    """Columns of text that came from no CSV."""
+
+    def __init__(
+        self,
+        columns: Mapping[str, pl.Series | Sequence[str | None]],
+        where: Callable[[int], str],
+        broken: dict[int, str] | None = None,
+    ):
+        """columns: (rows,) each. where: tells where a row comes from, by its number. broken: see `TextTable`."""
+        self.broken = broken
+        self._columns = {name: pl.Series(name, column, pl.String) for name, column in columns.items()}
+        self._where = where
+
+    def __len__(self) -> int:
+        return len(next(iter(self._columns.values())))
+
+    def where(self, row: int) -> str:
+        return self._where(row)
+
+    def _find(self, name: str) -> pl.Series:
+        return self._columns[name]
+
+
+class Table(TextTable):
     """A CSV file of UTF-8 text, in memory. Its first line has one of SEPARATORS most often.
 
-    Raises UserError with the line of a row with more or fewer columns. Warns of line breaks, which a stray quote makes.
+    A row is broken if it has more or fewer columns, or a value that the method for its column does not allow. Warns of
+    line breaks, which a stray quote makes.
     """
 
-    def __init__(self, path: Path, *, content: bytes | None = None, names: Sequence[str] = (), has_header: bool = True):
+    def __init__(
+        self,
+        path: Path,
+        *,
+        content: bytes | None = None,
+        names: Sequence[str] = (),
+        has_header: bool = True,
+        broken: dict[int, str] | None = None,
+    ):
         """content: the text, if it is not that of the file. names: of the first columns, if there is no header. The
-        others are then called by their numbers, from 1 on."""
+        others are then called by their numbers, from 1 on. broken: see `TextTable`."""
         self.path = path
+        self.broken = broken
         with explain_errors(path, "CSV in UTF-8 (Korean: iconv -f CP949 -t UTF-8; close quotes, double stray ones)"):
             self._content = read_text(path) if content is None else content
             header = self._content.partition(b"\n")[0].decode("utf-8-sig")
@@ -58,24 +163,35 @@ class Table:
                 raise UserError(f"{found}: save arrays (.npy) for `convert.py arrays`")
             if not has_header:
                 self.names = [*names, *map(str, range(len(names) + 1, len(self.names) + 1))]
-            how: dict[str, Any] = {"infer_schema": False, "raise_if_empty": False}
-            try:
-                rows = pl.read_csv(self._content, separator=self._separator, has_header=self._has_header, **how)
-            except pl.exceptions.PolarsError:
-                list(self._lines())  # says the line
-                raise
-            if len(rows) and rows[:, -1].has_nulls():
-                list(self._lines())
-        self._rows = rows.filter(~pl.all_horizontal(pl.all().is_null()))  # blank lines
+            self._rows = self._read()
         if n_long := max((column.str.contains("\n", literal=True).sum() or 0 for column in self._rows), default=0):
             warn(f"{path}: {n_long:,} rows have line breaks in quotes; a stray quote swallows lines: double it")
 
-    def texts(self, name: str) -> pl.Series:
-        """A column of text without the spaces around it. Raises UserError with the line of a value that is missing."""
-        column = self._find(name).str.strip_chars().replace("", None)
-        self.check(column, column.is_not_null(), "it is missing")
-        self.check(column, ~column.str.contains("\n", literal=True), "remove the line break or stray quote")
-        return column
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def _read(self) -> pl.DataFrame:
+        """The rows. Those that have more or fewer columns than the first line are broken."""
+        how: dict[str, Any] = {"infer_schema": False, "raise_if_empty": False, "has_header": self._has_header}
+        try:
+            rows = pl.read_csv(self._content, separator=self._separator, **how)
+            has_wrong_rows = len(rows) > 0 and rows[:, -1].has_nulls()
+        except pl.exceptions.PolarsError:  # some have more
+            rows = pl.read_csv(self._content, separator=self._separator, truncate_ragged_lines=True, **how)
+            has_wrong_rows = True
+        rows = rows.filter(~pl.all_horizontal(pl.all().is_null()))  # blank lines
+        if has_wrong_rows:
+            n_columns = np.array([count for _, count in self._lines()])
+            if len(n_columns) != len(rows):
+                raise ValueError("a quote is not closed, or stands inside of a field")
+            cure = "complete the row, or put quotes around a field that holds the separator (a decimal comma)"
+            for row in np.flatnonzero(n_columns != len(self.names)).tolist():
+                found = f"{n_columns[row]:,} columns; its header has {len(self.names):,}"
+                reason = f"{self.where(row)}: {found}; {cure}"
+                if self.broken is None:
+                    raise UserError(reason)
+                self.broken[row] = reason
+        return rows
 
     def _find(self, name: str) -> pl.Series:
         """The column of this name. Raises UserError unless there is one, and rows."""
@@ -97,112 +213,87 @@ class Table:
             )
         raise UserError(f"{self.path} has {found}; {cure}")
 
-    def whole_numbers(self, name: str, highest: int, cure: str = "") -> np.ndarray:
-        """A column as int64. Raises UserError with the line, and the cure, of what is no number from 0 to `highest`."""
-        texts = self.texts(name)
-        numbers = texts.cast(pl.Int64, strict=False)
-        cure = f"it should be a whole number from 0 to {highest:,}{cure}"
-        self.check(texts, numbers.is_between(0, highest).fill_null(False), cure)
-        return numbers.to_numpy()
+    def where(self, row: int) -> str:
+        """Where a row comes from, for messages: the file and its line."""
+        return f"{self.path}:{self._line_of[row]}"
 
-    def check(self, values: pl.Series, is_right: pl.Series | np.ndarray, cure: str) -> None:
-        """Raise UserError with the lines of the values of a column that are not right, if there are any."""
-        wrong = np.flatnonzero(~np.asarray(is_right))
-        if not len(wrong):
-            return
-        rows = wrong[:MAX_LISTED].tolist()
-        line_of = dict(enumerate(islice(self._lines(), rows[-1] + 1)))
-        lines = [str(line_of[row]) for row in rows]
-        value = "" if values[rows[0]] is None else str(values[rows[0]])
-        more = f" and {len(wrong) - len(rows):,} more" if len(wrong) > len(rows) else ""
-        listed = f" (wrong lines: {', '.join(lines)}{more})" if len(wrong) > 1 else ""
-        raise UserError(f"{self.path}:{lines[0]}: {values.name} is {value[:40]!r}{listed}; {cure}")
+    def _list(self, rows: Sequence[int]) -> str:
+        lines = [str(self._line_of[row]) for row in rows[:MAX_LISTED]]
+        more = f" and {len(rows) - len(lines):,} more" if len(rows) > len(lines) else ""
+        return f"wrong lines: {', '.join(lines)}{more}"
 
-    def _lines(self) -> Iterator[int]:
-        """The line of each row, as the csv module reads it: slowly, and only to find a mistake."""
+    @cached_property
+    def _line_of(self) -> list[int]:
+        """The line of each row."""
+        return [line for line, _ in self._lines()]
+
+    def _lines(self) -> Iterator[tuple[int, int]]:
+        """The line of each row and its number of columns, as the csv module reads them: slowly, to find mistakes."""
         text = io.TextIOWrapper(io.BytesIO(self._content), encoding="utf-8-sig", newline="")
         reader = csv.reader(text, delimiter=self._separator)
         for fields in islice(filter(any, reader), int(self._has_header), None):
-            if len(fields) != len(self.names):
-                counts = f"{len(fields):,} columns; its header has {len(self.names):,}"
-                cure = "complete the row, or put quotes around a field that holds the separator (a decimal comma)"
-                raise UserError(f"{self.path}:{reader.line_num}: {counts}; {cure}")
-            yield reader.line_num
+            yield reader.line_num, len(fields)
 
 
-class TextTable:
-    """Columns of text in memory that came from no CSV. where: tells where a row came from, by its number."""
-
-    def __init__(self, columns: Mapping[str, pl.Series | Sequence[str | None]], where: Callable[[int], str]):
-        self._columns = columns
-        self._where = where
-
-    def texts(self, name: str) -> pl.Series:
-        """A column without the spaces around its texts. Raises UserError with the row of a value that is missing."""
-        column = pl.Series(name, self._columns[name], pl.String).str.strip_chars().replace("", None)
-        self.check(column, column.is_not_null(), "it is missing")
-        return column
-
-    def check(self, values: pl.Series, is_right: pl.Series | np.ndarray, cure: str) -> None:
-        """Raise UserError with the first row whose value is not right, if there is one, and the number of others."""
-        wrong = np.flatnonzero(~np.asarray(is_right))
-        if len(wrong):
-            row = int(wrong[0])
-            value = "" if values[row] is None else str(values[row])
-            more = f" (and in {len(wrong) - 1:,} other rows)" if len(wrong) > 1 else ""
-            raise UserError(f"{self._where(row)}: {values.name} is {value[:40]!r}{more}; {cure}")
+def _as_bool(values: pl.Series | np.ndarray) -> np.ndarray:
+    """(rows,) bool. None is False."""
+    return values.fill_null(False).to_numpy() if isinstance(values, pl.Series) else values
 
 
-def parse_labels(table: Table | TextTable, names: Sequence[str]) -> tuple[np.ndarray, dict[str, Any]]:
+def parse_labels(table: TextTable, names: Sequence[str]) -> tuple[np.ndarray, dict[str, Any]]:
     """(labels, attributes) of one or more columns of text:
 
         one column of whole numbers or of names     classes, int64 (N,), and `class_names`
         several columns of 0 and 1, or of -1 and 1  attributes, uint8 (N, K), and their names as `class_names`
         decimals in any of the columns              targets, float32 (N,), or (N, K) and `target_names`
 
-    Numbers of one length, such as 01 and 10, are names. Raises UserError with the line of a label that is wrong.
+    Numbers of one length, such as 01 and 10, are names. Rows with a wrong label are broken; theirs have no meaning.
     """
     texts = [table.texts(name) for name in names]
+    texts = [text.set(pl.Series(~table.is_whole), None) for text in texts]
     numbers = [text.cast(pl.Float64, strict=False).cast(pl.Float32) for text in texts]
     are_numbers = [number.is_finite().fill_null(False) for number in numbers]
     has_zero = texts[0].str.contains(r"^0\d+$")
-    are_codes = any(has_zero) and all(are_numbers[0]) and texts[0].str.len_chars().n_unique() == 1
+    known = texts[0].drop_nulls()
+    are_codes = has_zero.any() and (are_numbers[0] | texts[0].is_null()).all() and known.str.len_chars().n_unique() == 1
     if len(names) == 1 and (are_codes or not are_numbers[0].any()):
         refuse_other_labels(table, texts[0])
-        classes, labels = np.unique(texts[0].to_list(), return_inverse=True)
-        return labels, {"class_names": classes.tolist()}
+        classes = np.unique(known.to_list())
+        return np.searchsorted(classes, texts[0].fill_null("").to_list()), {"class_names": classes.tolist()}
     for text, is_number in zip(texts, are_numbers, strict=True):
         table.check(
             text, is_number, "labels should be numbers in all rows, none too large, or one column of names alone"
         )
     whole = [text.cast(pl.Int64, strict=False) for text in texts]
-    if any(column.has_nulls() for column in whole):
+    if any(column.filter(table.is_whole).has_nulls() for column in whole):
         targets = np.stack(numbers, axis=1)
         return (targets, {"target_names": list(names)}) if len(names) > 1 else (targets[:, 0], {})
     if len(names) == 1:
-        labels = whole[0].to_numpy()
-        table.check(
+        table.refuse(
             texts[0], ~has_zero, "class numbers have no leading zero; if these are names, pad them to one length"
         )
         cure = "classes are numbered from 0 on; for targets, write decimals such as 2.0"
-        table.check(whole[0], whole[0].is_between(0, len(labels) + MAX_UNUSED_CLASSES), cure)
+        table.check(whole[0], whole[0].is_between(0, len(table) + MAX_UNUSED_CLASSES), cure)
+        labels = np.where(table.is_whole, whole[0].fill_null(0).to_numpy(), 0)
         return labels, {"class_names": list(map(str, range(labels.max() + 1)))}
     for column in whole:
         allowed = (-1, 1) if -1 in column else (0, 1)
         cure = f"several columns of labels are attributes, {allowed[0]} or 1; for targets, write decimals such as 2.0"
         table.check(column, column.is_in(allowed), cure)
-    return np.stack([column == 1 for column in whole], axis=1).astype(np.uint8), {"class_names": list(names)}
+    attributes = [(column == 1).fill_null(False) for column in whole]
+    return np.stack(attributes, axis=1).astype(np.uint8), {"class_names": list(names)}
 
 
-def refuse_other_labels(table: Table | TextTable, texts: pl.Series) -> None:
-    """Raise UserError, with the first line, for labels that look like names of classes and are none: numbers with
+def refuse_other_labels(table: TextTable, texts: pl.Series) -> None:
+    """Raise UserError, with the first lines, for labels that look like names of classes and are none: numbers with
     commas or one unit, and several labels in a cell."""
     has_comma = texts.str.contains(NUMBER_WITH_COMMAS)
-    table.check(texts, ~has_comma, "write a decimal point, and no separator of thousands")
+    table.refuse(texts, ~has_comma, "write a decimal point, and no separator of thousands")
     units = texts.str.replace(UNIT, "$1$2")
-    if units.n_unique() == 1 and units[0] and (units != texts).all():
+    distinct_units = units.drop_nulls().unique().to_list()
+    if len(distinct_units) == 1 and distinct_units[0] and (units != texts).all():
         cure = "write numbers alone, such as 12.0; in names of classes, put text before the number"
-        table.check(texts, units != units[0], f"it is a number with {units[0]}: {cure}")
+        table.refuse(texts, units != distinct_units[0], f"it is a number with {distinct_units[0]}: {cure}")
     distinct = texts.unique()
     for separator in "|;,":
         parts = distinct.str.split(separator)
@@ -213,4 +304,4 @@ def refuse_other_labels(table: Table | TextTable, texts: pl.Series) -> None:
             get_dummies = f'table["{texts.name}"].str.get_dummies("{separator}{with_space}")'
             cure = f"several labels in a cell are attributes, a column of 0 and 1 for each, as pandas has {get_dummies}"
             has_one = ~texts.str.contains(separator, literal=True)
-            table.check(texts, has_one, f"{cure}; name all in --columns")
+            table.refuse(texts, has_one, f"{cure}; name all in --columns")

@@ -215,10 +215,16 @@ def rows_per_ask(source: Dataset, order: BlockSampler) -> int:
 def open_dataset(
     key: str, path: str | Sequence[str], names: Mapping[str, str], *, factory: str, seed: int = 0, workers_key: str = ""
 ) -> ItemDataset:
-    """Call `factory` ("package.module:Class") with `path`. Raises UserError if that would be no map-style Dataset.
+    """The rows of `make_dataset`. names, seed, workers_key: see `ItemDataset`."""
+    name, dataset = make_dataset(key, path, factory=factory, seed=seed)
+    return ItemDataset(name, dataset, names, seed=seed, workers_key=workers_key)
 
-    A config may come from anybody, so it must not name a command. key: the config key of `path`, for messages. seed,
-    workers_key: see `ItemDataset`. What `factory` draws follows from the seed, so two calls split their rows alike.
+
+def make_dataset(key: str, path: str | Sequence[str], *, factory: str, seed: int = 0) -> tuple[str, TorchDataset]:
+    """(its name, what `factory` makes of `path`). Raises UserError if that would be no map-style Dataset.
+
+    A config may come from anybody, so it must not name a command. key: the config key of `path`, for messages. factory:
+    "package.module:Class". What it draws follows from the seed, so two calls split their rows alike.
     """
     module, _, name = factory.partition(":")
     sys.path.append(str(Path.cwd()))  # torchrun names the folder of the script only
@@ -261,7 +267,7 @@ def open_dataset(
             raise
         cure = "if it takes no path, name a function beside train.py that makes it of one"
         raise UserError(f"data.dataset: {name}({path!r}) fails: {describe_error(error)}; {cure}") from None
-    return ItemDataset(f"{name}({path!r}) of {key}", dataset, names, seed=seed, workers_key=workers_key)
+    return f"{name}({path!r}) of {key}", dataset
 
 
 def _is_of_project(module: str) -> bool:

@@ -160,7 +160,8 @@ def open_supplies(loop: Loop, order: BlockSampler) -> Supplies:
     if loop.other:
         return {"real": OtherSupply(loop, loop.other)}
     supplies: dict[str, Supply | OtherSupply] = {"real": Supply(loop, order)}
-    reads_apart = isinstance(loop.source, HDF5Dataset) and not loop.source.file.is_direct  # from decoding
+    stored = loop.source.whole or loop.source
+    reads_apart = isinstance(stored, HDF5Dataset) and not stored.file.is_direct  # from decoding
     if loop.tier == "disk" and reads_apart:
         supplies["cached"] = Supply(loop, first_blocks(loop.source, order))
     return supplies
@@ -293,6 +294,7 @@ def measure(
     n_workers = loop.readers[1] if has_workers else 0
     rounds: list[_Round] = []
     deadline = time.perf_counter() + MAX_S
+    stored = loop.source.whole or loop.source
     n_requests = loop.source.n_requests
     for number in range(MAX_ROUNDS):
         world.print_once(f"measuring: round {number + 1} of at most {MAX_ROUNDS}")
@@ -303,7 +305,7 @@ def measure(
             busy_s=busy_s or None,
             syncs=syncs,
             is_other=loop.other is not None,
-            is_uncached=isinstance(loop.source, HDF5Dataset) and loop.source.file.is_direct,
+            is_uncached=isinstance(stored, HDF5Dataset) and stored.file.is_direct,
             is_fetched=loop.source.n_requests > n_requests,
         )
         is_late = time.perf_counter() > deadline and number + 1 >= N_ROUNDS

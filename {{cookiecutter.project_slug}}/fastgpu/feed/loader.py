@@ -75,7 +75,12 @@ class PoolLoader(Loader):
 
     @property
     def fingerprint(self) -> Mapping[str, object]:
-        return {**self.order.fingerprint, "echo": self._milli_echo / 1000, "content": self.source.fingerprint}
+        return {
+            **self.order.fingerprint,
+            **self.source.cut,
+            "echo": self._milli_echo / 1000,
+            "content": self.source.fingerprint,
+        }
 
     def prepare(self) -> None:
         """Read the rows that stay in memory, if there are any, unless it has been done. `pools` calls it, too."""

@@ -18,6 +18,7 @@ from fastgpu.storage.columns import Codec
 from fastgpu.storage.hdf5 import expand
 from fastgpu.storage.meaning import check_meaning
 from fastgpu.storage.store import HDF5Dataset, open_store
+from fastgpu.storage.windows import WindowDataset, hold_out_steps, open_windows
 
 
 class Splits(NamedTuple):
@@ -50,6 +51,8 @@ def open_splits(data: Data, loader: Loader, seed: int) -> tuple[Dataset, dict[st
     the rows ends them. A share of data.train is read by the same workers. seed: of the order of rows in a mixture, and
     of what a function of a person draws that makes a Dataset.
     """
+    if data.stride and not data.window:
+        raise UserError(f"data.stride is {data.stride}, but data.window is 0: rows are samples; set data.window, too")
     train = _open("data.train", data.train, data, loader, seed=seed)
     val: dict[str, Dataset] = {}
     for tag, paths in data.val_sets.items():
@@ -73,11 +76,20 @@ def _open(key: str, named: str | list[str] | dict[str, float], data: Data, loade
     is_train = key == "data.train"
     fields = data.fields if is_train else data.val_fields or data.fields
     source: Dataset
+    if data.dataset != "none" and data.window:
+        raise UserError(
+            f"data.window is {data.window}, which is for HDF5 files, but data.dataset is {data.dataset}: let its items "
+            "be windows, or write its series to a file (python convert.py arrays)"
+        )
     if data.dataset == "none":
+        paths = list(named) if isinstance(named, dict) else named
         size = (data.image_size, data.image_size)
         sizes = dict.fromkeys(fields, size) if data.image_size else {}
         codecs = image_codecs(sizes, min_scale=data.min_crop_scale)
-        source = open_store(key, list(named) if isinstance(named, dict) else named, fields, codecs, cache=data.cache)
+        if data.window:
+            source = open_windows(key, paths, fields, data.window, stride=data.stride, cache=data.cache)
+        else:
+            source = open_store(key, paths, fields, codecs, cache=data.cache)
     elif isinstance(named, dict):
         raise UserError("data.train has weights, which work for HDF5 files only; use data.dataset=none")
     else:
@@ -140,7 +152,8 @@ def _warn_of_shared_rows(data: Data, train: Dataset, tag: str, val: Dataset) -> 
 
 def _names_of_files(named: object, rows: Dataset) -> dict[tuple[Path, str], list[str]]:
     """{(path, group) of each file, whatever link or relative path leads to it: how it is named}"""
-    files = rows.files if isinstance(rows, HDF5Dataset) else [(str(named), "/")]
+    stored = rows.whole or rows
+    files = stored.files if isinstance(stored, HDF5Dataset) else [(str(named), "/")]
     names: dict[tuple[Path, str], list[str]] = {}
     for path, group in files:
         text = path if group == "/" else f"{path}::{group}"
@@ -152,12 +165,26 @@ def _hold_out(asked: str, data: Data, rows: Dataset) -> tuple[Dataset, Dataset]:
     """asked: for what, for messages."""
     if data.val_fields:
         raise UserError(f"{asked}, a share of data.train, so data.val_fields should be {{}}")
+    if isinstance(rows, WindowDataset):
+        return _hold_out_steps(asked, data, rows)
     n_rows = len(rows)
     n_val = round((data.val_share or 0) * n_rows)
     if not 0 < n_val < n_rows:
         raise UserError(f"{asked}, which is {n_val} of the {n_rows} rows of {rows.name}; use another share")
     shares = hold_out(rows.block_rows, n_val)
     train, val = (rows.select(share, f"{rows.name} ({len(share):,} of its rows)") for share in shares)
+    return train, val
+
+
+def _hold_out_steps(asked: str, data: Data, rows: WindowDataset) -> tuple[Dataset, Dataset]:
+    parts = hold_out_steps(rows.recordings, data.val_share or 0)
+    for part, purpose in zip(parts, ("train", "validate"), strict=True):
+        if part.runs.counts.max(initial=0) < rows.length:
+            raise UserError(
+                f"{asked}, which leaves no {rows.length} neighbouring steps (data.window) of {rows.name} to {purpose} "
+                "on; use another share, or a smaller window"
+            )
+    train, val = (WindowDataset(rows.steps, part, rows.length, rows.stride) for part in parts)
     return train, val
 
 
@@ -175,16 +202,16 @@ def _mixed(data: Data, source: Dataset, seed: int) -> Dataset:
         members = source.selection.rows()
         of_row = np.full_like(groups.groups, -1)  # rows that are held out are in no group
         of_row[members] = groups.groups[members]
-        if len(lost := np.setdiff1d(np.arange(len(groups.names)), of_row)):
-            name = groups.names[lost[0]]
-            raise UserError(f"data.val is {data.val}, which leaves no row of {name} to train on; use a smaller share")
         groups = groups._replace(groups=of_row)
+    if len(lost := np.setdiff1d(np.arange(len(groups.names)), groups.groups)):
+        name = groups.names[lost[0]]
+        raise UserError(f"data.val is {data.val}, which leaves no row of {name} to train on; use a smaller share")
     return source.select(Mixture(groups, source.block_rows, data.batch_size, seed))
 
 
 def _group_by_file(weights: Mapping[str, float], source: Dataset) -> Groups:
     """A group for each path, of the rows of all files that it matches."""
-    assert isinstance(source, HDF5Dataset)
+    assert isinstance(source, HDF5Dataset | WindowDataset)
     n_files = [len(expand("data.train", path)) for path in weights]
     group_of_file = np.repeat(np.arange(len(n_files), dtype=np.int16), n_files)
     return Groups(tuple(weights), tuple(weights.values()), group_of_file.repeat(source.part_rows))

@@ -26,6 +26,10 @@ RESIDENT_SHARE = 0.5
 """Share of the free memory that data.tier=auto fills with rows. The rest is for the model and its gradients."""
 
 
+MAX_BATCH_ROWS = 1 << 18
+"""Rows that are read together into memory where they stay, if they are as small as tokens."""
+
+
 class Memory(NamedTuple):
     """The memory of a rank, in bytes: what all rows need, and what is free on its device and on the host."""
 
@@ -46,7 +50,9 @@ def measure_memory(sources: Sequence[Dataset], device: torch.device, n_local: in
     """n_local: ranks that share the memory of this machine."""
     host = free_host_bytes() // n_local
     on_device = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host
-    return Memory(sum(len(source) * source.row_bytes for source in sources), on_device, host)
+    wholes = dict.fromkeys(source.whole or source for source in sources)
+    need = sum(int(whole.block_rows.sum()) * whole.row_bytes for whole in wholes)
+    return Memory(need, on_device, host)
 
 
 def choose_tier(data: Data, sources: Sequence[Dataset], memory: Memory) -> Tier:
@@ -121,8 +127,8 @@ def one_ahead(loader: Loader) -> Loader:
 
 def _read_all(source: Dataset, rows: Rows, loader: Loader) -> None:
     """Read all rows of the files in their order. Two pools of host memory are enough."""
-    # A worker process of a Dataset is asked for one batch at a time: 4 MiB.
-    batch_size = min(len(rows), max(1, (4 << 20) // source.row_bytes))
+    # A worker process of a Dataset is asked for one batch at a time: 4 MiB. The plan of a pool has its row numbers.
+    batch_size = min(len(rows), max(1, (4 << 20) // source.row_bytes), MAX_BATCH_ROWS)
     order = BlockSampler(source.block_rows, batch_size, pool_batches=16, seed=None)
     start = 0
     with closing(PrefetchLoader(source, order, rows.device, loader, n_epochs=1)) as feed:
@@ -147,10 +153,9 @@ class ResidentLoader(PoolLoader):
     def pools(self, epoch: int, first_pool: int = 0) -> Iterator[Pool]:
         self.prepare()
         for plan in self.order.pools(epoch, first_pool):
-            row_ids = plan.row_ids
             for name, lengths in self.source.stored_lengths.items():
-                self._pool.make_room(name, int(lengths[row_ids].sum(dtype=np.int64)))
-            yield Pool(plan, self._rows.take(torch.from_numpy(row_ids), out=self._pool))
+                self._pool.make_room(name, int(lengths[plan.row_ids].sum(dtype=np.int64)))
+            yield Pool(plan, self.source.gather(plan, self._rows, self._pool))
 
     def close(self) -> None:
         """Nothing to end."""
@@ -162,9 +167,9 @@ class HostLoader(PrefetchLoader):
     def __init__(
         self, memory: ResidentRows, source: Dataset, order: BlockSampler, loader: Loader, *, echo: float, n_epochs: int
     ):
-        arrays = memory.rows(source).numpy()
-        kept = ArrayDataset(source.name, arrays, block_rows=source.block_rows, fields=source.fields)
-        super().__init__(kept, order, memory.device, loader, echo=echo, n_epochs=n_epochs)
+        whole = source.whole or source
+        kept = ArrayDataset(source.name, memory.rows(source).numpy(), block_rows=whole.block_rows, fields=whole.fields)
+        super().__init__(source.over(kept), order, memory.device, loader, echo=echo, n_epochs=n_epochs)
         self.source = source  # its fingerprint is of the rows in the files, which arrays do not know
         self._memory = memory
 

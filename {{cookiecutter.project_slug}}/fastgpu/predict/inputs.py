@@ -25,7 +25,9 @@ from fastgpu.rows.rows import Field, Rows
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.storage.hdf5 import expand
 from fastgpu.storage.meaning import check_meaning
+from fastgpu.storage.part import one_recording
 from fastgpu.storage.store import HDF5Dataset, open_store
+from fastgpu.storage.windows import WindowDataset, open_windows
 
 
 class ImageRows(Dataset):
@@ -66,12 +68,20 @@ def open_inputs(paths: Sequence[str], trained: Trained, *, ids: Sequence[str] = 
     names = list(stored) if labels else [*trained.workload.inputs, *ids]
     fields = {name: trained.rows.fields[name] for name in names if name in stored}
     preprocessing = trained.rows.attributes.get("preprocessing")
+    length, stride = (trained.card.get("config", {}).get(f"data.{key}", 0) for key in ("window", "stride"))
+    source: Dataset
     if len(paths) == 1 and paths[0].endswith((".npy", ".npz")) and "::" not in paths[0]:
-        source = _open_arrays(paths[0], names)
+        source = arrays = _open_arrays(paths[0], names)
+        if length:
+            source = WindowDataset(arrays, one_recording(len(arrays)), length, stride or length)
     elif "::" in paths[0] or paths[0].endswith((".h5", ".hdf5")) or _is_hdf5(expand("INPUT", paths[0])[0][0]):
         sizes = {name: field.shape[1:] for name, field in fields.items() if len(field.shape) == 3}
         codecs = image_codecs(sizes, centre_share=_centre_share(preprocessing))
-        source = open_store("INPUT", paths, {name: stored.get(name, name) for name in names}, codecs)
+        named = {name: stored.get(name, name) for name in names}
+        if length:
+            source = open_windows("INPUT", paths, named, length, stride=stride)
+        else:
+            source = open_store("INPUT", paths, named, codecs)
     elif len(names) == 1 and fields[names[0]].dtype == np.uint8 and len(fields[names[0]].shape) > 1 and not labels:
         source = ImageRows(names[0], fields[names[0]], paths, preprocessing)
     else:
@@ -90,17 +100,23 @@ def open_inputs(paths: Sequence[str], trained: Trained, *, ids: Sequence[str] = 
 
 def places_of(rows: Dataset) -> dict[str, np.ndarray]:
     """{column: (rows,)} that name each row: its `file`, if there are several; the `row` in that file; and the `source`,
-    where convert.py found it, if the file says that."""
+    where convert.py found it, if the file says that. Of a window it is the step of the file that is its first one."""
     if isinstance(rows, ImageRows):
         return {"file": np.array(list(map(str, rows.files)), object)}
-    places: dict[str, np.ndarray] = {"row": np.arange(len(rows))}
-    if isinstance(rows, HDF5Dataset):
-        files = ["::".join(file) if file[1] != "/" else file[0] for file in rows.files]
-        names = np.array(list(map(without_secrets, files)), object)
-        if len(names) > 1:
-            places = {"file": names.repeat(rows.part_rows), "row": np.concatenate([*map(np.arange, rows.part_rows)])}
-        if any(sources := rows.sources()):
-            places["source"] = np.array(sources, object)
+    row_ids, column = np.arange(len(rows)), "row"
+    if isinstance(rows, WindowDataset):
+        row_ids, column = rows.first_steps(), "first_step"
+    stored = rows.whole or rows
+    if not isinstance(stored, HDF5Dataset):
+        return {column: row_ids}
+    files = ["::".join(file) if file[1] != "/" else file[0] for file in stored.files]
+    names = np.array(list(map(without_secrets, files)), object)
+    numbers = np.searchsorted(stored.first_rows, row_ids, "right") - 1
+    places = {column: row_ids - np.array(stored.first_rows)[numbers]}
+    if len(names) > 1:
+        places = {"file": names[numbers], **places}
+    if any(sources := stored.sources(row_ids)):
+        places["source"] = np.array(sources, object)
     return places
 
 
@@ -117,7 +133,7 @@ def _centre_share(preprocessing: str | None) -> float | None:
         return None
 
 
-def _open_arrays(path: str, names: Sequence[str]) -> Dataset:
+def _open_arrays(path: str, names: Sequence[str]) -> ArrayDataset:
     try:
         content = np.load(path, mmap_mode="r", allow_pickle=False)
         arrays = {names[0]: content} if isinstance(content, np.ndarray) else content

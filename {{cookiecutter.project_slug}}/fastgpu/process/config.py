@@ -130,6 +130,12 @@ class Data(Section):
     min_crop_scale: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Encoded images: train on a random crop of at least this share of the area (0.08 to 0.35 for photographs), and
     validate on the centre crop, 7/8 of the sides. 1: train and validate on the largest centre crop."""
+    window: CountOrZero = 0
+    """A sample is a window of so many steps of a long series: rows of the file are steps, such as tokens, hours or
+    frames, and each file, group or ragged row is a recording, which no window crosses. 0: a row is a sample."""
+    stride: CountOrZero = 0
+    """Steps from one window to the next; those of an epoch of training begin elsewhere than those of the epoch before.
+    0: data.window."""
     batch_size: Count = 64
     """Global batch size: rows of one optimizer step over all ranks and accumulation steps."""
     tier: Literal[Tier, Auto] = "auto"

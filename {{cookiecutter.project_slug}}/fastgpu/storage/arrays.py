@@ -1,11 +1,11 @@
 """Rows in arrays: in memory, in mapped .npy files, or in sparse matrices."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
-from fastgpu.rows.contract import Dataset, Out, PoolPlan, Reads
+from fastgpu.rows.contract import Dataset, Out, PoolPlan, Range, Reads
 from fastgpu.rows.rows import Field, RaggedArray
 from fastgpu.storage.columns import InMemory, RaggedColumn
 from fastgpu.storage.layout import BLOCK_BYTES
@@ -50,5 +50,18 @@ class ArrayDataset(Dataset):
         return column.rows if isinstance(column, InMemory) else None
 
     def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Out]) -> None:
+        self.read_ranges(plan, reads.ranges(), out)
+
+    def read_ranges(self, plan: PoolPlan, ranges: Iterable[Range], out: Mapping[str, Out]) -> None:
+        """`read` of ranges, whose places may be neighbours."""
+        ranges = [*ranges]
         for name, column in self.columns.items():
-            column.read(reads.ranges(), out[name])
+            column.read(ranges, out[name])
+
+    def view(self, start: int, n_rows: int) -> dict[str, np.ndarray] | None:
+        """{field: bytes of neighbouring rows}, which are not copied. None if those of a field are not in one piece."""
+        views = {name: column.view(start, n_rows) for name, column in self.columns.items()}
+        return None if any(view is None for view in views.values()) else views
+
+    def check_unchanged(self, row: int) -> None:
+        """Arrays belong to this process."""

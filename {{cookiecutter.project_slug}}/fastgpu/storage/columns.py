@@ -26,11 +26,12 @@ from fastgpu.storage.layout import Layout, index_of
 class InMemory:
     """Rows in an array, or in a mapped .npy file."""
 
-    def __init__(self, rows: np.ndarray):
-        """rows: (rows, *shape)"""
+    def __init__(self, rows: np.ndarray, n_items: int | None = None):
+        """rows: (rows, *shape). n_items: if they are numbers of items, how many there are."""
         is_interleaved = isinstance(rows, np.ndarray) and rows.ndim == 4 and not rows.flags.c_contiguous
         is_channels_last = is_interleaved and rows.transpose(0, 2, 3, 1).flags.c_contiguous
-        self.field = Field(rows.dtype.newbyteorder("="), rows.shape[1:], is_channels_last=is_channels_last)
+        dtype = rows.dtype.newbyteorder("=")
+        self.field = Field(dtype, rows.shape[1:], n_items=n_items, is_channels_last=is_channels_last)
         self.rows = rows
 
     def read(self, ranges: Iterable[Range], out: np.ndarray, plan: PoolPlan | None = None) -> None:
@@ -40,6 +41,14 @@ class InMemory:
             out = out.transpose(0, 2, 3, 1)
         for start, places in ranges:
             out[index_of(places)] = rows[start : start + len(places)]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def view(self, start: int, n_rows: int) -> np.ndarray | None:
+        """(bytes,) uint8 of neighbouring rows as a pool has them, not copied. None if they are stored otherwise."""
+        rows = self.rows[start : start + n_rows]
+        return rows.reshape(-1).view(np.uint8) if rows.dtype.isnative and rows.flags.c_contiguous else None
 
     def cached_rows(self, ranges: Iterable[Range]) -> np.ndarray:
         """All rows, (rows, bytes) uint8."""

@@ -5,6 +5,7 @@ import json
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -60,17 +61,38 @@ def open_file(
         raise UserError(f"{where} cannot be read as HDF5: {reason}; {cure}") from None
 
 
-def expand(key: str, path: str) -> list[tuple[str, str]]:
-    """(file, group) for each file that `file.h5`, `file.h5::/group` or a glob names. Raises UserError for none."""
+def expand(key: str, path: str, cache: str = "") -> list[tuple[str, str]]:
+    """(file, group) for each that `file.h5`, `file.h5::/group` or a pattern of both names. Raises UserError for none.
+
+    cache: see `open_file`.
+    """
     pattern, group = split_group(path)
     if is_url(pattern):
-        return [(url, group) for url in remote.expand(key, pattern)]
-    check_path(pattern, f"{key}: {pattern}")
-    is_pattern = glob.has_magic(pattern) and not Path(pattern).exists()
-    files = sorted(glob.glob(pattern)) if is_pattern else [pattern]  # noqa: PTH207 (pathlib globs no absolute patterns)
+        files = remote.expand(key, pattern)
+    else:
+        check_path(pattern, f"{key}: {pattern}")
+        is_pattern = glob.has_magic(pattern) and not Path(pattern).exists()
+        files = sorted(glob.glob(pattern)) if is_pattern else [pattern]  # noqa: PTH207 (pathlib globs no absolute ones)
     if not files:
         raise UserError(f"{key}: no file matches {pattern} (looked in {Path.cwd()})")
-    return [(file, group) for file in files]
+    if not glob.has_magic(group):
+        return [(file, group) for file in files]
+    return [(file, each) for file in files for each in _expand_group(file, group, f"{key}: {file}", cache)]
+
+
+def _expand_group(path: str, pattern: str, where: str, cache: str) -> list[str]:
+    """The groups of a file that a pattern such as /demo_* matches, or the one of that name. Raises UserError."""
+    with open_file(path, where, cache=cache) as (_, h5):
+        if isinstance(look_up(h5, pattern, where), h5py.Group):
+            return [pattern]
+        groups = [""]
+        for step in pattern.strip("/").split("/"):
+            names = ((group, name) for group in groups for name in h5[group or "/"] if isinstance(name, str))
+            found = (f"{group}/{name}" for group, name in names if fnmatchcase(name, step))
+            groups = sorted(each for each in found if isinstance(look_up(h5, each, where), h5py.Group))
+        if not groups:
+            raise UserError(f"{where} has no group {pattern}; it has {list_first(sorted(map(str, h5))) or 'nothing'}")
+        return groups
 
 
 def check_path(path: str, where: str) -> None:

@@ -47,7 +47,7 @@ class Layout:
         """
         self.name = name
         self._dtype = dtype_of(data)
-        self.field = Field(self._dtype.newbyteorder("="), data.shape[1:] + data.dtype.shape)
+        self.field = Field(self._dtype.newbyteorder("="), data.shape[1:] + data.dtype.shape, n_items=n_items)
         # A dataset without chunks is cut into chunks of about BLOCK_BYTES.
         self.chunk_rows = data.chunks[0] if data.chunks else max(1, BLOCK_BYTES // max(1, self.field.row_bytes))
         self._file = file
@@ -84,6 +84,13 @@ class Layout:
         part_rows = max(1, self._n_rows) if self._file.is_local else self.chunk_rows
         side_by_side(read_part, range(0, self._n_rows, part_rows))  # there are no reader threads yet
         return out
+
+    def view(self, start: int, n_rows: int) -> np.ndarray | None:
+        """(bytes,) uint8 of neighbouring rows as a pool has them, in the mapped file; None if they are not there.
+
+        Call `check_unchanged` of the file when they have been used.
+        """
+        return None
 
     def read(self, ranges: Iterable[Range], out: np.ndarray, plan: PoolPlan | None = None) -> None:
         """Copy the rows of each range to their places in `out`, (rows, *shape), C-contiguous. Thread-safe.
@@ -178,9 +185,13 @@ class PlainRows(Layout):
     """Rows that are plain bytes in the file: any of a chunk can be read without the others."""
 
     @cached_property
-    def _has_long_rows(self) -> bool:
-        """Whether each row is copied on its own: it is long, and its bytes in the file are those in a pool."""
-        return self.field.row_bytes >= SCATTER_BYTES and self._dtype.isnative and self._n_items is None
+    def _is_as_in_pools(self) -> bool:
+        """Whether the bytes of a row in the file are those in a pool."""
+        return self._dtype.isnative and self._n_items is None
+
+    @cached_property
+    def _is_one_piece(self) -> bool:
+        return bool(np.all(np.diff(self._chunks[:, 0]) == self.chunk_rows * self.field.row_bytes))
 
     def read_chunk(self, chunk: int, content: np.ndarray | None = None) -> np.ndarray:
         return self._as_rows(self._file.read(*self._chunks[chunk, :2].tolist()) if content is None else content)
@@ -201,18 +212,35 @@ class PlainRows(Layout):
         for content, offset, places in sorted(pieces, key=lambda piece: piece[0] is not None):
             if content is not None:
                 self._place(self._as_rows(content), places, out)
-            elif self._has_long_rows and not self._file.is_direct:
+            elif self._is_scattered(places) and not self._file.is_direct:
                 self._scatter(offset, places, out)
             else:
                 self._place(self._as_rows(self._file.read(offset, len(places) * row_bytes)), places, out)
+
+    def _is_scattered(self, places: np.ndarray | range) -> bool:
+        """Whether rows go to their places without a copy: each is long, or they stay neighbours."""
+        n_bytes = self.field.row_bytes * (len(places) if isinstance(places, range) else 1)
+        return self._is_as_in_pools and n_bytes >= SCATTER_BYTES
 
     def _scatter(self, offset: int, places: np.ndarray | range, out: np.ndarray) -> None:
         """Let the kernel read neighbouring rows to their places."""
         row_bytes = self.field.row_bytes
         memory = out.reshape(-1).view(np.uint8).data
-        targets = [memory[start : start + row_bytes] for start in (np.asarray(places) * row_bytes).tolist()]
+        if isinstance(places, range):
+            self._file.preadv([memory[places.start * row_bytes : places.stop * row_bytes]], offset)
+            return
+        targets = [memory[start : start + row_bytes] for start in (places * row_bytes).tolist()]
         for i in range(0, len(targets), IOV_MAX):
             self._file.preadv(targets[i : i + IOV_MAX], offset + i * row_bytes)
+
+    def view(self, start: int, n_rows: int) -> np.ndarray | None:
+        if not (self._is_as_in_pools and self._is_one_piece):
+            return None
+        chunks = range(start // self.chunk_rows, (start + n_rows - 1) // self.chunk_rows + 1)
+        if not all(self._file.is_prepared(int(self._chunks[chunk, 0])) for chunk in chunks):
+            return None
+        row_bytes = self.field.row_bytes
+        return self._file.cached(int(self._chunks[0, 0]) + start * row_bytes, n_rows * row_bytes)
 
     def cached_rows(self, ranges: Iterable[Range]) -> np.ndarray | None:
         """All rows in the mapped file, (rows, bytes) uint8: values may be at odd places.
@@ -220,15 +248,10 @@ class PlainRows(Layout):
         None unless they are long and in one piece, and those of the ranges in the page cache.
         """
         row_bytes = self.field.row_bytes
-        first = int(self._chunks[0, 0])
-        is_one_piece = np.all(np.diff(self._chunks[:, 0]) == self.chunk_rows * row_bytes)
-        if not (self._has_long_rows and is_one_piece):
+        is_one_piece = row_bytes >= SCATTER_BYTES and self._is_one_piece
+        if not is_one_piece or any(self.view(start, len(places)) is None for start, places in ranges):
             return None
-        for start, places in ranges:
-            chunks = range(start // self.chunk_rows, (start + len(places) - 1) // self.chunk_rows + 1)
-            is_prepared = all(self._file.is_prepared(int(self._chunks[chunk, 0])) for chunk in chunks)
-            if not is_prepared or self._file.cached(first + start * row_bytes, len(places) * row_bytes) is None:
-                return None
+        first = int(self._chunks[0, 0])
         return self._file.mapped[first : first + self._n_rows * row_bytes].reshape(-1, row_bytes)
 
 

@@ -1,6 +1,6 @@
 """A part of a dataset: the rows of one HDF5 file, or of a group of it, opened and checked."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import h5py
@@ -8,6 +8,7 @@ import numpy as np
 
 from fastgpu.process.launch import UserError, warn
 from fastgpu.rows.rows import MAX_VALUES, OFFSET_DTYPE, Field
+from fastgpu.rows.selection import Runs
 from fastgpu.storage.columns import InMemory, RaggedColumn
 from fastgpu.storage.file import OpenFile
 from fastgpu.storage.hdf5 import attributes_of, dtype_of, find, look_up, open_file
@@ -15,6 +16,31 @@ from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, MIN_BLOCKS, Layout
 
 PACKING = {"scale_factor": "1.0", "add_offset": "0.0", "_FillValue": "nan", "missing_value": "nan"}
 """{attribute of a netCDF variable that says which value a stored number stands for: one that changes nothing}"""
+
+
+class Recordings(NamedTuple):
+    """Series of steps, such as a file of sensor values. A window lies in one of them."""
+
+    runs: Runs
+    """The steps of each: rows of the source, in its order."""
+    values: Mapping[str, np.ndarray]
+    """{field: (recordings, *shape)}: fields that have one value for each recording, such as its class."""
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        """{field: its type}"""
+        return {name: Field(each.dtype, each.shape[1:]) for name, each in self.values.items()}
+
+    def part(self, starts: np.ndarray, counts: np.ndarray) -> "Recordings":
+        """Other steps of each of them, without those that have none left."""
+        keep = np.flatnonzero(counts > 0)
+        values = {field: each[keep] for field, each in self.values.items()}
+        return Recordings(Runs(starts, counts).take(keep), values)
+
+
+def one_recording(n_steps: int) -> Recordings:
+    """All steps of a source as one series."""
+    return Recordings(Runs(np.zeros(1, np.int64), np.array([n_steps])), {})
 
 
 class Part(NamedTuple):
@@ -31,29 +57,61 @@ class Part(NamedTuple):
     block_rows: np.ndarray
     """(blocks,) int32: number of rows in each block."""
     attributes: dict[str, Any]
+    recordings: Recordings
+    """If the rows are steps: those of the file are one series, or the rows of a ragged field are one each."""
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        """{field: its type}"""
+        return {name: column.field for name, column in self.columns.items()}
 
     @property
     def n_rows(self) -> int:
         return int(self.block_rows.sum())
 
 
-def open_part(
-    key: str, file: tuple[str, str], fields: Mapping[str, str], *, around_page_cache: bool, cache: str, is_first: bool
-) -> Part:
-    """Open a file. Raises UserError if a person has to change something. key: the config key that names it.
+class Request(NamedTuple):
+    """What is asked of each file of a source."""
 
-    file: its path and the group. fields: {field: dataset or CSR group}. around_page_cache, cache: see `open_file`.
-    is_first: of several parts, the one that is warned of if it has values that are not read as they are meant.
+    key: str
+    """The config key that names the files, for messages."""
+    fields: Mapping[str, str]
+    """{field: dataset or CSR group}"""
+    by_step: bool
+    """A row is a step of a recording, also each value of a ragged row."""
+    around_page_cache: bool
+    cache: str
+    """See `open_file`, as for `around_page_cache`."""
+
+
+def open_parts(asked: Request, path: str, groups: Sequence[str], *, is_first: bool) -> list[Part]:
+    """Open groups of a file, "/" for all of it. Raises UserError if a person has to change something.
+
+    is_first: of several files, the one whose first group is warned of if it has values that are not read as they are
+    meant.
     """
-    path, group = file
-    name = path if group == "/" else f"{path}::{group}"
-    where = f"{key}: {name}"
-    with open_file(path, f"{key}: {path}", around_page_cache=around_page_cache, cache=cache) as (opened_file, h5):
-        root = find(h5, group, h5py.Group, f"{key}: {path}")
-        attributes = attributes_of(root)
-        opened = {field: _open_column(root, dataset, where, opened_file) for field, dataset in fields.items()}
-        if is_first:
-            _warn_of_numbers_not_meant(root, fields.values(), where)
+    opened: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
+    where_file = f"{asked.key}: {path}"
+    open_column = _open_steps if asked.by_step else _open_column
+    with open_file(path, where_file, around_page_cache=asked.around_page_cache, cache=asked.cache) as (file, h5):
+        for group in groups:
+            name = path if group == "/" else f"{path}::{group}"
+            where = f"{asked.key}: {name}"
+            root = find(h5, group, h5py.Group, where_file)
+            columns = {field: open_column(root, dataset, where, file) for field, dataset in asked.fields.items()}
+            if is_first and not opened:
+                _warn_of_numbers_not_meant(root, asked.fields.values(), where)
+            opened.append((name, columns, attributes_of(root)))
+    parts = []
+    for group, (name, columns, attributes) in zip(groups, opened, strict=True):
+        where = f"{asked.key}: {name}"
+        rows, recordings = _cut_recordings(columns, where) if asked.by_step else (columns, one_recording(0))
+        parts.append(Part(name, path, group, file, *_cut_blocks(rows, where), attributes, recordings))
+    return parts
+
+
+def _cut_blocks(opened: Mapping[str, Any], where: str) -> tuple[dict[str, Any], np.ndarray]:
+    """The columns, of which small ones are in memory now, and the number of rows in each block."""
     lengths = {field: len(column) for field, column in opened.items()}
     n_rows = min(lengths.values())
     if n_rows < max(1, *lengths.values()):
@@ -68,15 +126,53 @@ def open_part(
         step = largest.chunk_rows
     else:  # about BLOCK_BYTES, in MIN_BLOCKS or more
         step = max(1, min(BLOCK_BYTES // largest.field.row_bytes, n_rows // MIN_BLOCKS))
-    block_rows = np.diff(np.arange(0, n_rows, step), append=n_rows).astype(np.int32)
-    return Part(name, path, group, opened_file, columns, block_rows, attributes)
+    return columns, np.diff(np.arange(0, n_rows, step), append=n_rows).astype(np.int32)
 
 
 def _in_memory(column: Any) -> Any:
     """The rows of a `Layout`, or of a ragged column of one, which are read now."""
     if isinstance(column, RaggedColumn):
         return RaggedColumn(column.field, _in_memory(column.values), column.indptr)
-    return InMemory(column.read_all())
+    return InMemory(column.read_all(), column.field.n_items)
+
+
+def _open_steps(root: h5py.Group, name: str, where: str, file: OpenFile) -> Any:
+    """A field whose rows are steps. A dataset that is named itself is one series, even if its group cuts it into rows;
+    a single number is the value of a whole recording."""
+    data = look_up(root, name, where)
+    if not isinstance(data, h5py.Dataset):
+        return _open_column(root, name, where, file)
+    if data.ndim == 0 and dtype_of(data).kind in "buif":
+        return InMemory(np.array(data[()], ndmin=1))
+    return open_layout(f"{where}: {name}", data, file)
+
+
+def _cut_recordings(opened: Mapping[str, Any], where: str) -> tuple[dict[str, Any], Recordings]:
+    """The fields that have a value for each step, and the recordings, with the fields of one value for each of them."""
+    ragged = {field: column for field, column in opened.items() if isinstance(column, RaggedColumn)}
+    first, *others = ragged or [""]
+    for field, column in ragged.items():
+        if column.field.codec:
+            raise UserError(f"{where}: {field} has encoded images, of which there are no windows; use data.window=0")
+    for field in others:
+        if not np.array_equal(ragged[first].indptr, ragged[field].indptr):
+            raise UserError(f"{where}: {first} and {field} have recordings of other lengths; give both the same indptr")
+    columns = {field: column.values if field in ragged else column for field, column in opened.items()}
+    n_steps = len(columns[first]) if ragged else max(map(len, columns.values()))
+    ends = ragged[first].indptr if ragged else np.array([0, n_steps])
+    n_recordings = len(ends) - 1
+    values = {field: column for field, column in columns.items() if len(column) == n_recordings != n_steps}
+    lengths = {field: len(column) for field, column in columns.items()}
+    if n_steps == 0 or any(len(columns[field]) != n_steps for field in columns.keys() - values.keys()):
+        raise UserError(
+            f"{where} has fields of lengths {lengths}; give each as many steps, and at least one, or one value for "
+            f"each of its {n_recordings:,} recordings"
+        )
+    arrays = {
+        field: column.rows if isinstance(column, InMemory) else column.read_all() for field, column in values.items()
+    }
+    steps = {field: column for field, column in columns.items() if field not in values}
+    return steps, Recordings(Runs(ends[:-1], np.diff(ends)), arrays)
 
 
 def _warn_of_numbers_not_meant(root: h5py.Group, names: Collection[str], where: str) -> None:

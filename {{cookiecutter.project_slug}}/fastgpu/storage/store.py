@@ -6,7 +6,7 @@ library holds one lock over all reads, so only one thread at a time can read thr
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import accumulate
 from pathlib import Path
@@ -18,12 +18,13 @@ import numpy as np
 from fastgpu.process.launch import UserError, warn
 from fastgpu.process.machine import free_host_bytes
 from fastgpu.rows.contract import Dataset, Out, PoolPlan, Range, Reads
+from fastgpu.rows.selection import Runs
 from fastgpu.storage.columns import Codec, DecodedColumn, InMemory
 from fastgpu.storage.file import OpenFile, is_url, side_by_side
 from fastgpu.storage.hdf5 import SOURCES, expand, find, look_up, open_file, refuse_large
 from fastgpu.storage.layout import COLUMN_BYTES, Layout, PlainRows
 from fastgpu.storage.meaning import check_meaning
-from fastgpu.storage.part import Part, open_part
+from fastgpu.storage.part import Part, Recordings, Request, open_parts
 
 __all__ = ["open_store"]
 
@@ -104,14 +105,53 @@ class HDF5Dataset(Dataset):
                 found.append(data[:] if is_known else np.zeros(part.n_rows, "S1"))
         return [text.decode(errors="backslashreplace") for text in np.concatenate(found)[row_ids].tolist()]
 
+    @cached_property
+    def recordings(self) -> Recordings:
+        """If the rows are steps: the recordings of all files, one after the other."""
+        each = [part.recordings for part in self.parts]
+        starts = [part.runs.starts + first_row for part, first_row in zip(each, self.first_rows, strict=True)]
+        runs = Runs(np.concatenate(starts), np.concatenate([part.runs.counts for part in each]))
+        return Recordings(runs, {name: np.concatenate([part.values[name] for part in each]) for name in each[0].values})
+
+    @cached_property
+    def unit_rows(self) -> int:
+        """Rows that are decompressed together: to read one of them costs as much as to read all."""
+        columns = [column for part in self.parts for column in part.columns.values()]
+        units = [each.chunk_rows for each in columns if isinstance(each, Layout) and not isinstance(each, PlainRows)]
+        return max(units, default=1)
+
     def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Out]) -> None:
-        ranges: dict[int, list[Range]] = {}
-        for start, places in reads.ranges():
-            number = bisect_right(self.first_rows, start) - 1
-            ranges.setdefault(number, []).append((start - self.first_rows[number], places))
-        for number, ranges_of_part in ranges.items():
+        self.read_ranges(plan, reads.ranges(), out)
+
+    def read_ranges(self, plan: PoolPlan, ranges: Iterable[Range], out: Mapping[str, Out]) -> None:
+        """`read` of ranges, whose places may be neighbours. Each is of one file."""
+        by_part: dict[int, list[Range]] = {}
+        for start, places in ranges:
+            number = self._number_of(start)
+            by_part.setdefault(number, []).append((start - self.first_rows[number], places))
+        for number, ranges_of_part in by_part.items():
             for name, column in self.parts[number].columns.items():
                 column.read(ranges_of_part, out[name], plan)
+
+    def _number_of(self, row: int) -> int:
+        """The number of the file that has a row."""
+        return bisect_right(self.first_rows, row) - 1
+
+    def view(self, start: int, n_rows: int) -> dict[str, np.ndarray] | None:
+        """{field: bytes of neighbouring rows of one file}, if those of all fields are in memory. They are not copied:
+        call `check_unchanged` when they have been used. Only for rows that are steps."""
+        self.check_unchanged(start)
+        number = self._number_of(start)
+        views = {}
+        for name, column in self.parts[number].columns.items():
+            if (view := column.view(start - self.first_rows[number], n_rows)) is None:
+                return None
+            views[name] = view
+        return views
+
+    def check_unchanged(self, row: int) -> None:
+        """Raise UserError if the file of that row was changed since it was opened."""
+        self.parts[self._number_of(row)].file.check_unchanged()
 
     def gathers(self, plan: PoolPlan, out: Mapping[str, Out], n_rows: int) -> list[Callable[[], None]]:
         """Jobs for any thread that copy a pool out of the page cache, `n_rows` rows each in the order of the pool.
@@ -145,42 +185,58 @@ def open_store(
     fields: Mapping[str, str],
     codecs: Mapping[str, Codec] | None = None,
     *,
+    by_step: bool = False,
     cache: str = "",
 ) -> HDF5Dataset:
     """Open HDF5 files as one source of rows. Raises UserError if a person has to change something.
 
     key: the config key that names the files, for messages. paths: one or more of `file.h5`, `file.h5::/group`, URLs and
     globs such as `part-*.h5`. fields: {field: dataset or CSR group in the file}. codecs: {field: what decodes its rows,
-    if they are encoded}. cache: the folder for copies of files of a bucket; by default data/cache. The attributes are
-    those of the first file or group, but `mean` and `std` are of all rows.
+    if they are encoded}. by_step: rows are steps of recordings, and a ragged row is a recording. cache: the folder for
+    copies of files of a bucket; by default data/cache. The attributes are those of the first file or group, but `mean`
+    and `std` are of all rows.
     """
-    files = [file for path in ([paths] if isinstance(paths, str) else paths) for file in expand(key, path)]
+    paths = [paths] if isinstance(paths, str) else paths
+    files = [file for path in paths for file in expand(key, path, cache)]
     if not fields or not files:
         raise UserError(f"{key}: no file or no field is named; data.fields maps names in the code to datasets of files")
-    first, *others = parts = _open_parts(key, files, fields, cache)
+    first, *others = parts = _open_parts(key, files, fields, by_step=by_step, cache=cache)
     for other in others:
         check_meaning(key, first, other)
-        for field, column in other.columns.items():
-            if not column.field.fits(first.columns[field].field):
-                raise UserError(
-                    f"{key}: {other.name} holds {field} as {column.field}, {first.name} as "
-                    f"{first.columns[field].field}; files must agree"
-                )
+        _check_fields(key, first, other)
     return HDF5Dataset(parts, codecs or {})
 
 
-def _open_parts(key: str, files: Sequence[tuple[str, str]], fields: Mapping[str, str], cache: str) -> list[Part]:
+def _check_fields(key: str, first: Part, other: Part) -> None:
+    """Raise UserError if the fields of two files are not alike."""
+    of_rows = (first.fields, other.fields, "recording")
+    of_recordings = (first.recordings.fields, other.recordings.fields, "step")
+    for expected, found, otherwise in (of_rows, of_recordings):
+        for name, field in found.items():
+            if name not in expected or not field.fits(expected[name]):
+                as_what = expected.get(name, f"one value for each {otherwise}")
+                raise UserError(
+                    f"{key}: {other.name} holds {name} as {field}, {first.name} as {as_what}; files must agree"
+                )
+
+
+def _open_parts(
+    key: str, files: Sequence[tuple[str, str]], fields: Mapping[str, str], *, by_step: bool, cache: str
+) -> list[Part]:
     """files: (path, group) of each part. Those in a bucket are opened side by side, as they wait for the network."""
-    paths = {path for path, _ in files}
-    n_bytes = sum(Path(path).stat().st_size for path in paths if Path(path).is_file())
+    groups: dict[str, list[str]] = {}
+    for path, group in files:
+        groups.setdefault(path, []).append(group)
+    n_bytes = sum(Path(path).stat().st_size for path in groups if Path(path).is_file())
     is_large = n_bytes > AROUND_PAGE_CACHE * free_host_bytes()
+    asked = Request(key, fields, by_step, is_large, cache)
 
-    def open_one(number: int) -> Part:
-        is_first = number == 0
-        return open_part(key, files[number], fields, around_page_cache=is_large, cache=cache, is_first=is_first)
+    def open_one(path: str) -> list[Part]:
+        return open_parts(asked, path, groups[path], is_first=path == files[0][0])
 
-    numbers = range(len(files))
-    return side_by_side(open_one, numbers) if any(map(is_url, paths)) else [*map(open_one, numbers)]
+    opened = side_by_side(open_one, groups) if any(map(is_url, groups)) else [*map(open_one, groups)]
+    parts = {path: iter(each) for path, each in zip(groups, opened, strict=True)}
+    return [next(parts[path]) for path, _ in files]  # in the order in which they are named
 
 
 def _pool_statistics(parts: Sequence[Part]) -> dict[str, Any]:

@@ -10,7 +10,8 @@ import numpy as np
 
 from fastgpu.convert.images.members import PLACES, Place, list_members, read_member
 from fastgpu.convert.images.readers import ClassFolders, ImageReader
-from fastgpu.convert.reader import SPLIT_OF_WORD, explain_errors, read_splits
+from fastgpu.convert.reader import explain_errors
+from fastgpu.convert.splits import SPLIT_OF_WORD
 from fastgpu.imagefiles.folders import is_image, kind_of, select_images, tell_left_out
 from fastgpu.process.launch import UserError, list_first
 from fastgpu.storage.hdf5 import expand
@@ -44,13 +45,14 @@ class ImageArchives(ImageReader):
             places.append(np.array([(*members[name], number) for name in names], PLACES))
         tell_left_out(source, left_out)
         self._places = np.concatenate(places)
+        broken: dict[int, str] = {}
         splits = None
         if samples:
-            from fastgpu.convert.tables import TextTable, parse_labels  # polars is of the extra `convert`
+            from fastgpu.convert.tables import Columns, parse_labels  # polars is of the extra `convert`
 
-            table = TextTable(samples.texts, self.where)
+            table = Columns(samples.texts, self.where, broken)
             values, attributes = parse_labels(table, labels)
-            splits = read_splits(str(source), table.texts(split_by)) if split_by else None
+            self.split_by = table.texts(split_by).fill_null("").to_numpy() if split_by else None
         else:
             if split_by:
                 raise UserError(
@@ -60,7 +62,7 @@ class ImageArchives(ImageReader):
             self._names = [self._names[place] for place in found.places]
             self._places = self._places[found.places]
             values, attributes, splits = found.labels, {"class_names": found.class_names}, found.splits
-        super().__init__(str(source), len(self._names), values, **how)
+        super().__init__(str(source), len(self._names), values, broken=broken, **how)
         self.attributes |= attributes
         self.splits = splits
 
@@ -69,7 +71,7 @@ class ImageArchives(ImageReader):
         return read_member(self._archives[number], Place(*place))
 
     def where(self, row: int) -> str:
-        return f"{self._archives[self._places['archive'][row]]}/{self._names[row]}"
+        return f"{self._archives[self._places['archive'][row]]}::{self._names[row]}"
 
 
 class Samples:
@@ -144,19 +146,19 @@ def read_column(
 ) -> tuple[str, str | None]:
     """(name of a file, text) of a sample: the text that the file of this suffix has, or this field of its JSON."""
     if name := files.get(column):
-        with explain_errors(f"{archive}/{name}", "text in UTF-8"):
+        with explain_errors(f"{archive}::{name}", "text in UTF-8"):
             return name, read_member(archive, members[name]).decode()
     if name := files.get("json"):
         value = read_json(archive, members, name).get(column)
         if isinstance(value, list | dict):
-            raise UserError(f"{archive}/{name}: {column} is a {type(value).__name__}; labels are numbers or texts")
+            raise UserError(f"{archive}::{name}: {column} is a {type(value).__name__}; labels are numbers or texts")
         return name, None if value is None else str(int(value) if isinstance(value, bool) else value)
     return "", None
 
 
 def read_json(archive: Path, members: Mapping[str, Place], name: str) -> dict[str, Any]:
     """The fields of a file. Raises UserError if it has none."""
-    with explain_errors(f"{archive}/{name}", "JSON"):
+    with explain_errors(f"{archive}::{name}", "JSON"):
         fields = json.loads(read_member(archive, members[name]))
         if not isinstance(fields, dict):
             raise ValueError(f"it is a {type(fields).__name__}, and not fields of a sample")

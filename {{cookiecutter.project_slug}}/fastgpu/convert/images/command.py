@@ -1,6 +1,5 @@
 """The commands for images."""
 
-import re
 from argparse import ArgumentTypeError
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,22 +24,10 @@ def size(text: str) -> tuple[int, int]:
     return int(words[0]), int(words[-1])
 
 
-def max_broken(text: str) -> float:
-    """The share of the images that may be left out: of `stop` none, of `skip` 1 %."""
-    if text in ("stop", "skip"):
-        return 0.0 if text == "stop" else 0.01
-    found = re.fullmatch(r"skip=(\d+\.?\d*)%", text)
-    share = float(found[1]) / 100 if found else 0.0
-    if not 0 < share <= 1:
-        raise ArgumentTypeError(f"{text} should be stop, skip or a share such as skip=10%")
-    return share
-
-
 @dataclass(frozen=True, kw_only=True)
 class ImageCommand(SplitCommand):
     """What both commands have in common."""
 
-    split_by: str = flag("column that says train, val or test", type=str.strip, default="", metavar="COLUMN")
     no_header: bool = flag("the first line is a row; columns are called 1, 2, ...", default=False)
 
 
@@ -67,12 +54,6 @@ class Images(ImageCommand):
     masks: Path | None = flag("folder with a mask of the same name for each image", metavar="DIR")
     binary_masks: bool = flag("the masks hold 0 and 255, which is class 1 and not ignored", default=False)
     masks_fit: Literal["shown", "stored"] | None = flag("where EXIF turns images: whether masks are of the turned ones")
-    on_error: float = flag(
-        "list broken ones (default), or leave out 1 %% of them, or a share",
-        type=max_broken,
-        default=0.0,
-        metavar="{stop,skip,skip=10%}",
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -125,7 +106,7 @@ class Images(ImageCommand):
             columns = columns or (["1", "2"] if self.no_header else ["path", "label"])
             has_header = not self.no_header
             source = ImageTable(self.source, columns=columns, split_by=self.split_by, has_header=has_header, **how)
-        write(source, self, split=self.split, max_broken=self.on_error)
+        write(source, self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +129,7 @@ class Pixels(ImageCommand):
 
         has_header = not self.no_header
         source = PixelTable(self.source, label=self.label, split_by=self.split_by, has_header=has_header)
-        write(source, self, split=self.split)
+        write(source, self)
 
 
 COMMANDS = {"images": Images, "pixels": Pixels}

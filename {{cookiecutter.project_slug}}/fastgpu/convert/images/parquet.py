@@ -9,7 +9,6 @@ import polars as pl
 
 from fastgpu.convert.images.readers import ImageReader, read_file
 from fastgpu.convert.parquet import ParquetFiles, RecentGroups
-from fastgpu.convert.reader import read_splits
 from fastgpu.convert.tables import TextTable, parse_labels
 from fastgpu.process.launch import UserError, list_first
 
@@ -36,11 +35,12 @@ class ParquetImages(ImageReader):
             found = f"{source}: {self._image} is {self._kind}"
             raise UserError(f"{found}; images are Binary, a Struct of bytes and path, or a String that is a path")
         self._recent = RecentGroups(self._files, [self._image])
-        labels, attributes = read_labels(self._files, names)
-        super().__init__(str(source), len(self._files), labels, block_rows=self._files.group_rows, **how)
+        broken: dict[int, str] = {}
+        table = self._files.texts([*names, *filter(None, [split_by])], broken)
+        labels, attributes = read_labels(self._files, table, names)
+        self.split_by = table.texts(split_by).fill_null("").to_numpy() if split_by else None
+        super().__init__(str(source), self._files.group_rows, labels, broken=broken, **how)
         self.attributes |= attributes
-        if split_by:
-            self.splits = read_splits(str(source), read_texts(self._files, [split_by]).texts(split_by))
 
     def read_file(self, row: int) -> bytes:
         (group,), (place,) = self._files.groups_of(np.array([row]))
@@ -84,26 +84,10 @@ def choose_columns(files: ParquetFiles, split_by: str) -> list[str]:
     return [images[0], labels[0]]
 
 
-def read_labels(files: ParquetFiles, names: Sequence[str]) -> tuple[np.ndarray, dict[str, Any]]:
+def read_labels(files: ParquetFiles, table: TextTable, names: Sequence[str]) -> tuple[np.ndarray, dict[str, Any]]:
     """(labels, attributes) of one or more columns, see `parse_labels`; of classes with the names that files have."""
-    table = read_texts(files, names)
     class_names = files.class_names(names[0]) if len(names) == 1 else None
     if not class_names or not files.schema[names[0]].is_integer():
         return parse_labels(table, names)
-    texts = table.texts(names[0])
-    numbers = texts.cast(pl.Int64)
-    cure = f"the file names {len(class_names)} classes, from 0 on; leave out rows of other numbers"
-    table.check(texts, numbers.is_between(0, len(class_names) - 1), cure)
-    return numbers.to_numpy(), {"class_names": class_names}
-
-
-def read_texts(files: ParquetFiles, names: Sequence[str]) -> TextTable:
-    """Columns of numbers or text, as text. Raises UserError for other types."""
-    for name in names:
-        kind = files.schema[name]
-        if not (kind.is_numeric() or kind in (pl.Boolean, pl.String, pl.Categorical, pl.Enum)):
-            cure = "labels are numbers or text: write such a column, or name another in --columns"
-            raise UserError(f"{files.name}: {name} is {kind}; {cure}")
-    columns = {name: files.column(name) for name in names}
-    numbers = {name: column.cast(pl.Int8) for name, column in columns.items() if column.dtype == pl.Boolean}
-    return TextTable({name: each.cast(pl.String) for name, each in (columns | numbers).items()}, files.where)
+    cure = f"; the file names {len(class_names)} classes"
+    return table.whole_numbers(names[0], len(class_names) - 1, cure), {"class_names": class_names}

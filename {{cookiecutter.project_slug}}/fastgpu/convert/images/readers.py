@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from PIL import Image, ImageFile, ImageOps
 
-from fastgpu.convert.reader import SPLIT_OF_WORD, Reader, read_splits
+from fastgpu.convert.reader import Reader
+from fastgpu.convert.splits import SPLIT_OF_WORD, read_splits
 from fastgpu.convert.writer import CODECS
 from fastgpu.imagefiles.folders import is_image, list_images
 from fastgpu.imagefiles.pixels import EXIF_ON_ITS_SIDE, EXIF_ORIENTATION, UprightImage, decode, fit
@@ -42,24 +43,22 @@ PIXELS = rf"^(?:{PIXEL}\s+)*{PIXEL}$"
 class ImageReader(Reader):
     """Images, and their labels if they have any. A subclass has `read_file`, and is complete when it calls this.
 
-    block_rows: (blocks,) rows that are read together; None: each alone. prepared: without a size, images have that of
-    the first one. encoded: rows are the bytes of the files, for each epoch to decode; if `prepared` has a size, images
-    whose shorter side is longer become JPEG files of it.
+    prepared: without a size, images have that of the first one. encoded: rows are the bytes of the files, for each epoch
+    to decode; if `prepared` has a size, images whose shorter side is longer become JPEG files of it. Other arguments are
+    those of `Reader`.
     """
 
     def __init__(
         self,
         name: str,
-        n_rows: int,
+        n_rows: int | np.ndarray,
         labels: np.ndarray | None = None,
         *,
-        block_rows: np.ndarray | None = None,
         prepared: Preprocessing = Preprocessing(),  # noqa: B008 (immutable)
         encoded: bool = False,
+        broken: dict[int, str] | None = None,
     ):
-        super().__init__(name, n_rows, labels)
-        if block_rows is not None:
-            self.block_rows = block_rows.astype(np.int32)
+        super().__init__(name, n_rows, labels, broken=broken)
         self.prepared = prepared
         self.encoded = encoded
         if not encoded:
@@ -71,7 +70,8 @@ class ImageReader(Reader):
         raise NotImplementedError
 
     def __getitem__(self, row: int) -> dict[str, Any]:
-        """Raises an exception of any kind if the file is damaged."""
+        """Raises an exception of any kind if the row is broken."""
+        self.refuse(row)
         return self.item(row, UprightImage(np.frombuffer(self.read_file(row), np.uint8)))
 
     def item(self, row: int, image: UprightImage) -> dict[str, Any]:
@@ -227,7 +227,7 @@ class ImageTable(ImageFiles):
     """A CSV with a file, whose path begins at the folder of the CSV, and its labels in each line.
 
     columns: names of the column with the files and of those with labels (see `parse_labels`). split_by: name of the
-    column that says train, val or test. has_header: see `Table`. Raises UserError with the line.
+    column `split_by` of a `Reader`. has_header: see `Table`.
     """
 
     def __init__(
@@ -243,32 +243,33 @@ class ImageTable(ImageFiles):
             raise UserError(f"--columns is {','.join(columns)}; it should be two names or more: PATH,LABEL")
         from fastgpu.convert.tables import Table, parse_labels  # polars is of the extra `convert`
 
-        table = Table(Path(path), has_header=has_header)
+        broken: dict[int, str] = {}
+        table = Table(Path(path), has_header=has_header, broken=broken)
         files, *others = (name.strip() for name in columns)
         if has_header and is_image(files):
             raise UserError(f"{path}: its first line has the image {files}; --no-header calls the columns 1, 2, ...")
-        paths = table.texts(files).to_list()
+        paths = table.texts(files).fill_null("").to_list()
         labels, attributes = parse_labels(table, others)
-        if n_repeated := len(paths) - len({*map(os.path.normpath, paths)}):
+        self.split_by = table.texts(split_by).fill_null("").to_numpy() if split_by else None
+        known = [*filter(None, paths)]
+        if n_repeated := len(known) - len({*map(os.path.normpath, known)}):
             print(f"lines of {path} whose image an earlier line names, perhaps for another split: {n_repeated:,}")
-        super().__init__(table.path, paths, labels, **how)
+        super().__init__(table.path, paths, labels, broken=broken, **how)
         self.attributes |= attributes
-        if split_by:
-            self.splits = read_splits(str(path), table.texts(split_by))
 
 
 class PixelTable(Reader):
     """A CSV whose rows are square grey images: a column for each pixel (MNIST), or one with all of them (FER2013).
 
-    label: its column. Empty: the one column beside `pixels` and split_by, or `label`. has_header: see `Table`.
-    Raises UserError with the line.
+    label: its column. Empty: the one column beside `pixels` and that of the split, or `label`. See also `ImageTable`.
     """
 
     def __init__(self, path: str | Path, *, label: str = "", split_by: str = "", has_header: bool = True):
         from fastgpu.convert.tables import Table, parse_labels
 
-        table = Table(Path(path), has_header=has_header)
-        others = [name for name in table.names if name not in ("pixels", split_by or "pixels")]
+        broken: dict[int, str] = {}
+        table = Table(Path(path), has_header=has_header, broken=broken)
+        others = [name for name in table.names if name not in ("pixels", split_by)]
         label = label or (others[0] if len(others) == 1 else "label")
         labels, attributes = parse_labels(table, [label])
         columns = [name for name in others if name != label]
@@ -279,7 +280,7 @@ class PixelTable(Reader):
         if len(columns) == 1:
             texts = table.texts(columns[0])
             counts = texts.str.count_matches(r"\S+")
-            n_pixels = int(counts.max())  # type: ignore[arg-type]
+            n_pixels = int(counts.mode().max() or 0)  # type: ignore[arg-type]
             cure = f"it should be {n_pixels:,} whole numbers from 0 to 255"
             table.check(texts, (counts == n_pixels) & texts.str.contains(PIXELS), cure)
             self._pixels = texts.to_list()
@@ -294,12 +295,12 @@ class PixelTable(Reader):
         self._side = isqrt(n_pixels)
         if self._side**2 != n_pixels:
             raise UserError(f"{path} has {n_pixels:,} pixels in a row, which are no square; save arrays (.npy)")
-        super().__init__(str(path), len(labels), labels)
+        self.split_by = table.texts(split_by).fill_null("").to_numpy() if split_by else None
+        super().__init__(str(path), len(labels), labels, broken=broken)
         self.attributes |= attributes
-        if split_by:
-            self.splits = read_splits(str(path), table.texts(split_by))
 
     def __getitem__(self, row: int) -> dict[str, Any]:
+        self.refuse(row)
         assert self.labels is not None
         pixels = self._pixels[row]
         values = np.array(pixels.split(), np.uint8) if isinstance(pixels, str) else pixels

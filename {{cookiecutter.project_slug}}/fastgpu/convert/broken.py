@@ -1,0 +1,57 @@
+"""How many broken rows may be left out, and the lists of all of them beside the target.
+
+x.h5.broken.txt     all reasons, if there are too many: then no file of rows is written
+x.h5.skipped.txt    the reasons of the rows that were left out
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from fastgpu.process.files import new_file
+from fastgpu.process.launch import ESCAPES, UserError, list_first
+
+CURE = "--on-error skip leaves out 1 % at most, skip=10% more"
+
+
+def refuse_broken(reasons: Sequence[str], n_rows: int, max_broken: float | None, target: Path | None) -> None:
+    """Raise UserError with the first reasons if more rows are broken than may be left out.
+
+    reasons: one for each broken row. n_rows: number of all rows. max_broken: the share, or one row, that may be broken;
+    None: no row. target: the file to write, beside which all reasons are listed. None: nothing is to be written.
+    """
+    n_allowed = max(1, int(n_rows * max_broken + 1e-6)) if max_broken else 0
+    if len(reasons) <= n_allowed:
+        return
+    listed = ""
+    if target:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_lines(broken_list(target), reasons)
+        listed = f", which {broken_list(target)} lists"
+    found = f"{len(reasons):,} of {n_rows:,} rows are broken{listed}; nothing else was written; {CURE}"
+    raise UserError("\n  ".join([f"{found}:", list_first(reasons, "\n  ")]))
+
+
+def none_whole(name: str, broken: Mapping[int, str]) -> UserError:
+    """The error for a source without a row that is not broken."""
+    return UserError(f"{name}: none of the rows can be read:\n  {list_first(in_order(broken), chr(10) + '  ')}")
+
+
+def in_order(broken: Mapping[int, str]) -> list[str]:
+    """The reasons of {row: reason}, in the order of the rows."""
+    return [broken[row] for row in sorted(broken)]
+
+
+def broken_list(target: Path) -> Path:
+    """The list of the broken rows, because of which the target was not written."""
+    return Path(f"{target}.broken.txt")
+
+
+def skipped_list(target: Path) -> Path:
+    """The list of the broken rows that were left out of the target."""
+    return Path(f"{target}.skipped.txt")
+
+
+def write_lines(path: Path, lines: Sequence[str]) -> None:
+    """Write a text of these lines to a new file, in place of an old one. Names that are no text are escaped."""
+    with new_file(path, replace=True) as partial:
+        partial.write_text("\n".join([*lines, ""]).translate(ESCAPES), encoding="utf-8")

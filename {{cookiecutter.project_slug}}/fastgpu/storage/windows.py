@@ -1,0 +1,278 @@
+"""Windows of long series: a row is `length` neighbouring steps of a recording, such as tokens, hours or frames.
+
+The source below has a row for each step. A recording is a file, a group, or a row of a ragged field; no window crosses
+from one to the next. A recording has P = steps - length + 1 places where a window can begin, and an epoch has
+n = ceil(P / stride) windows of it:
+
+    in order of the file   at 0, stride, 2 * stride, ...
+    shuffled               at (j * P + v) // n for j = 0 ... n - 1, with v drawn from 0 ... P - 1 for each epoch
+
+So in training, windows begin at most a stride apart, never twice at one place, and anywhere with the same chance: each
+step is read about length / stride times in an epoch, and many epochs have all windows that there are.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from copy import copy
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastgpu.process.launch import UserError, warn
+from fastgpu.rows.contract import Dataset, Out, PoolPlan, Reads
+from fastgpu.rows.rows import Field, Ragged, Rows, to_device
+from fastgpu.storage.arrays import ArrayDataset
+from fastgpu.storage.file import scratch
+from fastgpu.storage.layout import BLOCK_BYTES, MIN_BLOCKS
+from fastgpu.storage.part import Recordings
+from fastgpu.storage.store import HDF5Dataset, open_store
+
+OVERLAP_BYTES = 128 << 10
+"""Minimum size of a block of windows that overlap. Neighbours look alike, so the more they overlap the smaller it is: a
+pool has blocks from thousands of places."""
+CHUNKS_PER_BLOCK = 4
+"""A block has the windows of about so many compressed chunks, and decodes one more, at its end."""
+MAX_BLOCKS = 10_000_000
+"""So many blocks are planned in a second. More would take gigabytes of memory."""
+LONG_WINDOW_BYTES = 16 << 10
+"""Windows of this size are copied one by one. Of shorter ones, those of a block are read together, then cut."""
+Steps = HDF5Dataset | ArrayDataset
+"""A source whose rows are steps."""
+
+
+class WindowDataset(Dataset):
+    """Windows of a source whose rows are steps."""
+
+    def __init__(self, steps: Steps, recordings: Recordings, length: int, stride: int):
+        """recordings: of the steps; those that are shorter than a window have none.
+
+        Raises UserError if all of them are, or if there are too many windows.
+        """
+        n_places = recordings.runs.counts - length + 1
+        if not (n_places > 0).any():
+            raise UserError(
+                f"{steps.name}: data.window is {length}, but its longest recording has "
+                f"{recordings.runs.counts.max(initial=0):,} steps; use a smaller window"
+            )
+        n_steps = int(recordings.runs.counts.sum())
+        self.recordings = recordings.part(recordings.runs.starts, np.where(n_places > 0, recordings.runs.counts, 0))
+        """Those that have room for a window."""
+        self.steps = self.whole = steps
+        self.length, self.stride = length, stride
+        self.cut = {"window": length, "stride": stride}
+        self.attributes = steps.attributes
+        self.fields = {name: _window_of(field, length) for name, field in steps.fields.items()} | recordings.fields
+        self._n_places = n_places[n_places > 0]
+        self._n_windows = -(-self._n_places // stride)
+        n_windows = int(self._n_windows.sum())
+        self._first_rows = np.cumsum(self._n_windows) - self._n_windows
+        self._shifts = lru_cache(2)(self._draw_shifts)
+        self.name = f"{steps.name} ({n_windows:,} windows of {n_steps:,} steps)"
+        size = self._windows_per_block(n_windows)
+        if (n_blocks := int((-(-self._n_windows // size)).sum())) > MAX_BLOCKS:
+            raise UserError(
+                f"{self.name}: data.stride is {stride}, which takes {n_blocks:,} blocks of windows, and at most "
+                f"{MAX_BLOCKS:,} can be shuffled; use a larger data.stride: each epoch begins its windows elsewhere"
+            )
+        self.block_rows = _cut_blocks(self._n_windows, size)
+
+    def _windows_per_block(self, n_windows: int) -> int:
+        chunk_bytes = self._unit_rows * self.steps.row_bytes
+        read_bytes = max(BLOCK_BYTES, CHUNKS_PER_BLOCK * chunk_bytes if self._unit_rows > 1 else 0)
+        share = min(1, self.stride / self.length)  # of the bytes of these windows, those that are read
+        n_bytes = max(OVERLAP_BYTES, chunk_bytes, int(read_bytes * share))
+        return max(1, min(n_bytes // self.row_bytes, n_windows // MIN_BLOCKS))
+
+    @property
+    def _unit_rows(self) -> int:
+        return self.steps.unit_rows if isinstance(self.steps, HDF5Dataset) else 1
+
+    @property
+    def part_rows(self) -> list[int]:
+        """The number of windows of each file."""
+        assert isinstance(self.steps, HDF5Dataset)
+        file = np.searchsorted(self.steps.first_rows, self.recordings.runs.starts, "right") - 1
+        return np.bincount(file, self._n_windows, len(self.steps.parts)).astype(np.int64).tolist()
+
+    @property
+    def is_local(self) -> bool:
+        return self.steps.is_local
+
+    @property
+    def n_requests(self) -> int:
+        return self.steps.n_requests
+
+    @cached_property
+    def stored_fingerprint(self) -> str:
+        """Of the steps, and of how they are cut. Raises UserError."""
+        content = hashlib.sha256(f"{self.steps.stored_fingerprint} {self.length} {self.stride}".encode())
+        for array in (*self.recordings.runs, *self.recordings.values.values()):
+            content.update(np.ascontiguousarray(array).data)
+        return content.hexdigest()[:12]
+
+    def stored_column(self, name: str) -> np.ndarray | None:
+        """A field of one value for each recording, repeated for its windows. Others are in no memory."""
+        values = self.recordings.values.get(name)
+        return None if values is None else values.repeat(self._n_windows, axis=0)
+
+    def first_steps(self) -> np.ndarray:
+        """(rows,) int64: the step where each window begins in the order of the file, as `column` has its values."""
+        return self._selected(self._find(None, np.arange(self.block_rows.sum()))[1])
+
+    def _draw_shifts(self, seed: int, epoch: int) -> np.ndarray:
+        """(recordings,) the v of each in that epoch."""
+        rng = np.random.default_rng(np.random.SeedSequence((seed, epoch), spawn_key=(0, 0, 0)))
+        return rng.integers(self._n_places)
+
+    def _find(self, plan: PoolPlan | None, row_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(n,) the recording, and the first step, of each window. plan: None for the order of the file."""
+        numbers = np.searchsorted(self._first_rows, row_ids, "right") - 1
+        starts, j = self.recordings.runs.starts[numbers], row_ids - self._first_rows[numbers]
+        if plan is None or not plan.is_shuffled:
+            return numbers, starts + j * self.stride
+        n_windows = self._n_windows[numbers]
+        whole, rest = np.divmod(self._n_places[numbers], n_windows)  # j * P might overflow
+        return numbers, starts + j * whole + (j * rest + self._shifts(plan.seed, plan.epoch)[numbers]) // n_windows
+
+    def over(self, stored: Dataset) -> "WindowDataset":
+        assert isinstance(stored, ArrayDataset)
+        part = copy(self)
+        part.steps = stored
+        return part
+
+    def gather(self, plan: PoolPlan, stored: Rows, out: Rows) -> Rows:
+        """The windows of a pool. stored: all steps, each of them once, whatever the stride."""
+        recordings, first_steps = self._find(plan, plan.row_ids)
+        windows: dict[str, Tensor | Ragged] = {
+            name: _windows_in(column, self.length) for name, column in stored.columns.items()
+        }
+        rows = Rows(windows).take(torch.from_numpy(first_steps), out=out).columns
+        for name, values in self.recordings.values.items():
+            column = out[name][: plan.n_rows]
+            rows[name] = column.copy_(to_device(torch.from_numpy(values[recordings]), column.device), non_blocking=True)
+        return Rows(rows)
+
+    def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Out]) -> None:
+        recordings, first_steps = self._find(plan, reads.runs.numbers())
+        for name, values in self.recordings.values.items():
+            np.asarray(out[name])[reads.places] = values[recordings]
+        if self.row_bytes >= LONG_WINDOW_BYTES or self.stride > 2 * self.length:
+            steps = {name: _steps_of(out[name]) for name in self.steps.fields}
+            places = (range(place * self.length, (place + 1) * self.length) for place in reads.places.tolist())
+            self.steps.read_ranges(plan, zip(first_steps.tolist(), places, strict=True), steps)
+            return
+        rows = {name: _bytes_of(out[name]) for name in self.steps.fields}
+        done = 0
+        for part in reads.split(max(1, BLOCK_BYTES // self.row_bytes)):
+            n_rows = len(part.places)
+            self._read_together(plan, part, first_steps[done : done + n_rows], out=rows)
+            done += n_rows
+
+    def _read_together(
+        self, plan: PoolPlan, reads: Reads, first_steps: np.ndarray, *, out: Mapping[str, np.ndarray]
+    ) -> None:
+        """Read the steps of each run of windows once, and cut the windows out of them. out: {field: (rows, bytes)}."""
+        ends = np.cumsum(reads.runs.counts)
+        starts = first_steps[ends - reads.runs.counts]
+        n_steps = first_steps[ends - 1] + self.length - starts
+        views, is_mapped = self._look_at(plan, starts.tolist(), n_steps.tolist())
+
+        # Windows of a run that are a stride apart are copied together.
+        is_cut = np.diff(first_steps) != self.stride
+        is_cut[ends[:-1] - 1] = True
+        begins = np.append(0, np.flatnonzero(is_cut) + 1)
+        runs = np.searchsorted(ends, begins, "right")
+        pieces = (begins, np.append(begins[1:], len(first_steps)), runs, first_steps[begins] - starts[runs])
+        for begin, end, run, step in zip(*map(np.ndarray.tolist, pieces), strict=True):
+            places = reads.places[begin:end]
+            for name, field in self.steps.fields.items():
+                shape, strides = (end - begin, out[name].shape[1]), (self.stride * field.row_bytes, 1)
+                content = views[run][name].data
+                out[name][places] = np.ndarray(shape, np.uint8, content, step * field.row_bytes, strides)
+        for start in starts[is_mapped].tolist():
+            self.steps.check_unchanged(start)
+
+    def _look_at(
+        self, plan: PoolPlan, starts: Sequence[int], n_steps: Sequence[int]
+    ) -> tuple[list[dict[str, np.ndarray]], np.ndarray]:
+        """{field: bytes} for each run of steps, and whether they are those of the file, or a copy in scratch memory."""
+        views: list[Any] = list(map(self.steps.view, starts, n_steps))
+        is_mapped = np.array([view is not None for view in views])
+        missing = np.flatnonzero(~is_mapped).tolist()
+        if missing:
+            ends = list(accumulate(n_steps[run] for run in missing))
+            places = [range(end - n_steps[run], end) for run, end in zip(missing, ends, strict=True)]
+            memory = {
+                name: scratch(ends[-1] * field.row_bytes, f"steps of {name}")
+                .view(field.dtype)
+                .reshape(-1, *field.shape)
+                for name, field in self.steps.fields.items()
+            }
+            self.steps.read_ranges(plan, zip((starts[run] for run in missing), places, strict=True), memory)
+            for run, place in zip(missing, places, strict=True):
+                views[run] = {name: each[place.start : place.stop].view(np.uint8) for name, each in memory.items()}
+        return views, is_mapped
+
+
+def open_windows(
+    key: str, paths: str | Sequence[str], fields: Mapping[str, str], length: int, *, stride: int = 0, cache: str = ""
+) -> WindowDataset:
+    """Open HDF5 files as windows of the steps that their rows are. stride: 0 is the length. See `open_store`."""
+    steps = open_store(key, paths, fields, by_step=True, cache=cache)
+    windows = WindowDataset(steps, steps.recordings, length, stride or length)
+    n_recordings = len(steps.recordings.runs.counts)
+    if n_short := n_recordings - len(windows.recordings.runs.counts):
+        warn(
+            f"{key}: {n_short:,} of {n_recordings:,} recordings of {steps.name} have less than {length} steps "
+            "(data.window) and are left out"
+        )
+    return windows
+
+
+def hold_out_steps(recordings: Recordings, share: float) -> tuple[Recordings, Recordings]:
+    """(steps to train on, steps to validate on): no step is in both, whatever the windows.
+
+    They depend on the arguments only. Whole recordings are held out, chosen at random, and the end of one more. So of a
+    single recording, its end is.
+    """
+    starts, counts = recordings.runs
+    order = np.random.default_rng(0).permutation(len(counts))
+    ends = np.cumsum(counts[order])
+    n_train = np.empty_like(counts)
+    n_train[order] = np.clip(round((1 - share) * int(ends[-1])) - (ends - counts[order]), 0, counts[order])
+    return recordings.part(starts, n_train), recordings.part(starts + n_train, counts - n_train)
+
+
+def _window_of(field: Field, length: int) -> Field:
+    return field._replace(shape=(length, *field.shape))
+
+
+def _windows_in(column: Tensor | Ragged, length: int) -> Tensor:
+    """(steps - L + 1, L, *shape): the windows that begin at each step, as a view."""
+    assert isinstance(column, Tensor)
+    shape = (len(column) - length + 1, length, *column.shape[1:])
+    return column.as_strided(shape, (column.stride(0), *column.stride()))
+
+
+def _steps_of(windows: Out) -> np.ndarray:
+    """(rows * L, *shape): the steps of windows, (rows, L, *shape), one after the other."""
+    array = np.asarray(windows)
+    return array.reshape(-1, *array.shape[2:])
+
+
+def _bytes_of(windows: Out) -> np.ndarray:
+    """(rows, bytes) uint8: windows, (rows, L, *shape)."""
+    array = np.asarray(windows)
+    return array.reshape(len(array), -1).view(np.uint8)
+
+
+def _cut_blocks(n_rows: np.ndarray, size: int) -> np.ndarray:
+    """(blocks,) int32: rows of each block. Every recording is cut on its own, into blocks of `size`."""
+    n_blocks = -(-n_rows // size)
+    blocks = np.full(int(n_blocks.sum()), size, np.int32)
+    blocks[np.cumsum(n_blocks) - 1] = n_rows - (n_blocks - 1) * size
+    return blocks
