@@ -43,9 +43,9 @@ PIXELS = rf"^(?:{PIXEL}\s+)*{PIXEL}$"
 class ImageReader(Reader):
     """Images, and their labels if they have any. A subclass has `read_file`, and is complete when it calls this.
 
-    prepared: without a size, images have that of the first one. encoded: rows are the bytes of the files, for each epoch
-    to decode; if `prepared` has a size, images whose shorter side is longer become JPEG files of it. Other arguments are
-    those of `Reader`.
+    prepared: without a size, images have that of the first one. encoded: rows are the bytes of the files, for each
+    epoch to decode; if `prepared` has a size, images whose shorter side is longer become JPEG files of it. Other
+    arguments are those of `Reader`.
     """
 
     def __init__(
