@@ -77,7 +77,7 @@ class ParquetFiles:
     def read(self, group: int, columns: Sequence[str]) -> pl.DataFrame:
         """The rows of a row group, by its number. Any thread may call this. Raises UserError if it is damaged."""
         file, start, n_rows = self._groups[group]
-        with _explain(file):
+        with explain(file):
             # A path is no pattern here, and folders such as year=2024 are no columns.
             rows = pl.scan_parquet(file, glob=False, hive_partitioning=False).select(columns)
             frame = rows.slice(start, n_rows).collect()
@@ -132,7 +132,7 @@ class ParquetFiles:
 
         The library `datasets` does so for columns of its type ClassLabel.
         """
-        with _explain(self.files[0]):
+        with explain(self.files[0]):
             text = pl.read_parquet_metadata(self.files[0]).get("huggingface", "")
         try:
             names = json.loads(text)["info"]["features"][column]["names"]
@@ -193,13 +193,13 @@ class _Group(NamedTuple):
 
 
 def _read_schema(file: Path) -> Mapping[str, pl.DataType]:
-    with _explain(file):
+    with explain(file):
         return pl.read_parquet_schema(file)
 
 
 def _read_groups(path: Path) -> Iterator[tuple[int, int]]:
     """(first row, number of rows) of each row group of a file, from its footer. Raises UserError if it is damaged."""
-    with _explain(path), open_regular(path) as file:
+    with explain(path), open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         file.seek(max(0, size - TAIL_BYTES))
         tail = file.read(TAIL_BYTES)
@@ -211,12 +211,16 @@ def _read_groups(path: Path) -> Iterator[tuple[int, int]]:
             )
         n_bytes = int.from_bytes(tail[:4], "little")
         if n_bytes > size - TAIL_BYTES - len(MAGIC):
-            raise ValueError("its footer is damaged")
+            raise ValueError("its footer is damaged: copy or write it again")
         file.seek(size - TAIL_BYTES - n_bytes)
-        footer = _CompactReader(file.read(n_bytes)).read_struct({NUM_ROWS: {}, ROW_GROUPS: {GROUP_ROWS: {}}})
-        counts = [group[GROUP_ROWS] for group in footer.get(ROW_GROUPS, [])]
-        if sum(counts) != footer[NUM_ROWS] or min(counts, default=0) < 0:
-            raise ValueError(f"its footer is damaged: {sum(counts):,} rows in row groups, {footer[NUM_ROWS]:,} in all")
+        try:
+            footer = _CompactReader(file.read(n_bytes)).read_struct({NUM_ROWS: {}, ROW_GROUPS: {GROUP_ROWS: {}}})
+            counts = [group[GROUP_ROWS] for group in footer.get(ROW_GROUPS, [])]
+            is_right = sum(counts) == footer[NUM_ROWS] and min(counts, default=0) >= 0
+        except (LookupError, TypeError, ValueError, RecursionError):
+            is_right = False
+        if not is_right:
+            raise ValueError("its footer is damaged: copy or write it again")
     start = 0
     for count in counts:
         yield start, count
@@ -224,7 +228,7 @@ def _read_groups(path: Path) -> Iterator[tuple[int, int]]:
 
 
 class _CompactReader:
-    """Reads a struct in Thrift's compact protocol. Raises IndexError or ValueError for damaged bytes."""
+    """Reads a struct in Thrift's compact protocol. Raises LookupError or ValueError for damaged bytes."""
 
     TRUE, FALSE, BYTE, I16, I32, I64, DOUBLE, BINARY, LIST, SET, MAP, STRUCT = range(1, 13)
 
@@ -259,7 +263,7 @@ class _CompactReader:
             return [self._read(byte & 15, wanted) for _ in range(count)]
         if kind == self.STRUCT:
             return self.read_struct(wanted)
-        raise ValueError(f"its footer is damaged: it has a value of type {kind}")
+        raise ValueError(f"there is a value of type {kind}")
 
     def _read_byte(self) -> int:
         self._at += 1
@@ -268,7 +272,7 @@ class _CompactReader:
     def _read_bytes(self, count: int) -> bytes:
         self._at += count
         if self._at > len(self._content):
-            raise IndexError("its footer is damaged: it ends inside of a value")
+            raise IndexError("it ends inside of a value")
         return self._content[self._at - count : self._at]
 
     def _read_varint(self) -> int:
@@ -286,7 +290,7 @@ class _CompactReader:
 
 
 @contextmanager
-def _explain(file: Path) -> Iterator[None]:
+def explain(file: Path) -> Iterator[None]:
     """Turn errors of polars into a UserError that names the file. Any number of threads may be in such a block."""
     with explain_errors(file, "Parquet"):
         try:
