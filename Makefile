@@ -6,7 +6,9 @@
 # make nightly  what takes too long for that, more than an hour: kills under torchrun, two agents, planted causes,
 #               benchmarks, Slurm, the site, `make compat hollow`, and short forms of `make fuzz images soak`
 # make check    the gate: format, lint, types, fast tests; changes no file
-# make fix      format, mend what the linter can, make the page config.md again
+# make fix      format, mend what the linter can, make the page and the schema of the keys again, and write the
+#               template's address where it belongs
+# make pins     find the versions of constraints.txt again; UPGRADE=--upgrade takes the newest, but for torch
 # make messages write the golden messages of the tests again, and show what changed: read it before you commit
 # make docs     the pages as a site in build/site; a broken link is an error
 # make pictures draw the pictures of the pages from bench/results and docs/pictures/timeline.json (bench/timeline.py)
@@ -38,7 +40,7 @@ export MYPY_CACHE_DIR := $(CURDIR)/.cache/mypy
 WORKLOAD ?= images
 IN_PLACE := cd "$(PROJECT)" && "$(BIN)/python" -m
 
-.PHONY: help demo test slow single nightly check fix messages docs pictures screenshots goldens wheel compat gpu hollow slurm soak fuzz images bench bench-peers clean
+.PHONY: help demo test slow single nightly check fix pins messages docs pictures screenshots goldens wheel compat gpu hollow slurm soak fuzz images bench bench-peers clean
 .DELETE_ON_ERROR:
 
 .venv/installed: requirements.txt $(PROJECT)/constraints.txt
@@ -95,6 +97,12 @@ fix: .venv/installed
 	mkdir -p .cache
 	"$(BIN)/python" tools/config_page.py > .cache/config.md
 	mv .cache/config.md "$(PROJECT)/docs/config.md"
+	"$(BIN)/python" tools/config_schema.py > .cache/config.schema.json
+	mv .cache/config.schema.json "$(PROJECT)/docs/config.schema.json"
+	"$(BIN)/python" tools/address.py
+
+pins: .venv/installed
+	"$(BIN)/python" tools/pins.py $(UPGRADE)
 
 messages: .venv/installed
 	"$(BIN)/python" -m pytest --rewrite-messages -k test_messages
@@ -124,7 +132,7 @@ docs: .venv/installed
 	mkdir -p build/pages
 	{ git ls-files -z --cached --others --exclude-standard ':!tests' ':(exclude,literal)$(PROJECT)'; \
 		git ls-files -z 'tests/*.md'; } | xargs -0 cp --parents -t build/pages
-	"$(BIN)/cookiecutter" --no-input -o build/pages . project_slug=my_training_project workload=both engine=copy launch=both \
+	"$(BIN)/cookiecutter" --no-input -o build/pages . project_slug=my_training_project workload=both engine=copy launch=both examples=yes \
 		> /dev/null
 	grep -rlF --include='*.md' '$(PROJECT)' build/pages | xargs sed -i 's/$(PROJECT)/my_training_project/g'
 	cat docs/site/contents.md >> build/pages/README.md

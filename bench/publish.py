@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 README = ROOT / "bench" / "README.md"
 PAGES = ROOT / "{{cookiecutter.project_slug}}" / "docs"
-IN_README = ("loader", "order", "encoded", "recsys", "bucket", "gpu")
+IN_README = ("loader", "order", "encoded", "recsys", "windows", "bucket", "gpu")
 """The benchmarks with targets in bench/README.md, in this order."""
 NUMBERS = re.compile(r"(?m)(^<!-- numbers: ([\w-]+) -->\n\|.*\n\|.*\n)((?:\|.*\n)+)")
 """A table of a page whose last columns are filled: its head and its rows."""

@@ -1,6 +1,6 @@
 """How fast do rows arrive? Measures this project, the usual ways, other loaders, and the limits of the machine.
 
-python bench/run.py [loader | encoded | layouts | idle | recsys] [--peers]
+python bench/run.py [loader | encoded | layouts | idle | recsys | windows] [--peers]
 
     warm         files in the page cache: rows/s and CPU seconds
     accelerator  in front of a simulated device: which share of its speed is left, for seven lengths of a step
@@ -26,6 +26,7 @@ import peers
 import publish
 import recsys
 import tables
+import windows
 from data import DataSpec
 from peers import FIXED, is_peer
 from processes import Process, kept_warm, make_cold, read_through
@@ -89,6 +90,11 @@ SUITES = {
         list(recsys.CONTENDERS),
         tuple(DataSpec(name, 136_677, (20_108,), 500) for name in ("feed", "step")),
         data.make_users,
+    ),
+    "windows": Suite(
+        list(windows.CONTENDERS),
+        (DataSpec("4 KiB", 131_072, (2048,), 64), DataSpec("1 MiB", 512, (16_384, 16), 16)),
+        windows.make,
     ),
 }
 

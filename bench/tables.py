@@ -7,6 +7,7 @@ from typing import Any
 import jpegs
 import ours
 import recsys
+import windows
 from contenders import MEMCPY, OURS
 from peers import FIXED, PEERS
 from publish import NOT_MEASURED, TARGET_COLUMNS, Table, spread
@@ -21,7 +22,8 @@ MAX_LOAD = 0.87
 def tables(suite: str, results: Mapping[str, Any]) -> list[Table]:
     """The targets of a suite, then one table for each mode and data set."""
     page = [Table("targets", TARGET_COLUMNS, TARGETS[suite](results))] if suite in TARGETS else []
-    for mode, make in {"warm": _speeds, "accelerator": _accelerator, "cold": _speeds}.items():
+    warm = _windows if suite == "windows" else _speeds
+    for mode, make in {"warm": warm, "accelerator": _accelerator, "cold": _speeds}.items():
         page += [make(mode, results["data"][name], measured) for name, measured in results[mode].items()]
     return page
 
@@ -77,7 +79,28 @@ def recsys_targets(results: Mapping[str, Any]) -> list[list[str]]:
     ]
 
 
-TARGETS = {"loader": loader_targets, "encoded": encoded_targets, "recsys": recsys_targets}
+def windows_targets(results: Mapping[str, Any]) -> list[list[str]]:
+    rows = []
+    for size, most in (("4 KiB", "1.7x"), ("1 MiB", "1.2x")):
+        warm = results["warm"].get(size, {})
+        for name in (windows.OURS, windows.OVERLAPPING):
+            costs = spread(ratios(cpu_us(warm, name), cpu_us(warm, windows.ROWS)), ".2f", "x")
+            rows.append([f"{size}, CPU time: {name} / {windows.ROWS}", costs, f"<= {most}"])
+    small = results["warm"].get("4 KiB", {})
+    saved = spread(ratios(cpu_us(small, windows.SLICES), cpu_us(small, windows.OURS)), ".1f", "x")
+    rows.append([f"4 KiB, CPU time: {windows.SLICES} / {windows.OURS}", saved, "20x"])
+    for size in ("4 KiB", "1 MiB"):
+        faster = spread(compare(results["warm"].get(size, {}), windows.OURS, windows.OPEN), ".2f", "x")
+        rows.append([f"{size}, speed: {windows.OURS} / {windows.OPEN}", faster, "1x"])
+    return rows
+
+
+TARGETS = {
+    "loader": loader_targets,
+    "encoded": encoded_targets,
+    "recsys": recsys_targets,
+    "windows": windows_targets,
+}
 
 
 def _speeds(mode: str, data: Mapping[str, Any], contenders: Results) -> Table:
@@ -102,6 +125,24 @@ def _speeds(mode: str, data: Mapping[str, Any], contenders: Results) -> Table:
         )
     title = f"{mode}, {data['name']}: {data['n_rows']:,} rows of {' x '.join(map(str, data['shape']))}"
     return Table(title, ["contender", "rows/s", "x the first", "CPU us a row"], rows, note)
+
+
+def _windows(mode: str, data: Mapping[str, Any], contenders: Results) -> Table:
+    mib = windows.N_BYTES[data["name"]] / (1 << 20)
+    rows = []
+    for name, rounds in contenders.items():
+        rates = spread([mib * rate for rate in speeds(contenders, name)], ",.0f")
+        times = spread(compare(contenders, name, windows.OURS), ",.2f")
+        cells = [rates, times, spread(cpu_us(contenders, name), ",.1f")]
+        rows.append([name, *([rounds, "", ""] if isinstance(rounds, str) else cells)])
+    note = (
+        f"Batches of {data['batch_size']} windows in host memory, from {data['n_rows']:,} that do not overlap, in the "
+        f"page cache. {ours.CPUS} worker processes or {ours.READERS} reader threads; a memmap is copied in the loop, "
+        "which does nothing else. CPU time is that of all threads and processes."
+    )
+    return Table(
+        f"{mode}, windows of {data['name']}", ["contender", "MiB/s", "x the first", "CPU us a window"], rows, note
+    )
 
 
 def _accelerator(mode: str, data: Mapping[str, Any], by_load: Mapping[str, Results]) -> Table:

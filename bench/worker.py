@@ -115,7 +115,7 @@ def cpu_s() -> float:
     return total_s
 
 
-MODULES = ("peers", "jpegs", "contenders", "idle", "recsys")
+MODULES = ("peers", "jpegs", "contenders", "idle", "recsys", "windows")
 """Where contenders are. The peers' environment has the packages that the first two need, not those of the others."""
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 answers = json.loads(r"""{{ cookiecutter | tojson }}""")
@@ -21,6 +22,7 @@ KEEP = [
     ({"launch": ["slurm", "kubernetes", "both"]}, "launch docs/clusters.md"),
     ({"launch": ["slurm", "both"]}, "launch/slurm.sh"),
     ({"launch": ["kubernetes", "both"]}, "launch/kubernetes.yaml launch/Dockerfile launch/Dockerfile.dockerignore"),
+    ({"examples": ["yes"]}, "docs/examples"),
     ({"workload": ["images", "both", "own"]}, "data/digits.h5"),
     ({"workload": ["images", "recsys", "both"]}, "configs"),
     ({"workload": ["images", "both"]}, "configs/celeba.yaml configs/cifar10.yaml"),
@@ -37,6 +39,7 @@ FACTS = {
     "own": answers["workload"] == "own",
     "digits": answers["workload"] != "recsys",
     "package": answers["engine"] == "package",
+    "examples": answers["examples"] == "yes",
     "launch": answers["launch"] != "none",
     "slurm": answers["launch"] in ("slurm", "both"),
     "kubernetes": answers["launch"] in ("kubernetes", "both"),
@@ -44,8 +47,10 @@ FACTS = {
 """What a page may ask by `<!-- only: package images or own -->`; `no-package` asks for the opposite."""
 SECTION = re.compile(r"(?ms)(^)?<!-- only: ([^>]+) -->(?(1)\n)((?:(?!<!-- only:).)*?)<!-- end -->(?(1)\n)")
 """An innermost section: whole lines if its comment begins a line, else a part of a sentence, list or table."""
-TEMPLATE = "https://github.com/org/fastgpu-template"
-"""Stands in pages and in pyproject.toml for the address that this project was made from."""
+CLONE = "path/to/fastgpu-template"
+"""Stands in the commands of pages for what cookiecutter is given."""
+NOBODY = "https://github.com/org/"
+"""How the variable `__template` begins as long as the owner of the template is not known."""
 HOSTS = {"gh": "github.com", "gl": "gitlab.com", "bb": "bitbucket.org"}
 """Cookiecutter's short forms."""
 NUMBERS = re.compile(r"(?m)^<!-- numbers: .*\n")
@@ -94,20 +99,35 @@ def expand(template: str) -> str:
 
 
 def web_address(template: str) -> str:
-    """Of what cookiecutter was given, without passwords; empty for a folder or a zip file."""
+    """The page of a template that cookiecutter was given, without passwords; empty for a folder or a zip file."""
     address = expand(template)
     found = re.fullmatch(r"https://(?:[^/@]*@)?([\w.:-]+(?:/[\w.~-]+?)+)(?:\.git)?/?", address)
     return f"https://{found[1]}" if found and not address.endswith(".zip") else ""
 
 
-def name_template(text: str) -> str:
-    """A page or pyproject.toml with the address of its template, or without links to it."""
-    address = web_address(answers.get("_template", ""))
-    if not address:
-        text = re.sub(rf"\[([^\]]+)\]\({TEMPLATE}\)", r"\1", text)
-        text = re.sub(rf"\[project\.urls\]\n.*{TEMPLATE}.*\n\n", "", text)
-    text = text.replace(TEMPLATE, address)
-    return text.replace(TEMPLATE.replace("https://github.com/", "gh:"), address or "path/to/fastgpu-template")
+def template_page() -> str:
+    """The page of the template that this project is made from; empty if none is known."""
+    known = "" if answers["__template"].startswith(NOBODY) else answers["__template"]
+    return web_address(answers.get("_template", "")) or known
+
+
+def name_template(text: str, name: str) -> str:
+    """A page with the address of its template: in links to README.md of the template, and in commands.
+
+    Without a known address, the links become plain words.
+    """
+    address = template_page()
+    up = "[.][.]/" * len(Path(name).parents)  # leads out of the project
+    link = rf"\[([^\]]+)\]\({up}README[.]md\)"
+    text = re.sub(link, lambda found: f"[{found[1]}]({address})" if address else found[1], text)
+    return text.replace(CLONE, address or CLONE)
+
+
+def name_url(text: str) -> str:
+    """pyproject.toml with the address of the template, or without one."""
+    address = template_page()
+    urls = f'[project.urls]\nTemplate = "{address}"\n\n' if address else ""
+    return re.sub(r"\[project\.urls\]\nTemplate = .*\n\n", lambda _: urls, text)
 
 
 def revision() -> str:
@@ -176,23 +196,36 @@ def edit(path: Path, change: Callable[[str], str]) -> None:
 
 def edit_page(text: str, name: str) -> str:
     """A page of this project."""
-    text = name_template(NUMBERS.sub("", choose_sections(text)))
-    if name == "README.md":  # its title is the name of the project
-        text = f"# {answers['project_name']}\n{text.partition(chr(10))[2]}"
+    text = name_template(NUMBERS.sub("", choose_sections(text)), name)
+    if name == "README.md":  # it begins with the name of the project and what it is for
+        text = f"# {answers['project_name']}\n\n{answers['description']}\n\n{text.split(chr(10), 4)[4]}"
     return f"{text.rstrip()}\n"
 
 
+def is_in_repository() -> bool:
+    """Whether the project is made inside of a git repository, or there is no git."""
+    if not shutil.which("git"):
+        return True
+    found = subprocess.run(["git", "rev-parse", "--git-dir"], capture_output=True, check=False)
+    return found.returncode == 0
+
+
 def next_steps() -> str:
-    """What a person does first."""
+    """What a person does first. Without a GPU, it takes the build of torch for CPUs, which is gigabytes smaller."""
     (version,) = re.findall(r"(?m)^torch==(.*)", Path("constraints.txt").read_text("utf-8"))
-    text = f"""
-Next:
-  cd {answers["project_slug"]}
-  python3 -m venv .venv && source .venv/bin/activate
-  # without a GPU, first: pip install torch=={version} --index-url https://download.pytorch.org/whl/cpu
-  pip install -c constraints.txt -e ".[dev,convert]"
-  python train.py
-"""
+    steps = [
+        f"cd {answers['project_slug']}",
+        "git init -b main && git add -A && git commit -m 'Make the project from its template'",
+        "python3 -m venv .venv && source .venv/bin/activate",
+        f"pip install torch=={version} --index-url https://download.pytorch.org/whl/cpu",
+        'pip install -c constraints.txt -e ".[dev,convert]"',
+        "python train.py",
+    ]
+    if is_in_repository():
+        del steps[1]
+    if shutil.which("nvidia-smi"):
+        steps = [step for step in steps if "--index-url" not in step]
+    text = "\n  ".join(["\nNext:", *steps]) + "\n"
     if FACTS["package"] and "file:" in engine_url():
         text += f"""
 The engine is installed from {engine_url()}, which other machines do not have.
@@ -204,8 +237,8 @@ docs/engine.md says what to write into pyproject.toml instead.
 def main() -> None:
     choose_files()
     for page in [*Path().glob("*.md"), *Path("docs").rglob("*.md")]:
-        edit(page, lambda text, name=page.name: edit_page(text, name))
-    edit(Path("pyproject.toml"), name_template)
+        edit(page, partial(edit_page, name=page.as_posix()))
+    edit(Path("pyproject.toml"), name_url)
     if FACTS["package"]:
         edit(Path("pyproject.toml"), depend_on_engine)
 

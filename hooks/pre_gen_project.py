@@ -36,7 +36,7 @@ def mistakes() -> list[str]:
         found.append(f"project_slug is {slug!r}, a word of the Python language: {cure}")
     elif slug in {*DEPENDENCIES.split(), *IMPORTED.split(), *sys.stdlib_module_names}:
         found.append(f"project_slug is {slug!r}, a package that the project needs: add a word, such as {slug}_project")
-    for name in ("project_name", "author"):
+    for name in ("project_name", "description", "author"):
         answer = answers[name]
         if not answer.strip():
             found.append(f"{name} is empty: write a word or two")

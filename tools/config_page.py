@@ -21,6 +21,9 @@ Of several `--config` files, later ones win over earlier ones, and `section.key=
 files. A word is read as YAML, but where text is expected it stays text (`run.name=20241127`). An unknown key or a
 value that is not allowed is an error. To add a key of your own, add a field to the class
 `Options` of your workload, as `workloads/minimal.py` does.
+
+Editors with a YAML language server, such as VS Code with the extension YAML, complete and explain the keys: the first
+line of a config names [config.schema.json](config.schema.json). In it, the section `model` is open.
 """
 WORKLOAD_HEAD = """## {title}
 

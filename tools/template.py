@@ -44,7 +44,7 @@ KEEP: dict[str, dict[str, list[str]]] = {
 QUESTIONS = json.loads((ROOT / "cookiecutter.json").read_text())
 WORKLOADS = ("images", "recsys")
 WORKLOAD_ANSWERS: list[str] = QUESTIONS["workload"]
-ALL_FILES = {"engine": "copy", "launch": "both"}
+ALL_FILES = {"engine": "copy", "launch": "both", "examples": "yes"}
 """Answers by which all files are kept that do not depend on the workload."""
 
 

@@ -71,7 +71,7 @@ def build(cfg: Config, splits: feed.Splits, world: World) -> Training:
         workload = workloads.make(cfg, splits.train, splits.val)
         torch.manual_seed(cfg.run.seed)
         model = workload.model()
-        model.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+        training.move_model(model, world.device)
         optimizer = make_optimizer(model, cfg.optim)
         training.prepare_optimizer(model, optimizer)  # notes the rates that the schedule scales
         precision = training.mixed_precision(cfg.train.precision, world.device, optimizer)

@@ -16,7 +16,7 @@ from fastgpu.process.world import World
 from fastgpu.rows.rows import Rows
 from fastgpu.training.average import AveragedModel
 from fastgpu.training.parallel import wrap_in_ddp
-from fastgpu.training.step import mixed_precision, prepare_optimizer
+from fastgpu.training.step import mixed_precision, move_model, prepare_optimizer
 from support.ranks import CPU, in_world, needs_gpu, no_host_sync
 from support.runs import parts_of_step
 
@@ -213,6 +213,19 @@ def test_step_precision_auto(monkeypatch, asked, device, has_bf16, name, dtype):
         assert precision.scaler.is_enabled() == (name == "fp16")
         with precision.autocast:
             assert nn.Linear(2, 2)(torch.ones(1, 2)).dtype == dtype
+
+
+def test_step_convolutions_get_the_memory_format_of_tensor_cores():
+    """Those of any number of dimensions may be in one model, which keeps its values."""
+    model = nn.ModuleList([nn.Conv1d(3, 4, 3), nn.Conv2d(3, 4, 3), nn.Conv3d(3, 4, 3), nn.BatchNorm2d(4)])
+    model.register_buffer("kernel", torch.rand(2, 3, 4, 4))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    move_model(model, CPU)
+    assert model[1].weight.is_contiguous(memory_format=torch.channels_last)
+    assert model.kernel.is_contiguous(memory_format=torch.channels_last)
+    assert model[2].weight.is_contiguous()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert isinstance(model[1].weight, nn.Parameter)
 
 
 def test_step_fp16_skipped_leaves_no_momentum():

@@ -49,10 +49,11 @@ import workloads
 from fastgpu.convert import command as convert
 from fastgpu.convert import writer
 from fastgpu.convert.summary import damaged
-from fastgpu.feed import Splits
+from fastgpu.feed import Splits, open_splits
 from fastgpu.images.column import ImageCodec
 from fastgpu.predict.inputs import open_batches
 from fastgpu.predict.model import load_model, make_rows
+from fastgpu.process.config import Data, Loader
 from fastgpu.process.config_loader import load_config, read_options
 from fastgpu.process.launch import UserError, exit_with_message
 from fastgpu.rows.contract import Dataset
@@ -196,6 +197,14 @@ def read_hdf5(*fields: str, verify: bool = True) -> str:
     return digest(open_store("data.train", "x.h5", {name: name for name in fields}))
 
 
+def read_windows(*fields: str, length: int = 16) -> str:
+    """Windows that overlap, in the order of the file, without a look at its checksums."""
+    names = {name: name for name in fields}
+    data = Data(train="x.h5", val="x.h5", fields=names, window=length, stride=max(1, length // 3))
+    _, sets = open_splits(data, Loader(num_readers=2), 0)
+    return digest(sets["val"])
+
+
 def read_encoded() -> str:
     fields = {"images": "images", "labels": "labels"}
     return digest(open_store("data.train", "x.h5", fields, {"images": ImageCodec((16, 16))}))
@@ -236,6 +245,10 @@ KINDS = {
     "hdf5-csr": Kind(make_csr, partial(read_hdf5, "items"), "x.h5", is_covered=True),
     "hdf5-foreign": Kind(make_foreign, partial(read_images, verify=False), "x.h5"),
     "hdf5-jpeg": Kind(make_encoded, read_encoded, "x.h5"),
+    "windows": Kind(partial(make_hdf5, "none"), partial(read_windows, "images", "labels"), "x.h5"),
+    "windows-gzip": Kind(partial(make_hdf5, "gzip"), partial(read_windows, "images", "labels"), "x.h5"),
+    "windows-csr": Kind(make_csr, partial(read_windows, "items", length=2), "x.h5"),
+    "windows-foreign": Kind(make_foreign, partial(read_windows, "images", "labels"), "x.h5"),
     "config": Kind(make_config, read_config, "config.yaml"),
     "command-line": Kind(make_config, partial(read_config, "words.txt"), "words.txt"),
     "csv": Kind(partial(make_images, "png"), command("images images.csv out.h5"), "images.csv"),

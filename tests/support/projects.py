@@ -7,8 +7,11 @@ import shutil
 import sys
 import tomllib
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any, NamedTuple
 
+import h5py
+import numpy as np
 import yaml
 from cookiecutter.environment import StrictEnvironment
 from cookiecutter.generate import generate_context
@@ -19,7 +22,7 @@ from template import QUESTIONS, project_files, removed_files
 from support import PROJECT, ROOT
 from support.ranks import printed_by
 
-EXAMPLES = ROOT / "docs/examples"
+EXAMPLES = PROJECT / "docs/examples"
 
 
 # ---------------------------------------------------------------------------------------------- baking
@@ -70,9 +73,9 @@ def files_below(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
-def expected_files(workload: str = "images", launch: str = "none", **answers: str) -> set[str]:
+def expected_files(workload: str = "images", **answers: str) -> set[str]:
     """The files that a project with these answers should have."""
-    return set(project_files()) - removed_files(workload, launch=launch, **answers)
+    return set(project_files()) - removed_files(workload, **{"launch": "none", "examples": "no"} | answers)
 
 
 def parse_files(project: Path) -> dict[str, Any]:
@@ -127,6 +130,19 @@ def take_example(project: Path, name: str) -> None:
     """Copy the workload and the config of an example into a project."""
     for path in EXAMPLES.glob(f"{name}.*"):
         shutil.copyfile(path, project / {".py": "workloads", ".yaml": "configs"}.get(path.suffix, "") / path.name)
+
+
+def write_text(project: Path) -> None:
+    """The text of the example gpt, in a project: 150 KB of it, as bytes."""
+    with h5py.File(project / "data/text.h5", "w") as file:
+        file["tokens"] = np.frombuffer("\n".join(topics.values()).encode()[:150_000], np.uint8)
+
+
+def draw_series(project: Path) -> None:
+    """Run the script of the example forecast in a project."""
+    (block,) = [block for block in read_blocks(EXAMPLES / "README.md") if block.target == "draw_series.py"]
+    (project / block.target).write_text(block.text)
+    run_in(project, block.target)
 
 
 def use_diff(program: str, diff: str) -> str:

@@ -40,10 +40,10 @@ def run_pytest(project: Path, *arguments: str, python: str | Path = sys.executab
 
 
 BAKES = [
-    {"workload": "images", "engine": "copy", "launch": "both"},
-    {"workload": "both", "engine": "copy", "launch": "kubernetes", "license": "proprietary"},
-    {"workload": "recsys", "engine": "package", "launch": "slurm", "license": "Apache-2.0"},
-    {"workload": "own", "engine": "package", "launch": "none", "license": "BSD-3-Clause"},
+    {"workload": "images", "engine": "copy", "launch": "both", "examples": "no"},
+    {"workload": "both", "engine": "copy", "launch": "kubernetes", "examples": "yes", "license": "proprietary"},
+    {"workload": "recsys", "engine": "package", "launch": "slurm", "examples": "no", "license": "Apache-2.0"},
+    {"workload": "own", "engine": "package", "launch": "none", "examples": "no", "license": "BSD-3-Clause"},
 ]
 GATED = [
     BAKES[0],
@@ -55,7 +55,7 @@ GATED = [
 """Those that pass their own gate; not all of them only at night."""
 LICENSES = {"MIT": "MIT License", "BSD-3-Clause": "BSD 3-Clause License", "Apache-2.0": "Apache License"}
 LICENSES |= {"proprietary": "All rights reserved"}
-ASKED = ("workload", "engine", "launch")
+ASKED = ("workload", "engine", "launch", "examples")
 ALL_ANSWERS = [
     dict(zip(ASKED, each, strict=True)) for each in itertools.product(*(QUESTIONS[question] for question in ASKED))
 ]
@@ -77,17 +77,18 @@ def is_binary(path: Path) -> bool:
     ],
 )
 def test_bake_links_to_its_template(given, address):
-    """Or, made from a folder, to none."""
-    hook = load_hook("post", workload="both", _template=given)
-    pages = [hook["edit_page"]((PROJECT / name).read_text(), name) for name in PAGES]
-    pyproject = hook["name_template"]((PROJECT / "pyproject.toml").read_text())
-    links = {link for text in pages for link in re.findall(r"\[(?:the template|템플릿)\]\(([^)]*)\)", text)}
-    assert links == ({address} if address else set())
-    assert ("[project.urls]" in pyproject) == bool(address)
-    texts = "".join([*pages, pyproject])
-    assert "org/fastgpu-template" not in texts
-    assert "secret" not in texts
-    assert f"cookiecutter --no-input {address or 'path/to/fastgpu-template'} &&" in texts
+    """Or, made from a folder, to the address that its owner has written into cookiecutter.json, or to none."""
+    for own in (QUESTIONS["__template"], "https://example.com/us/fastgpu-template"):
+        known = address or (own if "example" in own else "")
+        hook = load_hook("post", workload="both", _template=given, __template=own)
+        pages = [hook["edit_page"]((PROJECT / name).read_text(), name) for name in PAGES]
+        pyproject = hook["name_url"]((PROJECT / "pyproject.toml").read_text())
+        links = {link for text in pages for link in re.findall(r"\[(?:the template|템플릿)\]\(([^)]*)\)", text)}
+        assert links == ({known} if known else set())
+        assert re.findall(r'(?m)^Template = "(.*)"$', pyproject) == ([known] if known else [])
+        texts = "".join([*pages, pyproject])
+        assert "secret" not in texts
+        assert f"cookiecutter --no-input {known or 'path/to/fastgpu-template'} &&" in texts
 
 
 COMMIT = "0123456789012345678901234567890123456789"
@@ -158,6 +159,7 @@ def test_answers_choose_files_and_pages(answers):
         "launch/slurm.sh": answers["launch"] in ("slurm", "both"),
         "launch/kubernetes.yaml": answers["launch"] in ("kubernetes", "both"),
         "docs/clusters.md": answers["launch"] != "none",
+        "docs/examples/gan.diff": answers["examples"] == "yes",
         "workloads/images.py": workload in ("images", "both"),
         "workloads/recsys.py": workload in ("recsys", "both"),
         "convert.py": True,
@@ -187,7 +189,7 @@ def test_bake_has_what_was_asked_for(baked, answers):
     shipped = yaml.safe_load((project / "config.yaml").read_text())
     assert shipped["workload"] == {"recsys": "recsys", "own": "minimal"}.get(workload, "images")
     texts = {name: path.read_text() for name in files_below(project) if not is_binary(path := project / name)}
-    assert [name for name, text in texts.items() if "org/fastgpu-template" in text] == []
+    assert [name for name, text in texts.items() if QUESTIONS["__template"] in text] == []
     (extras,) = re.findall(r'(?m)^pip install -c constraints.txt -e "\.\[(.*)\]"$', texts["README.md"])
     assert set(extras.split(",")) <= meta["optional-dependencies"].keys()
     if workload in WORDS_OF_THE_OTHER:

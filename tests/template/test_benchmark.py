@@ -5,11 +5,13 @@ import sys
 import time
 from pathlib import Path
 
+import data
 import numpy as np
 import order
 import publish
 import pytest
 import tables
+import windows
 import worker
 from contenders import H5PY, MEMCPY, OURS
 from data import DataSpec
@@ -19,6 +21,21 @@ from scipy.stats import chisquare
 from support.ranks import printed_by
 
 IMAGES = np.pad(np.arange(4, dtype=np.uint8).reshape(4, 1, 1, 1), ((0, 0), (0, 0), (0, 1), (0, 1)))
+
+
+@pytest.mark.parametrize("shape", [(32,), (8, 3)], ids=str)
+@pytest.mark.parametrize("name", windows.CONTENDERS)
+def test_benchmark_windows_are_neighbouring_steps(tmp_path, monkeypatch, name, shape):
+    monkeypatch.setattr(data, "FOLDER", tmp_path)
+    spec = DataSpec("4 KiB", 64, shape, 4)
+    windows.make(spec)
+    batches = [*windows.CONTENDERS[name](Task(spec.h5, spec.folder, 4, 0)).epoch(0)]
+    n_values = np.prod(shape)
+    for (batch,) in batches:
+        values = np.asarray(batch).reshape(4, n_values).astype(int)
+        np.testing.assert_array_equal(values, values[:, :1] + np.arange(n_values))
+        assert (values[:, 0] % np.prod(shape[1:], dtype=int) == 0).all()
+    assert len(batches) >= 16
 
 
 @pytest.mark.parametrize(
@@ -80,7 +97,7 @@ def test_benchmark_readme_is_up_to_date():
     assert all(page.read_text() == text for page, text in publish.publish().items()), "run python bench/publish.py"
 
 
-COMMANDS = [*(f"run.py {suite}" for suite in ("loader --peers", "encoded", "layouts", "idle", "recsys"))]
+COMMANDS = [*(f"run.py {suite}" for suite in ("loader --peers", "encoded", "layouts", "idle", "recsys", "windows"))]
 COMMANDS += ["gpu.py --device cpu --seconds 0.1", "order.py", "start.py", "echo.py"]
 
 

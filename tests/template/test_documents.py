@@ -10,11 +10,15 @@ import itertools
 import json
 import os
 import re
+import shutil
 import sys
+import tomllib
 from pathlib import Path
 
+import h5py
+import numpy as np
 import pytest
-from template import FOLDER, WORKLOAD_ANSWERS, project_files, tracked
+from template import FOLDER, QUESTIONS, WORKLOAD_ANSWERS, project_files, tracked
 
 from support import PROJECT, ROOT
 from support.projects import Block, convert_commands, read_blocks
@@ -178,6 +182,66 @@ def test_pages_tutorial_works(own_copy, workload):
             assert not missing_lines(block.text, printed), printed
 
 
+README = (ROOT / "README.md").read_text()
+STRANGER = """\
+#!/bin/sh
+mkdir -p "$3/bin"
+ln -s "{tools}/cookiecutter" "$3/bin/cookiecutter"
+printf '#!/bin/sh\\n' > "$3/bin/pip"
+printf '#!/bin/sh\\nexec "{python}" "$@"\\n' > "$3/bin/python"
+chmod +x "$3/bin/python" "$3/bin/pip"
+echo "PATH=$PWD/$3/bin:$PATH" > "$3/bin/activate"
+"""
+"""python3 that makes environments without downloads: what is installed here stands in for what pip would bring."""
+
+
+@pytest.mark.slow
+def test_pages_readme_works_in_a_clone(template, tmp_path):
+    """As somebody types it who has nothing but the clone."""
+    clone = shutil.copytree(template, tmp_path / "clone")
+    (tmp_path / "bin").mkdir()
+    python3 = tmp_path / "bin/python3"
+    python3.write_text(STRANGER.format(tools=Path(sys.executable).parent, python=sys.executable))
+    python3.chmod(0o755)
+    commands, shown = [
+        block.text for block in read_blocks(ROOT / "README.md") if block.language in ("bash", "console")
+    ][:2]
+    assert len([line for line in commands.splitlines() if not line.startswith("#")]) == 5
+    path = f"{python3.parent}:{os.environ['PATH']}"
+    settings = {"COOKIECUTTER_CONFIG": str(tmp_path / "cookiecutter.yaml"), "OMP_NUM_THREADS": "1"}
+    (tmp_path / "cookiecutter.yaml").write_text(f"cookiecutters_dir: {tmp_path}/c\nreplay_dir: {tmp_path}/r\n")
+    printed = printed_by(["bash", "-euc", f"exec 2>&1; {commands}"], clone, PATH=path, **settings)
+    assert missing_lines(shown, printed) == []
+
+
+def test_pages_readme_says_what_a_project_has(baked):
+    """Its tree, with the numbers of lines, its excerpt of the loop, the questions, and the versions."""
+    project = baked("both")
+    tree = dict(re.findall(r"(?m)^[├└]── ([\w.]+)/? +(.*)$", README))
+    assert [name for name in tree if not (project / name).exists()] == []
+    assert {path.name for path in project.glob("*.py")} <= tree.keys()
+    for name in ("train.py", "workloads/minimal.py"):
+        assert f" {len((project / name).read_text().splitlines())} lines" in tree[name.split("/")[0]] + " ", name
+
+    (excerpt,) = (block.text for block in read_blocks(ROOT / "README.md") if block.language == "python")
+    lines = iter([line.strip() for line in (project / "train.py").read_text().splitlines()])
+    assert [line for line in excerpt.splitlines() if line.strip() != "..." and line.strip() not in lines] == []
+
+    table = dict(re.findall(r"(?m)^\| `(\w+)`: [^|]*\| (.*) \|$", README))
+    assert table.keys() == {
+        name for name, each in QUESTIONS.items() if isinstance(each, list) and name != "license"
+    } - {"_copy_without_render"}
+    assert all(f"`{answer}`" in text for name, text in table.items() for answer in QUESTIONS[name])
+
+    (version,) = re.findall(r'TEMPLATE_VERSION = "(.*)"', (project / "fastgpu/__init__.py").read_text())
+    meta = tomllib.loads((project / "pyproject.toml").read_text())["project"]
+    (lowest,) = (each for each in meta["dependencies"] if each.startswith("torch>="))
+    head = README.split("\n![")[0]
+    assert f"[version {version}](CHANGELOG.md)" in head
+    assert f"Python {meta['requires-python'].removeprefix('>=')} to" in head
+    assert f"torch {lowest.removeprefix('torch>=')} to" in head
+
+
 def without_comments(block: Block) -> str:
     """The text of a block; of commands and programs, without the comments."""
     return block.text if block.language == "console" else re.sub(r"(?m)(?:^|  )#(?!!).*$", "", block.text)
@@ -192,8 +256,11 @@ def without_comments(block: Block) -> str:
     ],
 )
 def test_pages_translations_have_the_same_commands(original, translation):
-    """Comments may be translated."""
-    ours, theirs = ([without_comments(block) for block in read_blocks(ROOT / page)] for page in (original, translation))
+    """Comments and drawings of trees may be translated."""
+    ours, theirs = (
+        [without_comments(block) for block in read_blocks(ROOT / page) if block.language != "text"]
+        for page in (original, translation)
+    )
     assert ours == theirs
 
 
@@ -209,6 +276,59 @@ def test_pages_notebook_runs(own_copy, workload):
     printed = printed_by([sys.executable, "page.py"], project)
     assert {"images": "images", "recsys": "items", "own": "x"}[workload] in printed
     assert (project / "batch.png").exists() == (workload == "images")
+
+
+def write_volumes(folder: Path) -> None:
+    """Three volumes of noise; a half of each is brighter, which is the foreground."""
+    rng = np.random.default_rng(0)
+    for number in range(3):
+        mask = np.zeros((50, 60, 33), np.uint8)
+        mask[:, :12] = 1
+        with h5py.File(folder / f"{number}.h5", "w") as file:
+            file["image"], file["mask"] = rng.integers(0, 100, mask.shape, np.uint8) + 100 * mask, mask
+
+
+@pytest.mark.slow
+def test_pages_volumes_train_on_patches_of_tiles(own_copy):
+    """The section of docs/data.md, with smaller tiles, as a person types it."""
+    project = own_copy("own")
+    page = project / "page.md"
+    section = (project / "docs/data.md").read_text().split("## Volumes and large images\n")[1].split("\n## ")[0]
+    page.write_text(section.replace("TILE, STRIDE = 128, 65", "TILE, STRIDE = 32, 17"))
+    for folder in ("volumes", "data", "configs"):
+        (project / folder).mkdir(exist_ok=True)
+    write_volumes(project / "volumes")
+    commands = []
+    for block in read_blocks(page):
+        if block.target:
+            (project / block.target).write_text(block.text)
+        commands += block.text.splitlines() if block.language == "bash" else []
+    tiles, train = (command.split()[1:] for command in commands)
+    printed_by([sys.executable, *tiles], project)
+
+    # Each patch of 16 is in a tile, and the tiles have what the masks say.
+    found = {}
+    for name in ("fg", "bg", "val"):
+        with h5py.File(project / f"data/tiles-{name}.h5") as file:
+            found[name] = file["mask"][:]
+    assert found["fg"].any((1, 2, 3)).all()
+    assert not found["bg"].any()
+    n_tiles = 3 * 3 * 2
+    assert (len(found["fg"]) + len(found["bg"]), len(found["val"])) == (2 * n_tiles, n_tiles)
+
+    small = ("model.patch=16", "model.width=4", "train.epochs=2", "dist.device=cpu", "run.name=a", "optim.lr=3e-2")
+    printed = printed_by([sys.executable, *train, *small], project, OMP_NUM_THREADS="1")
+    assert float(re.findall(r"val/dice ([\d.]+)", printed)[-1]) > 0.9
+    assert "tiles-fg.h5 (" in printed
+    options = {"patch": 16}
+    program = "import torch; from fastgpu.rows import Rows; from workloads.patches import Workload; "
+    program += f"workload = Workload(Workload.Options(**{options}), None, None); "
+    program += "x = torch.arange(5 * 32**3, dtype=torch.int32).view(5, 32, 32, 32); "
+    program += "patches = workload.transform(Rows({'image': x}), torch.Generator())['image'].flatten(1); "
+    program += "print((patches - patches[:, :1]).unique(dim=0).shape, (patches[:, 0] // 32**3).tolist())"
+    assert (
+        printed_by([sys.executable, "-c", program], project).split("\n")[0] == "torch.Size([1, 4096]) [0, 1, 2, 3, 4]"
+    )
 
 
 RAGGED_CONFIG = """

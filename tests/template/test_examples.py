@@ -6,7 +6,6 @@ import runpy
 import shutil
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,9 +16,19 @@ from contract import check_workload
 from template import LEAF_ROOMS
 
 from fastgpu.convert.images.readers import IGNORED_CLASS
-from fastgpu.rows.rows import Field, Rows
+from fastgpu.rows.rows import Rows
+from fastgpu.storage.arrays import ArrayDataset
 from support import PROJECT
-from support.projects import EXAMPLES, run_in, section_of_code_page, take_example, use_diff, use_loader
+from support.projects import (
+    EXAMPLES,
+    draw_series,
+    run_in,
+    section_of_code_page,
+    take_example,
+    use_diff,
+    use_loader,
+    write_text,
+)
 from support.ranks import copy_project, printed_by
 from support.rows import write_rows
 from support.runs import metrics_of, newest, same_after_a_kill, step_of, weights_of
@@ -34,8 +43,14 @@ def masked(n_rows: int) -> Rows:
     return Rows({"images": masks, "masks": masks})
 
 
-def texts() -> Rows:
-    return Rows({"text": torch.randint(0, 256, (12, 9), dtype=torch.uint8, generator=GENERATOR.manual_seed(0))})
+def texts(n_kinds: int = 256) -> Rows:
+    return Rows({"tokens": torch.randint(0, n_kinds, (12, 9), dtype=torch.uint8, generator=GENERATOR.manual_seed(0))})
+
+
+def series(n_rows: int = 12) -> Rows:
+    """Windows of 10 steps of two features, one of which has large values."""
+    steps = torch.randn(n_rows, 10, 2, generator=GENERATOR.manual_seed(0))
+    return Rows({"series": steps * torch.tensor([1.0, 50.0]) + torch.tensor([0.0, 1000.0])})
 
 
 def brightness(*shape: int) -> Rows:
@@ -47,12 +62,8 @@ def brightness(*shape: int) -> Rows:
 
 def open_workload(name: str, batch: Rows, other: Rows | None = None, /, n_classes: int = 3, **options: object):
     """The workload of an example. other: validation rows, if they are of another kind."""
-    attributes = {"n_classes": n_classes, "target_names": ["height", "age"]}
-    sources = []
-    for rows in (batch, other or batch):
-        fields = {field: Field(rows[field].numpy().dtype, tuple(rows[field].shape[1:])) for field in rows.columns}
-        source = SimpleNamespace(name="rows.h5", fields=fields, attributes=attributes, stored_column=lambda name: None)
-        sources.append(source)
+    attributes = {"n_classes": n_classes, "target_names": ["height", "age"], "feature_names": ["load", "price"]}
+    sources = [ArrayDataset("rows.h5", rows.numpy(), attributes) for rows in (batch, other or batch)]
     kind = runpy.run_path(str(EXAMPLES / f"{name}.py"))["Workload"]
     return kind(kind.Options(**options), *sources)
 
@@ -61,7 +72,9 @@ def open_workload(name: str, batch: Rows, other: Rows | None = None, /, n_classe
     ("name", "batch", "options"),
     [
         ("segmentation", masked(12), {"width": 4, "crop_padding": 5}),
-        ("letters", texts(), {"dim": 4}),
+        ("gpt", texts(), {"dim": 4, "heads": 2}),
+        ("forecast", series(), {"horizon": 4, "season": 6, "hidden_dim": 4}),
+        ("forecast", Rows({"series": series()["series"][:, :, 1].short()}), {"horizon": 4, "season": 6}),
         ("image_numbers", brightness(), {"width": 4}),
         ("image_numbers", brightness(3), {"width": 4}),
     ],
@@ -82,7 +95,12 @@ def test_messages_of_examples(compare_messages):
     mistakes = {
         "masks of int32": lambda: open_workload("segmentation", masked(4), wide),
         "masks without a number of classes": lambda: open_workload("segmentation", masked(4), n_classes=0),
-        "text of int32": lambda: open_workload("letters", texts(), Rows({"text": texts()["text"].int()})),
+        "tokens that are no windows": lambda: open_workload("gpt", Rows({"tokens": texts()["tokens"][:, 0]})),
+        "tokens of floats": lambda: open_workload("gpt", texts(), Rows({"tokens": texts()["tokens"].float()})),
+        "tokens that are not in the vocabulary": lambda: open_workload("gpt", texts(4), texts(200), vocab_size=4),
+        "tokens, and heads of unequal width": lambda: open_workload("gpt", texts(), dim=6),
+        "a series that is no window": lambda: open_workload("forecast", Rows({"series": series()["series"][:, 0, 0]})),
+        "a series that is too short": lambda: open_workload("forecast", series(), horizon=4, season=7),
         "numbers that are smoothed": lambda: open_workload("image_numbers", brightness(), label_smoothing=0.1),
     }
     compare_messages(mistakes)
@@ -133,6 +151,70 @@ def test_example_numbers_mixed_and_named():
     torch.testing.assert_close(mixed["labels"][:, 0], mixed["images"][:, 0, 0, 0].float(), atol=0.51, rtol=0)
     assert not torch.equal(mixed["labels"], batch["labels"])
     assert list(workload.predict(workload.model().eval(), batch)) == ["height", "age"]
+
+
+def test_example_gpt_scores_and_baseline():
+    """Against the definitions; and no logit depends on a token that comes later."""
+    batch = texts(5)
+    workload = open_workload("gpt", batch, dim=4, heads=2)
+    model = workload.model().requires_grad_(False)
+    tokens = batch["tokens"].long()
+    log_p_BTV = model(tokens[:, :-1]).log_softmax(2)
+    nats = [-log_p_BTV[row, t, tokens[row, t + 1]].item() for row in range(12) for t in range(8)]
+    p = np.bincount(tokens[:, 1:].flatten()) / (12 * 8)
+    expected = {"nats_per_token": np.mean(nats), "baseline_nats_per_token": -np.sum(p * np.log(p))}
+    sums = workload.score(model, batch) | {"n": torch.tensor(12)}
+    assert workload.metrics(sums) == pytest.approx(expected)
+    assert workload.loss(model, batch).item() == pytest.approx(expected["nats_per_token"])
+    changed = tokens[:, :-1].clone()
+    changed[:, 5:] = 0
+    assert torch.equal(model(changed)[:, :5], model(tokens[:, :-1])[:, :5])
+    drawn = model.generate(tokens[:3, :2], 20)
+    assert drawn.shape == (3, 22)
+    assert torch.equal(drawn[:, :2], tokens[:3, :2])
+
+
+def test_example_forecast_scores_and_baselines():
+    """Against the definitions: 10 steps are 6 to read and 4 to forecast, in deviations of the training steps alone."""
+    train, val = series(), Rows({"series": series(40)["series"] + 5})
+    workload = open_workload("forecast", train, val, horizon=4, season=3, hidden_dim=4)
+    model = workload.model().requires_grad_(False)
+    windows = val["series"].numpy()
+    forecasts = {
+        "": model(val["series"][:, :6]).numpy(),
+        "last_value_": windows[:, [5, 5, 5, 5]],
+        "last_season_": windows[:, [3, 4, 5, 3]],
+    }
+    expected = {}
+    for name, forecast in forecasts.items():
+        errors = (forecast - windows[:, 6:]) / train["series"].flatten(0, 1).std(0).numpy()
+        expected |= {f"{name}mse": np.square(errors).mean(), f"{name}mae": np.abs(errors).mean()}
+    sums = workload.score(model, val) | {"n": torch.tensor(40)}
+    assert workload.metrics(sums) == pytest.approx(expected, rel=1e-5)
+    np.testing.assert_array_equal(forecasts[""], forecasts["last_value_"])  # before any training
+    predicted = workload.predict(model, val)
+    assert list(predicted) == ["forecast_load", "forecast_price"]
+    np.testing.assert_array_equal(predicted["forecast_load"], windows[:, [9, 9, 9, 9], 0])  # of the steps that follow
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "setting", "best", "baseline"),
+    [
+        ("gpt", "model.dim=32", "nats_per_token", "baseline_nats_per_token"),
+        ("forecast", "model.hidden_dim=16", "mse", "last_season_mse"),
+    ],
+)
+def test_example_of_windows_learns_and_is_resumed(own_copy, name, setting, best, baseline):
+    """Two ranks, which are killed and resumed, are better than the baseline at the end."""
+    project = own_copy("own")
+    (project / "configs").mkdir()
+    take_example(project, name)
+    (write_text if name == "gpt" else draw_series)(project)
+    words = ["--config", f"configs/{name}.yaml", setting, "train.epochs=1", "run.checkpoint_every_steps=30"]
+    assert same_after_a_kill(project, "last-00000[2-9]", *words, "dist.device=cpu", "data.tier=disk")
+    (point,) = [each for each in metrics_of(project / "runs/whole") if f"val/{best}" in each]
+    assert point[f"val/{best}"] < 0.9 * point[f"val/{baseline}"]
 
 
 @pytest.mark.slow

@@ -10,8 +10,8 @@ from template import LEAF_ROOMS, project_files
 
 from support import PROJECT
 
-SOURCES = {name: (PROJECT / name).read_text() for name in project_files() if re.match(r"(?!tests/).*\.py$", name)}
-"""{file of the project: what it holds}, without its tests."""
+SOURCES = {name: (PROJECT / name).read_text() for name in project_files() if re.match(r"(?!tests/|docs/).*\.py$", name)}
+"""{file of the project: what it holds}, without its tests and examples."""
 SCRIPTS = sorted((name.removesuffix(".py") for name in SOURCES if "/" not in name), key="train".__ne__)
 
 

@@ -64,6 +64,45 @@ def test_slurm_script_queues_what_can_be_cured(tmp_path, given, is_stopped, code
     assert not steps.exists() or steps.read_text().split() == ["check", "train"][: 1 + ("CODE" in variables)]
 
 
+@pytest.mark.parametrize(
+    ("given", "command", "name", "port"),
+    [
+        ({}, "bash launch/node.sh a.b=1", "slurm-7", 29500),
+        (
+            {"CONTAINER": "apptainer exec --nv x.sif"},
+            "apptainer exec --nv x.sif bash launch/node.sh a.b=1",
+            "slurm-7",
+            29500,
+        ),
+        ({"CONTAINER": "--container-image=x.sqsh"}, "bash launch/node.sh a.b=1", "slurm-7", 29500),
+        ({"SLURM_ARRAY_TASK_ID": "2"}, "bash launch/node.sh a.b=1 optim.lr=3e-3 run.seed=1", "slurm-5-2", 29502),
+        (
+            {"SLURM_ARRAY_TASK_ID": "2", "RUN_NAME": "a"},
+            "bash launch/node.sh a.b=1 optim.lr=3e-3 run.seed=1",
+            "a-2",
+            29502,
+        ),
+    ],
+)
+def test_slurm_script_starts_sweeps_and_containers(tmp_path, given, command, name, port):
+    srun = 'while [[ ${1:-} == --* ]]; do shift; done; echo "$*: $RUN_NAME $PET_RDZV_ENDPOINT"\n'
+    write_programs(tmp_path, srun=srun, scontrol=SCONTROL)
+    if "CONTAINER" not in given:
+        (tmp_path / ".venv/bin").mkdir(parents=True)
+        (tmp_path / ".venv/bin/activate").touch()
+    (tmp_path / "sweep.txt").write_text("optim.lr=1e-3 run.seed=1\noptim.lr=3e-3 run.seed=1\n")
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SWEEP": "sweep.txt", "SLURM_ARRAY_JOB_ID": "5"}
+    variables |= JOB | given
+    done = run_to_end([str(LAUNCH / "slurm.sh"), "a.b=1"], tmp_path, **variables)
+    assert done.stdout.splitlines() == [f"{command}: {name} node-a:{port}"] * 2, done.stderr
+    for wrong, said in (
+        ({"SLURM_ARRAY_TASK_ID": "3"}, "sweep.txt has no line 3"),
+        ({"SWEEP": ""}, "the words of one run"),
+    ):
+        if "SLURM_ARRAY_TASK_ID" in given:
+            assert said in run_to_end([str(LAUNCH / "slurm.sh")], tmp_path, **variables | wrong).stderr
+
+
 NODE = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "1", "PET_RDZV_ENDPOINT": "localhost:0", "RUN_NAME": "a"}
 TORCHRUN = "if [ $1 = --help ]; then echo '{help}'; else echo \"$PET_LOCAL_ADDR: $*\"; fi\n"
 NUMA = "nvidia-smi numactl"

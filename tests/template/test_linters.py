@@ -11,7 +11,7 @@ import pytest
 from template import FOLDER, PROJECT, ROOT
 
 from fastgpu.process.config import Data, Run
-from support.projects import read_blocks, render, run_in, use_loader
+from support.projects import EXAMPLES, read_blocks, render, run_in, use_loader
 from support.ranks import printed_by, run_to_end
 
 TOOLS = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -125,7 +125,7 @@ def test_code_of_pages_and_examples(own_copy):
                 (project / block.target).write_text(block.text)
     cells = [block.text for block in read_blocks(project / "docs/python.md") if block.language == "python"]
     (project / "page.py").write_text("# ruff: noqa: E402\n" + "\n".join(cells))  # a notebook imports in its cells, too
-    for example in (ROOT / "docs/examples").glob("*.py"):
+    for example in EXAMPLES.glob("*.py"):
         is_dataset = example.stem == "published"
         shutil.copyfile(example, project / ("" if is_dataset else "workloads") / example.name)
     mypy = ("mypy", "--ignore-missing-imports")  # torchvision is not installed here
@@ -134,7 +134,7 @@ def test_code_of_pages_and_examples(own_copy):
 
     # Two that change train.py, each in its own way.
     program = (project / "train.py").read_text()
-    subprocess.run(["git", "apply", ROOT / "docs/examples/gan.diff"], cwd=project, check=True)
+    subprocess.run(["git", "apply", EXAMPLES / "gan.diff"], cwd=project, check=True)
     run_in(project, "-m", *mypy)
     (project / "train.py").write_text(program)
     use_loader(project, "Another loader in this loop", "torch_loader", "TorchLoader")

@@ -52,7 +52,7 @@ def names_used(source: str) -> set[str]:
 def used_by_people() -> dict[str, str]:
     """{full name of the engine: a file or page that uses it}, of projects, examples and pages."""
     programs = [PROJECT / name for name in project_files() if re.match(r"(?!fastgpu/).*\.py$", name)]
-    texts = {path: path.read_text() for path in [*programs, *ROOT.glob("docs/examples/*.py")]}
+    texts = {path: path.read_text() for path in programs}
     found = {name: path.name for path, text in texts.items() for name in names_used(text)}
     for page in PAGES:
         blocks = "\n".join(block.text for block in read_blocks(ROOT / page) if block.language == "python")

@@ -22,8 +22,8 @@ import pytest
 import yaml
 from PIL import Image
 
-from support import PROJECT, ROOT
-from support.projects import take_example
+from support import PROJECT
+from support.projects import EXAMPLES, draw_series, take_example
 from support.ranks import printed_by
 from support.rows import write_rows
 
@@ -60,7 +60,7 @@ def draw_image(path: Path, size: tuple[int, int], red: int) -> None:
 
 def write_published(folder: Path) -> None:
     """The Datasets over torchvision's, and a stand-in for it."""
-    shutil.copyfile(ROOT / "docs/examples/published.py", folder / "published.py")
+    shutil.copyfile(EXAMPLES / "published.py", folder / "published.py")
     (folder / "torchvision").mkdir()
     (folder / "torchvision/__init__.py").touch()
     (folder / "torchvision/datasets.py").write_text(TORCHVISION)
@@ -93,10 +93,6 @@ def draw_masks(folder: Path) -> None:
         Image.fromarray((pixels > 128).astype(np.uint8)).save(folder / f"masks/a/{number}.png")
 
 
-def write_book(folder: Path) -> None:
-    (folder / "book.txt").write_text("a rose is a rose is a rose. " * 300)
-
-
 def write_images(folder: Path) -> None:
     """Images without labels; the GAN changes train.py."""
     write_rows(folder / "data/images.h5", 240, (3, 16, 16))
@@ -123,14 +119,27 @@ RECIPES = {
     "imagenet": Recipe(draw_imagenet, f"model.timm= {NETWORK}"),
     "recsys": Recipe(lambda folder: None, "model.hidden_dim=4 model.latent_dim=4", workload="recsys"),
     "segmentation": Recipe(draw_masks, "model.width=4"),
-    "letters": Recipe(write_book, "model.dim=8", predict="data/text.h5", printed="row,next\n", workload="own"),
+    "gpt": Recipe(
+        lambda folder: None,
+        "model.dim=8 data.window=513 data.stride=512",
+        predict="data/text.h5",
+        printed="first_step,nats_per_token\n",
+        workload="own",
+    ),
+    "forecast": Recipe(
+        draw_series,
+        "model.hidden_dim=4",
+        predict="data/series.h5",
+        printed="first_step,forecast_0_0,forecast_0_1,",
+        workload="own",
+    ),
     "image_numbers": Recipe(draw_shots, "model.width=4", predict="0.jpg", printed="file,prediction\n"),
     "contrastive": Recipe(write_images, "model.width=4 model.queue=16"),
     "gan": Recipe(write_images, "model.width=4"),
 }
-WITHOUT_COMMANDS = ("recsys", "contrastive", "gan")
+WITHOUT_COMMANDS = ("recsys", "contrastive", "gan", "forecast")
 """Recipes whose data are included, or those of the user."""
-SLOW = ("cifar10",)
+SLOW = ("cifar10", "gpt", "forecast")
 """Recipes that are not only tried at night."""
 
 

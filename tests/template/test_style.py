@@ -3,11 +3,14 @@ the same in the classes that declare them, in config files, and in all texts.
 """
 
 import ast
+import json
 import re
 import sys
 from pathlib import Path
 
 import config_page
+import config_schema
+import jsonschema
 import pytest
 from template import project_files, tracked
 
@@ -109,6 +112,21 @@ def test_keys_of_a_shipped_file(name, workload, recipe):
 def test_keys_page_is_up_to_date(capsys):
     config_page.main()
     assert capsys.readouterr().out == (PROJECT / "docs/config.md").read_text()
+
+
+def test_keys_schema_is_up_to_date_and_fits(capsys):
+    """It is the file that the first line of each config names, and fits each of them. The section `model` is open."""
+    config_schema.main()
+    schema = json.loads((PROJECT / "docs/config.schema.json").read_text())
+    assert json.loads(capsys.readouterr().out) == schema
+    for path in [*PROJECT.glob("config*.yaml"), *PROJECT.glob("configs/*.yaml")]:
+        (named,) = re.findall(r"\A# yaml-language-server: \$schema=(.+)\n", path.read_text())
+        assert (path.parent / named).resolve() == PROJECT / "docs/config.schema.json"
+        jsonschema.validate(load_config(["--config", str(path)]).model_dump(exclude_unset=True), schema)
+    jsonschema.validate({"model": {"mine": [1]}, "data": {"tier": "disk"}}, schema)
+    for mistake in ({"modell": {}}, {"data": {"tear": "disk"}}, {"data": {"tier": "disc"}}, {"train": {"epochs": 0}}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(mistake, schema)
 
 
 OPTIONS = [workloads.load(path.stem).Options for path in sorted(PROJECT.glob("workloads/[a-z]*.py"))]

@@ -6,19 +6,23 @@ import shutil
 import sys
 import tomllib
 from importlib import metadata
+from pathlib import Path
 
 import h5py
 import make_interactions
 import numpy as np
 import pytest
 import yaml
+from address import with_address
 from cookiecutter.exceptions import FailedHookException
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from template import FOLDER
+from pins import compile_pins
+from template import FOLDER, QUESTIONS, tracked
 
 from support import PROJECT, ROOT
 from support.projects import bake_project, expected_files, files_below, load_hook, parse_files, resolve
+from support.ranks import printed_by
 
 
 @pytest.mark.parametrize(
@@ -96,12 +100,26 @@ def test_answers_by_default_bake_a_clean_project(template, tmp_path, capfd):
     assert project.name == "my_training_project"
     assert parse_files(project)["project"]["name"] == "my-training-project"
     assert files_below(project) == expected_files()
-    printed = capfd.readouterr().out
-    assert "cd my_training_project" in printed
-    steps = [line for line in printed.splitlines() if line.startswith("  ") and "#" not in line]
-    readme = (project / "README.md").read_text()
-    assert len(steps) == 4
-    assert all(f"{line.strip()} " in readme or f"{line.strip()}\n" in readme for line in steps[1:])
+    assert "cd my_training_project" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(("programs", "n_steps"), [("git", 6), ("git nvidia-smi", 5), ("nvidia-smi", 4)])
+def test_next_steps_fit_the_machine(baked, tmp_path, monkeypatch, programs, n_steps):
+    """The first commit is offered outside of repositories, and torch for CPUs where there is no GPU."""
+    for name in programs.split():
+        (tmp_path / name).write_text("#!/bin/sh\nexit 128\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.chdir(baked("images"))
+    _, first, *steps = load_hook("post", project_slug="cats")["next_steps"]().strip().splitlines()
+    assert first == "  cd cats"
+    assert len(steps) == n_steps - 1
+    readme = Path("README.md").read_text()
+    shown = [line.strip() for line in steps if "git init" not in line]
+    assert [line for line in shown if f"{line} " not in readme and f"{line}\n" not in readme] == []
+    assert [name for name in ("git init", "--index-url") if name in "".join(steps)] == (
+        ["git init"] * ("git" in programs.split()) + ["--index-url"] * ("nvidia" not in programs)
+    )
 
 
 def test_answers_that_are_odd_still_bake(template, tmp_path):
@@ -110,10 +128,10 @@ def test_answers_that_are_odd_still_bake(template, tmp_path):
         "{{ cookiecutter.project_slug }} {% if x %} {brace} [b] & amp; <b> ${HOME} $(touch hacked) `touch hacked` "
         "'''; import os; os.mkdir('hacked'); '''"
     )
-    project = bake_project(tmp_path, template, project_name=text, project_slug="odd", author=text)
+    project = bake_project(tmp_path, template, project_name=text, project_slug="odd", author=text, description=text)
     meta = tomllib.loads((project / "pyproject.toml").read_text())  # and are kept as they were given
-    assert meta["project"]["authors"][0]["name"] == " ".join(text.split())
-    assert (project / "README.md").read_text().startswith(f"# {text}\n\n")
+    assert meta["project"]["authors"][0]["name"] == meta["project"]["description"] == " ".join(text.split())
+    assert (project / "README.md").read_text().startswith(f"# {text}\n\n{text}\n\n")
     assert text in (project / "LICENSE").read_text()
     assert not list(tmp_path.rglob("hacked"))
 
@@ -124,12 +142,41 @@ def test_hooks_need_only_python():
         assert set(imported) <= sys.stdlib_module_names
 
 
+def test_owner_is_named_in_one_place():
+    """`make fix` copies the address from there into two files that no program can ask, once the owner is known."""
+    address = QUESTIONS["__template"]
+    texts = {name: (ROOT / name).read_bytes().decode(errors="ignore") for name in tracked()}
+    owner_and_name = address.partition("://")[2].partition("/")[2]
+    places = {name for name, text in texts.items() if owner_and_name in text}
+    assert places - {"CITATION.cff", "pyproject.toml"} == {"cookiecutter.json"}
+    for name, line in (("CITATION.cff", "repository-code: {}"), ("pyproject.toml", 'Template = "{}"')):
+        assert with_address(name, texts[name], address) == texts[name]
+        other = with_address(name, texts[name], "https://example.com/us/copy")
+        assert line.format("https://example.com/us/copy") in other.splitlines()
+        assert with_address(name, other, address) == texts[name]
+
+
 def test_version_is_the_newest_in_the_changelog():
     source = (PROJECT / "fastgpu/__init__.py").read_text()
     (version,) = re.findall(r'(?m)^TEMPLATE_VERSION = "(\d+\.\d+\.\d+)"$', source)
     first, second = re.findall(r"(?m)^## (.+)$", (ROOT / "CHANGELOG.md").read_text())[:2]
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert first == "Unreleased"
-    assert re.fullmatch(re.escape(version) + r" - \d{4}-\d\d-\d\d", second)
+    assert second == f"{version} - {cited['date-released']}"
+    assert cited["version"] == version
+
+
+def test_release_has_the_section_of_the_changelog(tmp_path):
+    """The program of the workflow that cuts it out."""
+    steps = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())["jobs"]["wheel"]["steps"]
+    (line,) = re.findall(r"(?m)^awk .*$", steps[-1]["run"])
+    sections = (
+        "# Changelog\n\n## Unreleased\n\n## 1.10.0 - 2026-01-02\n\n### Fixed\n- b\n\n## 1.1.0 - 2026-01-01\n- a\n"
+    )
+    (tmp_path / "CHANGELOG.md").write_text(sections)
+    for version, text in {"1.1.0": "- a", "1.10.0": "### Fixed\n- b"}.items():
+        printed_by(["bash", "-euc", line], tmp_path, GITHUB_REF_NAME=f"v{version}")
+        assert (tmp_path / "notes.md").read_text().strip() == text
 
 
 def test_digits_are_complete_and_attributed():
@@ -158,6 +205,7 @@ def test_constraints_pin_all_that_an_install_brings():
     pinned_extras = [each for name, needed in extras.items() if name not in ("timm", "wandb") for each in needed]
     todo = [*project["project"]["dependencies"], *pinned_extras]
     assert project["build-system"]["requires"] == [f"setuptools=={pins['setuptools']}"]
+    assert project["dependency-groups"]["dev"] == extras["dev"]
     seen: set[str] = set()
     while todo:
         requirement = Requirement(todo.pop())
@@ -172,8 +220,20 @@ def test_constraints_pin_all_that_an_install_brings():
     assert len(seen) > 40
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_constraints_are_made_by_the_tool(tmp_path):
+    """From the index: versions that fit stay."""
+    path = PROJECT / "constraints.txt"
+    pins = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+    assert compile_pins(tmp_path, path, upgrade=False) == pins
+
+
 def test_pre_commit_has_the_linter_of_the_gate():
+    """And is the same for the template and its projects."""
     (version,) = re.findall(r"(?m)^ruff==(\S+)", (PROJECT / "constraints.txt").read_text())
-    for folder in (ROOT, PROJECT):
-        (repo,) = yaml.safe_load((folder / ".pre-commit-config.yaml").read_text())["repos"]
-        assert repo["rev"] == f"v{version}"
+    ours, theirs = ((folder / ".pre-commit-config.yaml").read_text() for folder in (ROOT, PROJECT))
+    revisions = {repo["repo"].rpartition("/")[2]: repo["rev"] for repo in yaml.safe_load(theirs)["repos"]}
+    assert ours == theirs
+    assert revisions["ruff-pre-commit"] == f"v{version}"
+    assert {"pre-commit-hooks", "nbstripout"} <= revisions.keys()

@@ -4,6 +4,8 @@
 #     PROCS=4 sbatch --gpus-per-node=0 launch/slurm.sh           nodes without GPUs: four processes on each
 #     RUN_NAME=a sbatch --job-name=a --dependency=singleton --no-requeue launch/slurm.sh
 #                          submitted several times: a chain of jobs, of which each goes on where the one before stopped
+#     SWEEP=sweep.txt sbatch --array=1-8 launch/slurm.sh         a run for each line of the file, which has words of the config
+#     CONTAINER="apptainer exec --nv image.sif" sbatch launch/slurm.sh          in a container; docs/clusters.md has Pyxis, too
 # What ends the job early (time, preemption, a lost node, a killed torchrun) puts it into the queue again, and it goes on.
 # A mistake (exit code 2), a failure that torchrun gave up on (1) and scancel end it for good.
 #SBATCH --job-name=train
@@ -17,21 +19,33 @@
 #SBATCH --open-mode=append         # a requeued job goes on in the same log
 #SBATCH --output=%x-%j.out
 set -euo pipefail
-# shellcheck source=/dev/null
-source .venv/bin/activate
+read -ra container <<< "${CONTAINER:-}"
+if [ -z "${CONTAINER:-}" ]; then     # a container has packages of its own
+  # shellcheck source=/dev/null
+  source .venv/bin/activate
+fi
 
+port=29500
+if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
+  line=$(sed -n "${SLURM_ARRAY_TASK_ID}p" "${SWEEP:?a file with the words of one run in each line}")
+  : "${line:?"$SWEEP has no line $SLURM_ARRAY_TASK_ID"}"
+  read -ra words <<< "$line"
+  set -- "$@" "${words[@]}"
+  RUN_NAME=${RUN_NAME:-slurm-$SLURM_ARRAY_JOB_ID}-$SLURM_ARRAY_TASK_ID
+  port=$((port + SLURM_ARRAY_TASK_ID % 1000))        # jobs of an array may share a node
+fi
 export RUN_NAME=${RUN_NAME:-slurm-$SLURM_JOB_ID}
 export PET_NNODES=$SLURM_NNODES
 export PET_NPROC_PER_NODE=${PROCS:-${SLURM_GPUS_ON_NODE:?"no GPU in this job; PROCS=4 sbatch ... sets the number of processes of a node"}}
 first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export PET_RDZV_ENDPOINT=${PET_RDZV_ENDPOINT:-$first_node:29500}
+export PET_RDZV_ENDPOINT=${PET_RDZV_ENDPOINT:-$first_node:$port}
 export PET_RDZV_ID=$SLURM_JOB_ID
 export STOP_CODE=0                 # a node that has stopped must not make srun kill those that are still saving
 
 code=0
-LAUNCH_STEP=check srun --output=0 bash launch/node.sh "$@" || code=$?
+LAUNCH_STEP=check srun --output=0 "${container[@]}" bash launch/node.sh "$@" || code=$?
 if [ "$code" = 0 ]; then
-  LAUNCH_STEP=train srun --kill-on-bad-exit=1 --wait=60 bash launch/node.sh "$@" || code=$?
+  LAUNCH_STEP=train srun --kill-on-bad-exit=1 --wait=60 "${container[@]}" bash launch/node.sh "$@" || code=$?
 fi
 
 # The file is there if the run was asked to stop before it was done. Above 128: something was killed, or a node is lost.

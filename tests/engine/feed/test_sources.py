@@ -14,7 +14,9 @@ from fastgpu.process.config import Config, Data, Loader
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.selection import Subset
+from support.images import photo, write_encoded
 from support.rows import DENSE_FIELDS, numbered, ragged
+from support.windows import write_ragged_series
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +121,14 @@ def test_messages_of_sources(compare_messages, dense_file):
     write_labels("few.h5", np.arange(5), class_names=["cat", "dog"])
     open_both("a.h5", "few.h5")  # a class may have no rows for validation
     Path("photos").mkdir()
+    write_ragged_series(Path("short.h5"), [3, 40, 7])
+    write_ragged_series(Path("ragged.h5"), [30, 40, 50])
+    with h5py.File("ragged.h5", "r+") as file:
+        file["y/values"], file["y/indptr"], file["z"] = np.arange(120), [0, 20, 80, 120], np.arange(7)
+    write_encoded(Path("photos.h5"), [photo(1)] * 20)
     balanced = partial(open_both, val="rows.h5", balance="classes")
+    window = partial(open_both, "rows.h5", "rows.h5", window=16)
+    of_x = partial(open_both, "ragged.h5", "ragged.h5", {"x": "x"})
     compare_messages(
         {
             "fields of a share": lambda: open_both("rows.h5", "10%", val_fields=DENSE_FIELDS),
@@ -138,6 +147,20 @@ def test_messages_of_sources(compare_messages, dense_file):
             "one of several sets is missing": lambda: open_both("a.h5", {"few": "few.h5", "b": "nowhere.h5"}),
             "one of several sets is a share of no rows": lambda: open_both("a.h5", {"few": "few.h5", "b": "0%"}),
             "a folder": lambda: open_both("photos"),
+            "a stride without a window": lambda: open_both("rows.h5", "rows.h5", stride=4),
+            "windows of a Dataset": lambda: open_both("a", "b", {"x": "x"}, dataset="test_sources:Ten", window=4),
+            "windows of encoded images": lambda: open_both("photos.h5", "photos.h5", {"images": "images"}, window=4),
+            "windows of equal classes": lambda: window(balance="classes"),
+            "windows longer than all recordings": lambda: open_both("short.h5", "short.h5", {"x": "x"}, window=41),
+            "windows longer than those of validation": lambda: open_both("rows.h5", "one.h5", window=16),
+            "windows of a share that has no step": lambda: open_both("rows.h5", "0%", window=16),
+            "windows of a share that is too short": lambda: open_both("rows.h5", "10%", window=16),
+            "windows beside a share that is too large": lambda: open_both("rows.h5", "90%", window=16),
+            "windows of a source that is held out as a whole": lambda: open_both(
+                {"rows.h5": 1, "one.h5": 1}, "90%", window=1
+            ),
+            "windows of recordings that begin elsewhere": lambda: of_x(fields={"x": "x", "y": "y"}, window=8),
+            "windows of fields of other lengths": lambda: of_x(fields={"x": "x", "z": "z"}, window=8),
         }
     )
 

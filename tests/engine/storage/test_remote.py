@@ -36,6 +36,8 @@ from support.object_store import Store, serve
 from support.ranks import fork, free_port, printed_by, run_to_end, train_command, wait_for_port, wait_until
 from support.rows import DENSE_FIELDS, open_feed, read_rows
 from support.runs import metrics_of, same_weights, train, wait_for_step
+from support.windows import open_windows, places_of, read_epochs, read_windows, write_series
+from support.windows import same as same_windows
 
 
 @pytest.fixture
@@ -64,7 +66,7 @@ def forget() -> None:
     remote._client.cache_clear()
 
 
-def put(store: Store, path: str) -> str:
+def put(store: Store, path: str | Path) -> str:
     """Put a file into the bucket. Returns its URL."""
     store.objects[f"/b/{Path(path).name}"] = Path(path).read_bytes()
     return f"s3://b/{Path(path).name}"
@@ -136,6 +138,30 @@ def test_remote_batches_equal_local_ones(bucket, dense_file):
         feed.close()
     assert all(map(torch.equal, *epochs))
     assert len(set(bucket.gets)) == len(bucket.gets)
+
+
+@pytest.mark.parametrize("options", [{}, {"chunks": (100,)}, {"chunks": (100,), "compression": "gzip"}], ids=str)
+@pytest.mark.parametrize(("length", "stride"), [(16, 1), (64, 64), (1500, 400)])
+def test_remote_windows_equal_local_ones(bucket, tmp_path, options, length, stride):
+    local = write_series(tmp_path / "x.h5", [3000], **options)
+    expected = read_epochs(open_windows(local, length, stride)[0], range(2))
+    series = local._replace(train=put(bucket, tmp_path / "x.h5"))
+    train, val = open_windows(series, length, stride)
+    assert not train.is_local
+    assert same_windows(read_epochs(train, range(2)), expected)
+    n_gets = len(bucket.gets)
+    places_of(read_windows(val, seed=None), local)
+    assert len(bucket.gets) == n_gets  # all is local
+    assert val.is_local
+    assert train.n_requests == val.n_requests > 0
+
+
+@pytest.mark.parametrize("fault", ["refused", "cut", "hanging"])
+def test_remote_windows_survive_a_fault(bucket, tmp_path, fault):
+    local = write_series(tmp_path / "x.h5", [3000], chunks=(100,))
+    train, _ = open_windows(local._replace(train=put(bucket, tmp_path / "x.h5")), 16, 16)
+    setattr(bucket, fault, 2)
+    places_of(read_windows(train), local)
 
 
 def test_remote_rows_are_local_once_all_were_fetched(bucket, dense_file):

@@ -37,7 +37,7 @@ def test_tar_shards_are_those_that_tarfile_reads(tmp_path, convert, n_rows):
     convert("images 'x-*.tar' kept.h5 --keep-encoded --keep-order")
     told = convert("images 'x-*.tar' mixed.h5").out
     assert "labels: .cls beside each image" in told
-    assert f"left out of x-*.tar: {n_rows:,} .json" in told
+    assert f"files of x-*.tar that are not used: {n_rows:,} .json\n" in told
     plain, names = [], []
     for path in paths:
         with tarfile.open(path) as archive:
@@ -119,6 +119,14 @@ def test_archives_of_class_folders_are_read_like_folders(tmp_path, convert, kind
             assert [source.rpartition("/")[2] for source in sources] == [f"{number}.png" for number in numbers]
 
 
+def test_archives_of_folders_are_split_by_their_paths(tmp_path, convert):
+    write_zip(tmp_path / "x.zip", {f"cat/p{n // 4}_{n}.png": numbered_png(n) for n in range(24)})
+    convert(r"images x.zip x.h5 --split 0.5 --split-by 'p\d+'")
+    with h5py.File("x-train.h5") as train, h5py.File("x-val.h5") as val:
+        people = [{number // 4 for number in numbers_of_images(file["images"][:])} for file in (train, val)]
+    assert not people[0] & people[1]
+
+
 def test_archives_list_broken_images(tmp_path, convert):
     files = {f"{n}.png": b"no image" if n == 3 else numbered_png(n) for n in range(6)}
     files |= {f"{n}.cls": b"0" for n in range(6) if n != 4}
@@ -158,7 +166,8 @@ def test_archive_members_are_read_at_their_places(tmp_path):
 def test_tar_that_ends_early_is_noticed(tmp_path, capsys):
     whole = write_tar(tmp_path / "x.tar", {"a.jpg": photo(1), "a.cls": b"0", "b.jpg": photo(2), "b.cls": b"1"})
     content = whole.read_bytes()
-    starts = [member.offset for member in tarfile.open(whole).getmembers()]
+    with tarfile.open(whole) as archive:
+        starts = [member.offset for member in archive]
     refused = {
         "inside of a file": content[: starts[2] + 600],
         "a damaged header": content[: starts[2]] + b"x" + content[starts[2] + 1 :],

@@ -169,7 +169,9 @@ def test_check_finds_damage_before_repack(dense_file, tmp_path, convert):
     assert first.startswith("rows 3 to 3: ")
     assert second.startswith("rows 70 to 70: ")
     assert sum_up == "a.h5: 2 blocks are damaged"
-    assert "is damaged: checksum mismatch" in convert("repack a.h5 b.h5", code=2).err
+    refused = convert("repack a.h5 b.h5", code=2).err
+    assert refused.startswith("error: a.h5::/ has 2 damaged blocks:\n  rows 3 to 3: ")
+    assert refused.count("is damaged: checksum mismatch") == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.h5", "rows.h5"]
 
 
@@ -328,6 +330,19 @@ def test_arrays_from_folders_and_archives(tmp_path, convert):
     with h5py.File(tmp_path / "out.h5") as file:
         found = {name: (file[name][:] - rows).tolist() for name in "xyzw"}
     assert found == {"x": [0] * 20, "y": [1] * 20, "z": [0] * 20, "w": [2] * 20}
+
+
+@pytest.mark.parametrize("kind", ["uint16", "float32"])
+def test_arrays_of_raw_numbers_keep_their_order(tmp_path, monkeypatch, convert, kind):
+    """Also if their first bytes are those of a packed file."""
+    monkeypatch.setattr(arrays, "BLOCK_BYTES", 1000)
+    numbers = np.random.default_rng(0).integers(0, 60_000, 9_000).astype(kind)
+    numbers[:1] = np.frombuffer(b"\x1f\x8b\0\0"[: numbers.itemsize], kind)
+    numbers.tofile(tmp_path / "x.bin")
+    convert("arrays x=x.bin out.h5 --dtype", kind)
+    with h5py.File(tmp_path / "out.h5") as file:
+        assert file["x"].dtype == kind
+        np.testing.assert_array_equal(file["x"][:], numbers)
 
 
 @pytest.mark.parametrize("source", ["images=x.npy", "images=x.h5::/raw/x"])

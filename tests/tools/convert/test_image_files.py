@@ -112,6 +112,28 @@ def test_folder_leaves_out_broken_images(tmp_path, convert):
         assert found == [f"photos/{each}/photo {n:03d} é.png" for each, n in zip(folders, numbers, strict=True)]
 
 
+@pytest.mark.parametrize("kind", ["table", "folder"])
+def test_images_of_a_patient_stay_together(tmp_path, convert, kind):
+    patients = [f"p{n % 20:02d}" for n in range(60)]
+    for n, patient in enumerate(patients):
+        path = tmp_path / f"photos/{'ab'[n % 2]}/{patient}-{n}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.full((2, 2), n, np.uint8)).save(path)
+    lines = [f"photos/{'ab'[n % 2]}/{patient}-{n}.png,{n % 2},{patient}" for n, patient in enumerate(patients)]
+    (tmp_path / "x.csv").write_text("\n".join(["path,label,who", *lines]))
+    words = "x.csv x.h5 --split-by who" if kind == "table" else "photos x.h5 --split-by '(p[0-9]+)-'"
+    printed = convert("images", words, "--split 0.8,0.1,0.1").out
+    assert "whose values stay together: train 16 with 80.0%, val 2 with 10.0%, test 2 with 10.0% of the rows" in printed
+    numbers = [[*labels_by_number(tmp_path / f"x-{split}.h5")] for split in ("train", "val", "test")]
+    found = [{patients[n] for n in each} for each in numbers]
+    assert sum(map(len, numbers)) == 60
+    assert len(set.union(*found)) == sum(map(len, found)) == 20
+    if kind == "folder":
+        refused = convert("images photos y.h5 --split 0.8 --split-by p0.", code=2).err
+        assert "30 of 60 rows are broken" in refused
+        assert "photos/a/p10-10.png: nothing in its path fits --split-by p0." in refused
+
+
 def test_table_lists_all_broken_rows(tmp_path, convert):
     """Those of the table before an image is read. Rows that are left out are in no count."""
     folder_of(tmp_path, {"all": 20})

@@ -17,10 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastgpu.convert import writer as writer_module
+from fastgpu.convert import writing
 from fastgpu.convert.splits import split_rows
 from fastgpu.convert.summary import damaged
 from fastgpu.convert.writer import choose_block_rows, write_rows
 from fastgpu.convert.writing import Writing, write_files
+from fastgpu.process.config import Loader
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import Field, RaggedArray
 from fastgpu.storage.arrays import ArrayDataset
@@ -47,6 +49,15 @@ def test_writing_order_is_that_of_the_seed(tmp_path):
     assert orders[0] == orders[1] != orders[2]
     assert orders[3] == sorted(orders[0]) == list(range(1000))
     assert 0.4 < np.mean(np.diff(orders[0]) > 0) < 0.6
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(None, 5), (3, 3)])
+def test_writing_takes_the_threads_asked_for(tmp_path, monkeypatch, asked, expected):
+    loaders = []
+    monkeypatch.setattr(writing, "available_cpus", lambda: 5)
+    monkeypatch.setattr(writing, "Loader", lambda **options: loaders.append(Loader(**options)) or loaders[-1])
+    write_files({"": Numbers(10)}, tmp_path / "x.h5", Writing(n_threads=asked))
+    assert [each.num_readers for each in loaders] == [expected]
 
 
 def test_writing_splits_to_files(tmp_path, capsys):

@@ -18,7 +18,6 @@ from torch.utils.data import Dataset as TorchDataset
 
 from fastgpu.dataset.source import ItemDataset
 from fastgpu.diagnose.ceilings import Loop, Meter, measure, read_pool, repeat
-from fastgpu.diagnose.result import ceilings
 from fastgpu.diagnose.verdict import Cause, Measured, judge
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Dataset, PoolPlan, Reads
@@ -31,10 +30,10 @@ from support.rows import DENSE_FIELDS, config_of
 N_ROWS = 2048
 BATCH_SIZE = 16
 POOL_BATCHES = 4
-MAX_TRIES = 3
-MAX_TRIES_UNDER_LOAD = 30
-LOADED_NOISE = 0.05
-"""The times are sleeps: rounds that differ by more than this show that other programs use the machine."""
+N_TRIES = 5
+MIN_RIGHT = 4
+"""Of all tries, also those that another program has disturbed: measurements are of 3 rounds, where diagnose.py takes up
+to 16."""
 
 
 class SimulatedDevice(Meter):
@@ -215,12 +214,10 @@ def try_readers(path: str, times: Times) -> tuple[str, float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("planted", PLANTED)
 def test_planted_cause_and_gain_are_right(path, planted):
-    """And the loop takes as long as the longer one of compute and supply. A measurement that another program may have
-    spoiled is repeated: an error of ours spoils every try."""
+    """The share of right answers over all tries. The loop takes as long as the longer one of compute and supply."""
     times, cause, change, cure = PLANTED[planted]
     notes: list[str] = []
-    n_quiet = 0
-    while n_quiet < MAX_TRIES and len(notes) < MAX_TRIES_UNDER_LOAD:
+    for _ in range(N_TRIES):
         slow = measure_simulated(path, times)
         verdict = judge(slow, readers=try_readers(path, times) if cause in ("READ", "DECODE") else None)
         is_named = verdict.cause == cause and verdict.change.startswith(change)
@@ -230,9 +227,7 @@ def test_planted_cause_and_gain_are_right(path, planted):
         gain = cured.batch_size / cured.loop.median / (slow.batch_size / slow.loop.median)
         feed_ratios = [(1 - m.lost.median, min(1.0, m.compute.median / m.supply.median)) for m in (slow, cured)]
         is_predicted = gain == pytest.approx(verdict.gain, rel=0.15)
-        if is_named and is_predicted and all(found == pytest.approx(theory, rel=0.05) for found, theory in feed_ratios):
-            return
-        notes.append(f"{verdict}; gain after the cure {gain:.3f}; feed ratios, found and in theory: {feed_ratios}")
-        timings = [timing for m in (slow, cured) for timing in ceilings(m).values()]
-        n_quiet += max((each.high - each.low) / 2 / each.median for each in timings) < LOADED_NOISE
-    raise AssertionError(notes)
+        is_explained = all(found == pytest.approx(theory, rel=0.05) for found, theory in feed_ratios)
+        if not (is_named and is_predicted and is_explained):
+            notes.append(f"{verdict}; gain after the cure {gain:.3f}; feed ratios, found and in theory: {feed_ratios}")
+    assert N_TRIES - len(notes) >= MIN_RIGHT, notes

@@ -1,5 +1,6 @@
 """NumPy arrays and sparse matrices as rows."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,9 @@ class SplitArrays(ArrayDataset):
         self.known_broken = dict(self.broken)
 
 
-def open_arrays(sources: Sequence[str], *, channels_last: bool = False, split_by: str = "") -> ArrayDataset:
+def open_arrays(
+    sources: Sequence[str], *, channels_last: bool = False, split_by: str = "", dtype: str | None = None
+) -> ArrayDataset:
     """Fields of equal length from any number of
 
         name=file.npy            mapped into memory, not read
@@ -46,6 +49,7 @@ def open_arrays(sources: Sequence[str], *, channels_last: bool = False, split_by
         name=file.npz::array     one of them
         name=file.npz            a sparse matrix (scipy.sparse.save_npz): ragged rows of column numbers, and of values
         name=file.h5::/dataset   of any HDF5 file; `convert.py repack` takes groups of CSR matrices
+        name=file.bin            raw numbers, if dtype names their type: mapped into memory, not read
 
     channels_last: arrays of four axes are (N, H, W, C) and become (N, C, H, W). split_by: the name of the array by
     which rows are split; it may hold text. Raises UserError for other than rows.
@@ -54,7 +58,7 @@ def open_arrays(sources: Sequence[str], *, channels_last: bool = False, split_by
     fields: dict[str, Field] = {}
     for source in sources:
         name, path = split_name(source)
-        content = load(path)
+        content = map_numbers(path, dtype) if dtype else load(path)
         if isinstance(content, dict) == bool(name):
             allowed = "name=file.npy, name=file.npz::array, name=file.npz of a sparse matrix, or file.npz alone"
             arrays = f"; its arrays are {list_first([*content])}" if name else ""
@@ -121,7 +125,8 @@ def load(path: str) -> Any:
         is_h5 = h5py.is_hdf5(file)
         kind = describe_content(file)
         if not is_h5 and not kind.removeprefix("a ").startswith("NumPy"):
-            raise UserError(f"{file} is {kind or 'of no known format'}; it should be .npy, .npz or HDF5")
+            cure = "" if kind else ", or --dtype should name the type of its numbers, such as uint16"
+            raise UserError(f"{file} is {kind or 'of no known format'}; it should be .npy, .npz or HDF5{cure}")
         content = (
             look_up(open_to_read(file), member or "/", file)
             if is_h5
@@ -158,6 +163,22 @@ def load(path: str) -> Any:
         found = f"{path} is {matrix.dtype} {matrix.shape} with {matrix.nnz:,} values"
         raise UserError(f"{found}; allowed are real numbers, fewer than 2^31 columns and at least one value")
     return matrix
+
+
+def map_numbers(path: str, dtype: str) -> Any:
+    """(N,) numbers of a raw binary file without a header, as `tofile` of NumPy writes it, mapped into memory."""
+    file, _, member = path.partition("::")
+    with explain_errors(path, f"raw numbers of {dtype}"):
+        with open_regular(Path(file)) as opened:
+            head, n_bytes = opened.read(8), opened.seek(0, os.SEEK_END)
+        if head.startswith((b"\x93NUMPY", b"PK\x03\x04", b"\x89HDF\r\n\x1a\n")):
+            raise UserError(f"--dtype {dtype} is for raw numbers, and {file} has a type of its own; leave --dtype out")
+        if member:
+            raise UserError(f"{file} is one array: name it without ::{member}")
+        if not n_bytes or n_bytes % np.dtype(dtype).itemsize:
+            found = f"{file} has {n_bytes:,} bytes, and {dtype} has {np.dtype(dtype).itemsize} for each number"
+            raise UserError(f"{found}; is the file whole, and of this type?")
+        return np.memmap(file, dtype, "r")
 
 
 def read_ones(source: str) -> tuple[np.ndarray, np.ndarray]:

@@ -11,17 +11,17 @@ import sys
 from abc import ABC, abstractmethod
 from argparse import ArgumentTypeError
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from fastgpu import convert
 from fastgpu.process.commands import argument, flag, parse_command
 from fastgpu.process.config import MAX_THREADS
-from fastgpu.process.launch import UserError, exit_with_message
+from fastgpu.process.launch import UserError, exit_with_message, list_first
 from fastgpu.process.project import install_command
 from fastgpu.process.tools import check_exist, start_tool
 
@@ -36,6 +36,10 @@ SUFFIXES = (".h5", ".hdf5")
 """Of the files that are written, which .gitignore covers."""
 PARQUET = (".parquet", ".pq")
 """Suffixes of Parquet files, alone or in a pattern."""
+
+NumberType = Literal[
+    "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64"
+]
 
 
 def natural(text: str, lowest: int = 0, highest: int | None = None) -> int:
@@ -100,7 +104,8 @@ class WriteCommand(Command):
     compression: Literal["none", "gzip"] = flag("default: none", default="none")
     force: bool = flag("replace existing files", default=False)
     on_error: float | None = flag(
-        "list broken rows, or leave out 1 %% or a share of all; default: stop, and keep NaN and infinite values",
+        "list broken rows and stop (default), or leave out 1 %% of all rows, or a share; if it is given, NaN and "
+        "infinite values are broken, too",
         type=max_broken,
         metavar="{stop,skip,skip=10%}",
     )
@@ -127,7 +132,7 @@ class SplitCommand(WriteCommand):
         "shares of train, val and test, 0.8,0.1,0.1; or of train", type=shares, metavar="SHARES"
     )
     split_by: str = flag(
-        "column whose values, such as patients, --split keeps together; without it, the column says train, val or test",
+        "column whose values, such as patients, --split keeps together; without --split, it says train, val or test",
         type=str.strip,
         default="",
         metavar="COLUMN",
@@ -147,10 +152,20 @@ class Arrays(SplitCommand):
         metavar="SOURCE",
     )
     layout: Literal["nhwc"] | None = flag("of fields with four axes: write them as (N, C, H, W)")
+    dtype: NumberType | None = flag(
+        "of raw binary files, name=x.bin: the type of their numbers, such as uint16; they keep their order",
+        choices=get_args(NumberType),
+        metavar="TYPE",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.dtype and self.split:
+            cure = "leave it out, and train with data.val=10%, the end of the series"
+            raise UserError(f"--split would draw single numbers of a series at random; {cure}")
         check_exist(*(split_name(source)[1] for source in self.sources))
+        if self.dtype and any(is_parquet(split_name(source)[1]) for source in self.sources):
+            raise UserError("--dtype has no meaning for Parquet files, whose columns have types; drop it")
 
     def run(self) -> None:
         from fastgpu.convert.arrays import open_arrays
@@ -164,8 +179,8 @@ class Arrays(SplitCommand):
 
             rows = open_parquet(self.sources, **how)
         else:
-            rows = open_arrays(self.sources, **how)
-        write(rows, self)
+            rows = open_arrays(self.sources, dtype=self.dtype, **how)
+        write(rows, replace(self, keep_order=self.keep_order or bool(self.dtype)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,6 +291,14 @@ def run(command: Command) -> int:
         raise UserError(f"{error}; convert.py needs: {install_command('convert')}") from None
 
 
+def announce(command: WriteCommand) -> None:
+    """Say on a terminal what is read: folders are listed and tables are parsed before there is more to say."""
+    given = vars(command)
+    sources = given.get("sources") or [given["source"]]
+    if sys.stderr and sys.stderr.isatty():
+        print(f"reading {list_first([*map(str, sources)])}", file=sys.stderr, flush=True)
+
+
 def main(argv: Sequence[str]) -> None:
     """Run `convert.py` with these words. The exit code is 1 if `check` finds damage."""
     start_tool()
@@ -284,6 +307,8 @@ def main(argv: Sequence[str]) -> None:
     if isinstance(command, LookCommand):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends them, which write no files
 
+    if isinstance(command, WriteCommand):
+        announce(command)
     # Torch, whose import takes seconds, comes after what can be wrong without it.
     import torch
 

@@ -104,7 +104,7 @@ def repack(asked: command.Repack) -> None:
         warn(f"{asked.sources[0]}: {text}")
     for path, datasets in stored.items():
         if any(each.has_checksums for each in datasets) and (damages := damaged(path)):
-            raise UserError(f"{damages[0]}; `python convert.py check` lists all damaged blocks")
+            raise UserError("\n  ".join([f"{path} has {len(damages):,} damaged blocks:", list_first(damages, "\n  ")]))
     write(open_store("SOURCE", asked.sources, fields), asked)
 
 
@@ -132,12 +132,12 @@ def _describe_group(path: str, group: str, fields: Mapping[str, str], *, stored:
 
 
 def check(asked: command.Check) -> int:
-    """Read files, count the damaged blocks and list the first of them. The exit code is 1 if there is one."""
+    """Read files, and list and count the damaged blocks. The exit code is 1 if there is one."""
     exit_code = 0
     for path in asked.sources:
         if damages := damaged(path):
             exit_code = 1
-            print(list_first(damages, "\n"))
+            print(*damages, sep="\n")
         unchecked = [each for each in inspect(path) if not each.has_checksums]
         state = f"{len(damages):,} blocks are damaged" if damages else "readable" if unchecked else "whole"
         print(f"{path}: {state}")

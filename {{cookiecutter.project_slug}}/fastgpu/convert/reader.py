@@ -16,7 +16,8 @@ A reason begins with where the row comes from, as `where` gives it and `fastgpu_
 It continues with what is wrong: ` cannot be read: ` and the error, or `: label is 'x'; ` and what is allowed.
 """
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -75,6 +76,20 @@ class Reader(ItemSource):
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         raise NotImplementedError
+
+    def split_by_pattern(self, pattern: str, paths: Sequence[str]) -> None:
+        """Make the part of each path that fits a regular expression, or its first group, the column `split_by`.
+
+        Rows in whose path nothing fits are broken. Raises UserError if the pattern is none.
+        """
+        try:
+            found = [re.search(pattern, path) for path in paths]
+        except re.error as error:
+            raise UserError(f"--split-by is {pattern}, which is no regular expression: {error}") from None
+        self.split_by = np.array([each[1 if each.re.groups else 0] or "" if each else "" for each in found])
+        for row in np.flatnonzero(self.split_by == "").tolist():
+            reason = f"{self.where(row)}: nothing in its path fits --split-by {pattern}"
+            self.known_broken[row] = self.broken.setdefault(row, reason)
 
     def refuse(self, row: int) -> None:
         """Raise ValueError if a row was known to be broken when the reader was made."""

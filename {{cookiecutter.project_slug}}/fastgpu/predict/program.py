@@ -22,7 +22,7 @@ from fastgpu.process.world import World
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Rows
 from fastgpu.training.evaluate import evaluate
-from fastgpu.training.step import mixed_precision
+from fastgpu.training.step import mixed_precision, move_model
 
 AS_TEXT: Any = {"encoding": "utf-8", "errors": "backslashreplace"}
 """How files are written. A byte of a file name that is no text is \\udcff in them, as JSON writes it."""
@@ -41,7 +41,7 @@ def run(asked: Predict, world: World, terminal: IO[str]) -> None:
         print(f"written: {asked.export}")
         return
     rows = open_inputs(asked.inputs, trained, ids=asked.id, labels=asked.evaluate)
-    trained.model.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    move_model(trained.model, world.device)
     if world.device.type == "cuda":
         torch.set_num_threads(1)  # each of the threads that decode images works alone
     if asked.evaluate:

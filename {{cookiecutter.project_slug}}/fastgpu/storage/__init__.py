@@ -2,6 +2,7 @@
 
 store.py         HDF5 files as one dataset
 part.py          one of them: its columns, opened and checked
+windows.py       windows of long series: rows made of neighbouring rows of one of the others
 arrays.py        arrays in memory as a dataset
 columns.py       one field of a dataset: in memory, ragged, or decoded while it is read
 layout.py        one field in an HDF5 file, and three ways to read it

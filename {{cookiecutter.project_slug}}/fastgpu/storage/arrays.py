@@ -1,6 +1,6 @@
 """Rows in arrays: in memory, in mapped .npy files, or in sparse matrices."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -58,10 +58,10 @@ class ArrayDataset(Dataset):
         for name, column in self.columns.items():
             column.read(ranges, out[name])
 
-    def view(self, start: int, n_rows: int) -> dict[str, np.ndarray] | None:
-        """{field: bytes of neighbouring rows}, which are not copied. None if those of a field are not in one piece."""
-        views = {name: column.view(start, n_rows) for name, column in self.columns.items()}
-        return None if any(view is None for view in views.values()) else views
+    def view(self, start: int, n_rows: int) -> Sequence[np.ndarray] | None:
+        """The bytes of neighbouring rows, for each field, not copied. None if those of a field are not in one piece."""
+        views = [column.view(start, n_rows) for column in self.columns.values()]
+        return None if any(view is None for view in views) else views
 
-    def check_unchanged(self, row: int) -> None:
+    def check_unchanged(self, rows: np.ndarray) -> None:
         """Arrays belong to this process."""

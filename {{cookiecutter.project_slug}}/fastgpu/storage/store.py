@@ -137,21 +137,18 @@ class HDF5Dataset(Dataset):
         """The number of the file that has a row."""
         return bisect_right(self.first_rows, row) - 1
 
-    def view(self, start: int, n_rows: int) -> dict[str, np.ndarray] | None:
-        """{field: bytes of neighbouring rows of one file}, if those of all fields are in memory. They are not copied:
-        call `check_unchanged` when they have been used. Only for rows that are steps."""
-        self.check_unchanged(start)
+    def view(self, start: int, n_rows: int) -> Sequence[np.ndarray] | None:
+        """The bytes of neighbouring rows of one file, for each field, if they are in memory. They are not copied: call
+        `check_unchanged` before and after they are used. Only for rows that are steps."""
         number = self._number_of(start)
-        views = {}
-        for name, column in self.parts[number].columns.items():
-            if (view := column.view(start - self.first_rows[number], n_rows)) is None:
-                return None
-            views[name] = view
-        return views
+        first = start - self.first_rows[number]
+        views = [column.view(first, n_rows) for column in self.parts[number].columns.values()]
+        return None if any(view is None for view in views) else views
 
-    def check_unchanged(self, row: int) -> None:
-        """Raise UserError if the file of that row was changed since it was opened."""
-        self.parts[self._number_of(row)].file.check_unchanged()
+    def check_unchanged(self, rows: np.ndarray) -> None:
+        """Raise UserError if a file that has some of these rows was changed since it was opened. rows: (n,) int64."""
+        for file in {self.parts[self._number_of(row)].file for row in rows.tolist()}:
+            file.check_unchanged()
 
     def gathers(self, plan: PoolPlan, out: Mapping[str, Out], n_rows: int) -> list[Callable[[], None]]:
         """Jobs for any thread that copy a pool out of the page cache, `n_rows` rows each in the order of the pool.

@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import cached_property, lru_cache
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +24,7 @@ from torch import Tensor
 from fastgpu.process.launch import UserError, warn
 from fastgpu.rows.contract import Dataset, Out, PoolPlan, Reads
 from fastgpu.rows.rows import Field, Ragged, Rows, to_device
+from fastgpu.rows.selection import Runs
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.storage.file import scratch
 from fastgpu.storage.layout import BLOCK_BYTES, MIN_BLOCKS
@@ -68,8 +68,9 @@ class WindowDataset(Dataset):
         self.fields = {name: _window_of(field, length) for name, field in steps.fields.items()} | recordings.fields
         self._n_places = n_places[n_places > 0]
         self._n_windows = -(-self._n_places // stride)
-        n_windows = int(self._n_windows.sum())
+        self._whole, self._rest = np.divmod(self._n_places, self._n_windows)
         self._first_rows = np.cumsum(self._n_windows) - self._n_windows
+        n_windows = int(self._n_windows.sum())
         self._shifts = lru_cache(2)(self._draw_shifts)
         self.name = f"{steps.name} ({n_windows:,} windows of {n_steps:,} steps)"
         size = self._windows_per_block(n_windows)
@@ -121,22 +122,30 @@ class WindowDataset(Dataset):
 
     def first_steps(self) -> np.ndarray:
         """(rows,) int64: the step where each window begins in the order of the file, as `column` has its values."""
-        return self._selected(self._find(None, np.arange(self.block_rows.sum()))[1])
+        recordings = Runs(self._first_rows, self._n_windows)
+        return self._selected(self._find(None, recordings)[1])
 
     def _draw_shifts(self, seed: int, epoch: int) -> np.ndarray:
         """(recordings,) the v of each in that epoch."""
         rng = np.random.default_rng(np.random.SeedSequence((seed, epoch), spawn_key=(0, 0, 0)))
         return rng.integers(self._n_places)
 
-    def _find(self, plan: PoolPlan | None, row_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(n,) the recording, and the first step, of each window. plan: None for the order of the file."""
-        numbers = np.searchsorted(self._first_rows, row_ids, "right") - 1
-        starts, j = self.recordings.runs.starts[numbers], row_ids - self._first_rows[numbers]
+    def _find(self, plan: PoolPlan | None, runs: Runs) -> tuple[np.ndarray, np.ndarray]:
+        """(n,) the recording, and the first step, of each window. plan: None for the order of the file.
+
+        runs: of neighbouring windows, each of one recording.
+        """
+        numbers = np.searchsorted(self._first_rows, runs.starts, "right") - 1
+        j = Runs(runs.starts - self._first_rows[numbers], runs.counts).numbers()
+        numbers = numbers.repeat(runs.counts)
+        starts = self.recordings.runs.starts[numbers]
         if plan is None or not plan.is_shuffled:
             return numbers, starts + j * self.stride
-        n_windows = self._n_windows[numbers]
-        whole, rest = np.divmod(self._n_places[numbers], n_windows)  # j * P might overflow
-        return numbers, starts + j * whole + (j * rest + self._shifts(plan.seed, plan.epoch)[numbers]) // n_windows
+        shifts = self._shifts(plan.seed, plan.epoch)[numbers]
+        # This is (j * P + v) // n, where j * P might overflow.
+        return numbers, starts + j * self._whole[numbers] + (j * self._rest[numbers] + shifts) // self._n_windows[
+            numbers
+        ]
 
     def over(self, stored: Dataset) -> "WindowDataset":
         assert isinstance(stored, ArrayDataset)
@@ -146,7 +155,8 @@ class WindowDataset(Dataset):
 
     def gather(self, plan: PoolPlan, stored: Rows, out: Rows) -> Rows:
         """The windows of a pool. stored: all steps, each of them once, whatever the stride."""
-        recordings, first_steps = self._find(plan, plan.row_ids)
+        recordings, first_steps = np.empty((2, plan.n_rows), np.int64)
+        recordings[plan.reads.places], first_steps[plan.reads.places] = self._find(plan, plan.reads.runs)
         windows: dict[str, Tensor | Ragged] = {
             name: _windows_in(column, self.length) for name, column in stored.columns.items()
         }
@@ -157,7 +167,7 @@ class WindowDataset(Dataset):
         return Rows(rows)
 
     def read(self, plan: PoolPlan, reads: Reads, out: Mapping[str, Out]) -> None:
-        recordings, first_steps = self._find(plan, reads.runs.numbers())
+        recordings, first_steps = self._find(plan, reads.runs)
         for name, values in self.recordings.values.items():
             np.asarray(out[name])[reads.places] = values[recordings]
         if self.row_bytes >= LONG_WINDOW_BYTES or self.stride > 2 * self.length:
@@ -165,21 +175,23 @@ class WindowDataset(Dataset):
             places = (range(place * self.length, (place + 1) * self.length) for place in reads.places.tolist())
             self.steps.read_ranges(plan, zip(first_steps.tolist(), places, strict=True), steps)
             return
-        rows = {name: _bytes_of(out[name]) for name in self.steps.fields}
+        rows = [_bytes_of(out[name]) for name in self.steps.fields]
+        self.steps.check_unchanged(reads_from := first_steps[np.cumsum(reads.runs.counts) - 1])
         done = 0
         for part in reads.split(max(1, BLOCK_BYTES // self.row_bytes)):
             n_rows = len(part.places)
             self._read_together(plan, part, first_steps[done : done + n_rows], out=rows)
             done += n_rows
+        self.steps.check_unchanged(reads_from)
 
     def _read_together(
-        self, plan: PoolPlan, reads: Reads, first_steps: np.ndarray, *, out: Mapping[str, np.ndarray]
+        self, plan: PoolPlan, reads: Reads, first_steps: np.ndarray, *, out: Sequence[np.ndarray]
     ) -> None:
-        """Read the steps of each run of windows once, and cut the windows out of them. out: {field: (rows, bytes)}."""
+        """Read the steps of each run of windows once, and cut the windows out of them. out: (rows, bytes) of fields."""
         ends = np.cumsum(reads.runs.counts)
         starts = first_steps[ends - reads.runs.counts]
         n_steps = first_steps[ends - 1] + self.length - starts
-        views, is_mapped = self._look_at(plan, starts.tolist(), n_steps.tolist())
+        contents = self._look_at(plan, starts.tolist(), n_steps.tolist())
 
         # Windows of a run that are a stride apart are copied together.
         is_cut = np.diff(first_steps) != self.stride
@@ -187,35 +199,28 @@ class WindowDataset(Dataset):
         begins = np.append(0, np.flatnonzero(is_cut) + 1)
         runs = np.searchsorted(ends, begins, "right")
         pieces = (begins, np.append(begins[1:], len(first_steps)), runs, first_steps[begins] - starts[runs])
+        step_bytes = [field.row_bytes for field in self.steps.fields.values()]
         for begin, end, run, step in zip(*map(np.ndarray.tolist, pieces), strict=True):
             places = reads.places[begin:end]
-            for name, field in self.steps.fields.items():
-                shape, strides = (end - begin, out[name].shape[1]), (self.stride * field.row_bytes, 1)
-                content = views[run][name].data
-                out[name][places] = np.ndarray(shape, np.uint8, content, step * field.row_bytes, strides)
-        for start in starts[is_mapped].tolist():
-            self.steps.check_unchanged(start)
+            for rows, content, n_bytes in zip(out, contents[run], step_bytes, strict=True):
+                shape, strides = (end - begin, rows.shape[1]), (self.stride * n_bytes, 1)
+                rows[places] = np.ndarray(shape, np.uint8, content, step * n_bytes, strides)
 
-    def _look_at(
-        self, plan: PoolPlan, starts: Sequence[int], n_steps: Sequence[int]
-    ) -> tuple[list[dict[str, np.ndarray]], np.ndarray]:
-        """{field: bytes} for each run of steps, and whether they are those of the file, or a copy in scratch memory."""
-        views: list[Any] = list(map(self.steps.view, starts, n_steps))
-        is_mapped = np.array([view is not None for view in views])
-        missing = np.flatnonzero(~is_mapped).tolist()
+    def _look_at(self, plan: PoolPlan, starts: Sequence[int], n_steps: Sequence[int]) -> list[Sequence[np.ndarray]]:
+        """The bytes of each field in each run of steps: those of the mapped file, or a copy in scratch memory."""
+        contents = [view or () for view in map(self.steps.view, starts, n_steps)]
+        missing = [run for run, content in enumerate(contents) if not content]
         if missing:
             ends = list(accumulate(n_steps[run] for run in missing))
             places = [range(end - n_steps[run], end) for run, end in zip(missing, ends, strict=True)]
-            memory = {
-                name: scratch(ends[-1] * field.row_bytes, f"steps of {name}")
-                .view(field.dtype)
-                .reshape(-1, *field.shape)
-                for name, field in self.steps.fields.items()
-            }
+            memory = {}
+            for name, field in self.steps.fields.items():
+                content = scratch(ends[-1] * field.row_bytes, f"steps of {name}").view(field.dtype)
+                memory[name] = content.reshape(-1, *field.shape)
             self.steps.read_ranges(plan, zip((starts[run] for run in missing), places, strict=True), memory)
             for run, place in zip(missing, places, strict=True):
-                views[run] = {name: each[place.start : place.stop].view(np.uint8) for name, each in memory.items()}
-        return views, is_mapped
+                contents[run] = [each[place.start : place.stop] for each in memory.values()]
+        return contents
 
 
 def open_windows(

@@ -9,6 +9,7 @@ from fastgpu.training.step import (
     check_groups,
     cut_batch,
     mixed_precision,
+    move_model,
     prepare_optimizer,
 )
 
@@ -23,6 +24,7 @@ __all__ = [
     "freeze",
     "mean_over_ranks",
     "mixed_precision",
+    "move_model",
     "prepare_optimizer",
     "wrap_in_ddp",
 ]

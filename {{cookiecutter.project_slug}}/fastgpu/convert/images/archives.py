@@ -20,6 +20,8 @@ __all__ = ["ImageArchives"]
 
 CURE = "--columns names the suffix of the images and that of the labels (jpg,cls), or a field of JSON (jpg,age)"
 
+LABELS = "in the form of WebDataset, 1.jpg has its label in 1.cls, 1.json or 1.txt"
+
 
 class ImageArchives(ImageReader):
     """The images in one or more tar or zip archives, which are read where they are: nothing is unpacked.
@@ -30,7 +32,8 @@ class ImageArchives(ImageReader):
 
     def __init__(self, source: str | Path, *, columns: Sequence[str] = (), split_by: str = "", **how: Any):
         """columns: the suffix of the images, and the suffixes or fields of JSON with their labels; empty: the only ones
-        that can be meant. split_by: a suffix or a field, too. how: see `ImageReader`."""
+        that can be meant. split_by: a suffix or a field, too, or of folders, a pattern of the paths. how: see
+        `ImageReader`."""
         self._archives = [Path(file) for file, _ in expand("SOURCE", str(source))]
         self._names: list[str] = []
         places = []
@@ -43,7 +46,13 @@ class ImageArchives(ImageReader):
             names = samples.add(archive, members, left_out) if samples else select_images(members, left_out)
             self._names += names
             places.append(np.array([(*members[name], number) for name in names], PLACES))
-        tell_left_out(source, left_out)
+        if samples and not self._names:
+            raise UserError(f"{source} has no images with the suffix {columns[0]}; {CURE}")
+        if samples and left_out:
+            unused = ", ".join(f"{count:,} {kind}" for kind, count in left_out.most_common(10))
+            print(f"files of {source} that are not used: {unused}")
+        elif left_out:
+            tell_left_out(source, left_out)
         self._places = np.concatenate(places)
         broken: dict[int, str] = {}
         splits = None
@@ -54,17 +63,15 @@ class ImageArchives(ImageReader):
             values, attributes = parse_labels(table, labels)
             self.split_by = table.texts(split_by).fill_null("").to_numpy() if split_by else None
         else:
-            if split_by:
-                raise UserError(
-                    f"--split-by has no meaning for {source}: it has folders of classes and no JSON; drop it"
-                )
-            found = ClassFolders(str(source), without_outer_folders(source, self._names))
+            found = ClassFolders(str(source), without_outer_folders(source, self._names), cure=LABELS)
             self._names = [self._names[place] for place in found.places]
             self._places = self._places[found.places]
             values, attributes, splits = found.labels, {"class_names": found.class_names}, found.splits
         super().__init__(str(source), len(self._names), values, broken=broken, **how)
         self.attributes |= attributes
         self.splits = splits
+        if split_by and not samples:
+            self.split_by_pattern(split_by, self._names)
 
     def read_file(self, row: int) -> bytes:
         *place, number = self._places[row].item()
@@ -161,7 +168,7 @@ def read_json(archive: Path, members: Mapping[str, Place], name: str) -> dict[st
     with explain_errors(f"{archive}::{name}", "JSON"):
         fields = json.loads(read_member(archive, members[name]))
         if not isinstance(fields, dict):
-            raise ValueError(f"it is a {type(fields).__name__}, and not fields of a sample")
+            raise ValueError('it should have fields, such as {"label": "cat"}')
         return fields
 
 

@@ -39,11 +39,18 @@ class Images(ImageCommand):
     """
 
     source: Path = argument(
-        "folder with a sub-folder for each class, CSV file, folder of the images of --masks; or file or quoted pattern "
-        "of Parquet (bytes in a column), tar (WebDataset, or a folder) or zip (a folder)"
+        "folder with a sub-folder for each class, CSV file, folder of the images of --masks; or a file or quoted "
+        "pattern: Parquet (images in a column), tar (WebDataset, or folders of classes), zip (folders of classes)"
+    )
+    split_by: str = flag(
+        "column whose values, such as patients, --split keeps together; without --split, it says train, val or test. "
+        "Of a folder: a regular expression of a part of the paths, such as 'p\\d+'",
+        type=str.strip,
+        default="",
+        metavar="COLUMN",
     )
     columns: str | None = flag(
-        "the path or image, and its labels: of a CSV (default: path,label), of Parquet, or suffixes in a tar (jpg,cls)",
+        "path or image, and its labels: of a CSV (default: path,label), of Parquet, or suffixes in a tar (jpg,cls)",
         metavar="NAMES",
     )
     size: tuple[int, int] | None = flag(
@@ -59,14 +66,15 @@ class Images(ImageCommand):
         super().__post_init__()
         check_exist(self.source)
         if not self.source.is_dir() and self.suffix in PACKED:
-            cure = "uncompress it to a .tar" if ".t" in self.source.name else "unpack it"
-            raise UserError(f"{self.source} is compressed, so that no image in it can be read alone; {cure}")
-        idle = ["columns", "split_by", "no_header"] if self.source.is_dir() else ["masks"]
+            raise UserError(f"{self.source} is compressed, so that no file in it can be read alone; unpack it")
+        idle = ["columns", "no_header"] if self.source.is_dir() else ["masks"]
         idle += ["no_header"] if self.suffix in (*ARCHIVES, *PARQUET) else []
         idle += ["masks", "resize"] if self.keep_encoded else []
         idle += [] if self.masks else ["binary_masks", "masks_fit"]
         if given := [f"--{name.replace('_', '-')}" for name in idle if getattr(self, name)]:
             raise UserError(f"{given[0]} has no meaning for {self.source} with these flags; drop it")
+        if self.source.is_dir() and self.split_by and not self.split:
+            raise UserError(f"--split-by is {self.split_by} for a folder; add --split, whose shares its values get")
         if self.keep_encoded and self.size and self.size[0] != self.size[1]:
             raise UserError("--size should be one number, of the shorter side, with --keep-encoded")
         if self.masks:
@@ -80,7 +88,7 @@ class Images(ImageCommand):
         return self.source.suffix.lower()
 
     def run(self) -> None:
-        from fastgpu.convert.images.readers import ImageFolder, ImageReader, ImageTable, Masks
+        from fastgpu.convert.images.readers import ImageFiles, ImageFolder, ImageReader, ImageTable, Masks
         from fastgpu.convert.program import write
         from fastgpu.images.parts import Preprocessing
 
@@ -106,6 +114,8 @@ class Images(ImageCommand):
             columns = columns or (["1", "2"] if self.no_header else ["path", "label"])
             has_header = not self.no_header
             source = ImageTable(self.source, columns=columns, split_by=self.split_by, has_header=has_header, **how)
+        if isinstance(source, ImageFiles) and self.source.is_dir() and self.split_by:
+            source.split_by_pattern(self.split_by, source.paths)
         write(source, self)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image, ImageFile, ImageOps
+from tqdm import tqdm
 
 from fastgpu.convert.reader import Reader
 from fastgpu.convert.splits import SPLIT_OF_WORD, read_splits
@@ -117,16 +118,15 @@ class ImageFolder(ImageFiles):
 class ClassFolders:
     """Labels, and splits if there are any, of images by the folders that they are in: see `ImageFolder`.
 
-    Prints how many are in no such folder. Raises UserError if none is.
+    Prints how many are in no such folder. Raises UserError, with this cure, if none is.
     """
 
-    def __init__(self, root: str, paths: Sequence[str]):
+    def __init__(self, root: str, paths: Sequence[str], *, cure: str = "list others in a CSV of path,label"):
         parts = [path.split("/") for path in paths]
         depth = int({part[0].lower() for part in parts if len(part) > 1} <= SPLIT_OF_WORD.keys())
         self.places = [place for place, part in enumerate(parts) if len(part) > depth + 1]
         """Of the paths that are in the folder of a class."""
         if not self.places:
-            cure = "list others in a CSV of path,label"
             raise UserError(f"{root} has no images in sub-folders, one for each class; {cure}")
         if len(self.places) < len(paths):
             print(f"images beside the class folders of {root}, which are left out: {len(paths) - len(self.places):,}")
@@ -291,7 +291,8 @@ class PixelTable(Reader):
                     f"{path} has columns of pixels in another order than their numbers; sort them by number"
                 )
             n_pixels = len(columns)
-            self._pixels = np.stack([table.whole_numbers(name, 255).astype(np.uint8) for name in columns], axis=1)
+            bar = tqdm(columns, unit="columns", unit_scale=True, desc=str(path), disable=None)
+            self._pixels = np.stack([table.whole_numbers(name, 255).astype(np.uint8) for name in bar], axis=1)
         self._side = isqrt(n_pixels)
         if self._side**2 != n_pixels:
             raise UserError(f"{path} has {n_pixels:,} pixels in a row, which are no square; save arrays (.npy)")
