@@ -63,7 +63,7 @@ class ImageArchives(ImageReader):
             values, attributes = parse_labels(table, labels)
             self.split_by = table.texts(split_by).fill_null("").to_numpy() if split_by else None
         else:
-            found = ClassFolders(str(source), without_outer_folders(source, self._names), cure=LABELS)
+            found = ClassFolders(str(source), without_outer_folders(source, self._names), LABELS)
             self._names = [self._names[place] for place in found.places]
             self._places = self._places[found.places]
             values, attributes, splits = found.labels, {"class_names": found.class_names}, found.splits

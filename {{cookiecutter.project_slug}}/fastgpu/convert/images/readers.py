@@ -109,7 +109,9 @@ class ImageFolder(ImageFiles):
 
     def __init__(self, root: str | Path, **how: Any):
         paths = list_images(Path(root))
-        found = ClassFolders(str(root), paths)
+        others = [suffix for suffix in (".parquet", ".tar") if any(Path(root).glob(f"*{suffix}"))]
+        cure = f"name its files: '{root}/*{others[0]}'" if others else "list others in a CSV of path,label"
+        found = ClassFolders(str(root), paths, cure)
         super().__init__(Path(root), [paths[place] for place in found.places], found.labels, **how)
         self.attributes["class_names"] = found.class_names
         self.splits = found.splits
@@ -121,7 +123,7 @@ class ClassFolders:
     Prints how many are in no such folder. Raises UserError, with this cure, if none is.
     """
 
-    def __init__(self, root: str, paths: Sequence[str], *, cure: str = "list others in a CSV of path,label"):
+    def __init__(self, root: str, paths: Sequence[str], cure: str):
         parts = [path.split("/") for path in paths]
         depth = int({part[0].lower() for part in parts if len(part) > 1} <= SPLIT_OF_WORD.keys())
         self.places = [place for place, part in enumerate(parts) if len(part) > depth + 1]
