@@ -8,7 +8,7 @@ both alike: all reasons are listed, and no file is written, or the other rows ar
 A reason begins with where the row comes from, as `where` gives it and `fastgpu_source` keeps it:
 
     photos/cat/1.jpg              an image file
-    labels.csv:7                  a line of a table; the first one is 1
+    labels.csv:7                  a line of a table with a wrong value; the first one is 1
     part-0.parquet: row 7         a row of a file; the first one is 0, whatever row group it is in
     shard-0.tar::cat/1.jpg        a member of an archive
     mine:Photos called with photos: row 7     an item of a Dataset
@@ -17,6 +17,7 @@ It continues with what is wrong: ` cannot be read: ` and the error, or `: label 
 """
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -32,6 +33,7 @@ from fastgpu.process.files import not_found
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Field, RaggedArray
+from fastgpu.storage.store import HDF5Dataset
 
 
 class Reader(ItemSource):
@@ -157,7 +159,13 @@ class Reader(ItemSource):
 
 def where_from(source: Dataset, row: int) -> str:
     """Where a row comes from, whatever has it."""
-    return source.where(row) if isinstance(source, Reader) else f"{source.name}: row {row}"
+    if isinstance(source, Reader):
+        return source.where(row)
+    if isinstance(source, HDF5Dataset):
+        number = bisect_right(source.first_rows, row) - 1
+        path, group = source.files[number]
+        return f"{path}::{group}: row {row - source.first_rows[number]}"
+    return f"{source.name}: row {row}"
 
 
 @contextmanager

@@ -84,13 +84,16 @@ class TextTable:
         return numbers.fill_null(0).to_numpy()
 
     def check(self, values: pl.Series, is_right: pl.Series | np.ndarray, cure: str) -> None:
-        """Rows whose value of a column is not right are broken. cure: what is allowed. None is wrong."""
-        if self.broken is None:
+        """Rows whose value of a column is not right are broken. cure: what is allowed. None is wrong.
+
+        If no value is right, the column is another one than was meant, and is refused.
+        """
+        is_wrong = ~_as_bool(is_right)
+        if self.broken is None or is_wrong.all():
             self.refuse(values, is_right, cure)
             return
-        for row in np.flatnonzero(~_as_bool(is_right)).tolist():
-            if row not in self.broken:
-                self.broken[row] = self._describe(values, row, f"; {cure}")
+        for row in np.flatnonzero(is_wrong & self.is_whole).tolist():
+            self.broken[row] = self._describe(values, row, f"; {cure}")
 
     def refuse(self, values: pl.Series, is_right: pl.Series | np.ndarray, cure: str) -> None:
         """Raise UserError, with the lines of the values of a column that are not right, if there are any.
