@@ -378,9 +378,9 @@ def test_events_broken_rows_are_left_out(tmp_path, convert):
 def test_events_first_look(tmp_path, convert):
     write_events(draw_events(600), tmp_path / "x.csv")
     convert("events x.csv y.h5 --columns user,item,stars,when --split-by-time 0.8")
-    convert("events x.csv z.h5 --columns user,item,stars,when --split-by-time 0.8 --limit 12")
+    convert("events x.csv z.h5 --columns user,item,stars,when --split-by-time 0.8 --limit 4")
     found = {part: read_users(f"z-{part}.h5") for part in ("train", "val")}
-    assert sum(map(len, found.values())) == 12
+    assert sum(map(len, found.values())) == 4
     for part, users in found.items():
         assert users.items() <= read_users(f"y-{part}.h5").items()
 
