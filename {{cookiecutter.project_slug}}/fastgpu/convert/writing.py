@@ -128,7 +128,7 @@ class _WholeRows:
         self.broken: dict[int, str] = getattr(part, "broken", {})
         """{row: reason}, to which reading adds."""
         self.row_ids: list[np.ndarray] = []
-        """The numbers of the rows, in their order. Kept if the part has sources of rows: of arrays, there may be billions."""
+        """The numbers of the rows, in their order, if the part has sources: arrays may have billions of rows."""
         self.n_came = 0
         """Number of rows that were read, with broken ones."""
         self.n_odd: Counter[str] = Counter()

@@ -41,14 +41,14 @@ def moments(text: str) -> tuple[float, ...] | tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Events(WriteCommand):
-    """Write users and the items they like, split by users, by time, or at the last items.
+    """Write users and the items they like, split by users or by time.
 
     Some users are held out, as Liang et al. (2018) do, unless --split-by-time or
     --leave-last-out is given. Items of a user are in the order of time, if there
     is one. Ids are whole numbers or text, and predict.py answers in them.
 
     python convert.py events ml-20m.zip data/ml-20m.h5
-    python convert.py events r.csv x.h5 --columns who,what,,when --split-by-time 0.9
+    python convert.py events r.csv x.h5 --columns u,i,,t --split-by-time 0.9
     """
 
     source: str = argument(
