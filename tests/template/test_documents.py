@@ -64,6 +64,7 @@ def test_pages_links_and_commands_exist(name):
         assert anchor in anchors, f"{link}#{anchor}"
     blocks = re.findall(r"(?ms)^```(?:bash|sh)\n(.*?)^```$", text)
     exist = {*project_files(), *re.findall(r"(?m)^```\w+\n# ([\w./-]+)$", text)}  # or are made on the page
+    exist |= {f"configs/{path.name}" for path in (PROJECT / "docs/examples").glob("*.yaml")}  # where they are copied to
     for command in "\n".join(blocks).replace("\\\n", " ").splitlines() if name.startswith(FOLDER) else []:
         words = command.split(" #")[0].split()
         assert {word for word in words if re.fullmatch(r"\w+\.py|configs/\S+", word)} <= exist, command

@@ -5,6 +5,7 @@ the same in the classes that declare them, in config files, and in all texts.
 import ast
 import json
 import re
+import runpy
 import sys
 from pathlib import Path
 
@@ -130,6 +131,8 @@ def test_keys_schema_is_up_to_date_and_fits(capsys):
 
 
 OPTIONS = [workloads.load(path.stem).Options for path in sorted(PROJECT.glob("workloads/[a-z]*.py"))]
+EXAMPLES = [path for path in PROJECT.glob("docs/examples/*.py") if "class Options" in path.read_text()]
+OPTIONS += [runpy.run_path(str(path))["Workload"].Options for path in EXAMPLES]
 KNOWN_KEYS = {"workload", *keys()} | {key for options in OPTIONS for key in keys(options, "model.")}
 FILE_SUFFIX = re.compile("py|h5|hdf5|yaml|yml|json|jsonl|html|npy|npz|txt|md|pt|pt2|onnx|safetensors|png|csv")
 HISTORY = ("CHANGELOG.md", "bench/results/", "tests/goldens/", "tests/faults/")
