@@ -1,9 +1,9 @@
-"""CSV files, read by polars, and what belongs to a mistake in one: its line."""
+"""CSV files, read by polars, and what belongs to a mistake in one: its line. Labels from columns of text."""
 
 import csv
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -38,45 +38,27 @@ def read_text(path: Path) -> bytes:
         return file.read()
 
 
-class Table:
-    """A CSV file of UTF-8 text, in memory. Its first line has one of SEPARATORS most often.
+class TextTable:
+    """Columns of text in memory. A row is broken if it has a value that the method for its column does not allow."""
 
-    A row is broken if it has more or fewer columns, or a value that the method for its column does not allow. Warns of
-    line breaks, which a stray quote makes.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        *,
-        content: bytes | None = None,
-        names: Sequence[str] = (),
-        has_header: bool = True,
-        broken: dict[int, str] | None = None,
-    ):
-        """content: the text, if it is not that of the file. names: of the first columns, if there is no header. The
-        others are then called by their numbers, from 1 on. broken: {row: reason}, to which broken rows are added. None:
-        they raise UserError, with their lines."""
-        self.path = path
-        self.broken = broken
-        with explain_errors(path, "CSV in UTF-8 (Korean: iconv -f CP949 -t UTF-8; close quotes, double stray ones)"):
-            self._content = read_text(path) if content is None else content
-            header = self._content.partition(b"\n")[0].decode("utf-8-sig")
-            self._separator = max(SEPARATORS, key=header.count)
-            self._has_header = has_header
-            self.names = [name.strip() for name in next(csv.reader([header], delimiter=self._separator), [])]
-            if len(self.names) > MAX_COLUMNS:
-                found = f"{path} has {len(self.names):,} columns; allowed are {MAX_COLUMNS:,}"
-                raise UserError(f"{found}: save arrays (.npy) for `convert.py arrays`")
-            if not has_header:
-                self.names = [*names, *map(str, range(len(names) + 1, len(self.names) + 1))]
-            self._rows = self._read()
-        if n_long := max((column.str.contains("\n", literal=True).sum() or 0 for column in self._rows), default=0):
-            warn(f"{path}: {n_long:,} rows have line breaks in quotes; a stray quote swallows lines: double it")
+    broken: dict[int, str] | None
+    """{row: reason}, to which broken rows are added. None: they raise UserError."""
 
     def __len__(self) -> int:
         """The number of rows, with broken ones."""
-        return len(self._rows)
+        raise NotImplementedError
+
+    def where(self, row: int) -> str:
+        """Where a row comes from, for messages."""
+        raise NotImplementedError
+
+    def _find(self, name: str) -> pl.Series:
+        """The column of this name. Raises UserError unless there is one."""
+        raise NotImplementedError
+
+    def _list(self, rows: Sequence[int]) -> str:
+        """Wrong rows, in a few words."""
+        return f"wrong rows: {len(rows):,}"
 
     @property
     def is_whole(self) -> np.ndarray:
@@ -86,55 +68,12 @@ class Table:
             is_whole[[*self.broken]] = False
         return is_whole
 
-    def _read(self) -> pl.DataFrame:
-        """The rows. Those that have more or fewer columns than the first line are broken."""
-        how: dict[str, Any] = {"infer_schema": False, "raise_if_empty": False, "has_header": self._has_header}
-        try:
-            rows = pl.read_csv(self._content, separator=self._separator, **how)
-            has_wrong_rows = len(rows) > 0 and rows[:, -1].has_nulls()
-        except pl.exceptions.PolarsError:  # some have more
-            rows = pl.read_csv(self._content, separator=self._separator, truncate_ragged_lines=True, **how)
-            has_wrong_rows = True
-        rows = rows.filter(~pl.all_horizontal(pl.all().is_null()))  # blank lines
-        if has_wrong_rows:
-            n_columns = np.array([count for _, count in self._lines()])
-            if len(n_columns) != len(rows):
-                raise ValueError("a quote is not closed, or stands inside of a field")
-            cure = "complete the row, or put quotes around a field that holds the separator (a decimal comma)"
-            for row in np.flatnonzero(n_columns != len(self.names)).tolist():
-                found = f"{n_columns[row]:,} columns; its header has {len(self.names):,}"
-                reason = f"{self.where(row)}: {found}; {cure}"
-                if self.broken is None:
-                    raise UserError(reason)
-                self.broken[row] = reason
-        return rows
-
     def texts(self, name: str) -> pl.Series:
         """A column of text without the spaces around it. Rows in which it is missing, null, are broken."""
         column = self._find(name).str.strip_chars().replace("", None)
         self.check(column, column.is_not_null(), "it is missing")
         self.check(column, ~column.str.contains("\n", literal=True), "remove the line break or stray quote")
         return column
-
-    def _find(self, name: str) -> pl.Series:
-        """The column of this name. Raises UserError unless there is one, and rows."""
-        n_found = self.names.count(name)
-        if n_found == 1 and len(self._rows):
-            return self._rows[:, self.names.index(name)].alias(name)
-        if not self.names:
-            raise UserError(f"{self.path} is empty; it should have a line for each row")
-        listed = list_first(self.names)
-        if n_found > 1:
-            raise UserError(f"{self.path} has {n_found} columns called {name}, of {listed}; rename all but one of them")
-        found, cure = f"no column {name}, but {listed}", "--columns, --label or --split-by names another"
-        if n_found:
-            found, cure = f"no row below its header, {listed}", "write a line for each row"
-        if self._has_header:
-            is_row = any(map(NO_NAME.search, self.names))
-            cure += (
-                f"; {'it seems to have' if is_row else 'if it has'} no header: --no-header calls the columns 1, 2, ..."
-            )
-        raise UserError(f"{self.path} has {found}; {cure}")
 
     def whole_numbers(self, name: str, highest: int, cure: str = "") -> np.ndarray:
         """A column as int64. Rows with anything else than numbers from 0 to `highest` are broken. cure: for them."""
@@ -161,19 +100,127 @@ class Table:
         wrong = np.flatnonzero(~_as_bool(is_right) & self.is_whole)
         if not len(wrong):
             return
-        rows = wrong[:MAX_LISTED].tolist()
-        lines = [str(self._line_of[row]) for row in rows]
-        more = f" and {len(wrong) - len(rows):,} more" if len(wrong) > len(rows) else ""
-        listed = f" (wrong lines: {', '.join(lines)}{more})" if len(wrong) > 1 else ""
-        raise UserError(self._describe(values, rows[0], f"{listed}; {cure}"))
+        listed = f" ({self._list(wrong.tolist())})" if len(wrong) > 1 else ""
+        raise UserError(self._describe(values, int(wrong[0]), f"{listed}; {cure}"))
 
     def _describe(self, values: pl.Series, row: int, cure: str) -> str:
         value = "" if values[row] is None else str(values[row])
         return f"{self.where(row)}: {values.name} is {value[:40]!r}{cure}"
 
+
+class Columns(TextTable):
+    """Columns of text that came from no CSV."""
+
+    def __init__(
+        self,
+        columns: Mapping[str, pl.Series | Sequence[str | None]],
+        where: Callable[[int], str],
+        broken: dict[int, str] | None = None,
+    ):
+        """columns: (rows,) each. where: tells where a row comes from, by its number. broken: see `TextTable`."""
+        self.broken = broken
+        self._columns = {name: pl.Series(name, column, pl.String) for name, column in columns.items()}
+        self._where = where
+
+    def __len__(self) -> int:
+        return len(next(iter(self._columns.values())))
+
+    def where(self, row: int) -> str:
+        return self._where(row)
+
+    def _find(self, name: str) -> pl.Series:
+        return self._columns[name]
+
+
+class Table(TextTable):
+    """A CSV file of UTF-8 text, in memory. Its first line has one of SEPARATORS most often.
+
+    A row is broken if it has more or fewer columns, or a value that the method for its column does not allow. Warns of
+    line breaks, which a stray quote makes.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        content: bytes | None = None,
+        names: Sequence[str] = (),
+        has_header: bool = True,
+        broken: dict[int, str] | None = None,
+    ):
+        """content: the text, if it is not that of the file. names: of the first columns, if there is no header. The
+        others are then called by their numbers, from 1 on. broken: see `TextTable`."""
+        self.path = path
+        self.broken = broken
+        with explain_errors(path, "CSV in UTF-8 (Korean: iconv -f CP949 -t UTF-8; close quotes, double stray ones)"):
+            self._content = read_text(path) if content is None else content
+            header = self._content.partition(b"\n")[0].decode("utf-8-sig")
+            self._separator = max(SEPARATORS, key=header.count)
+            self._has_header = has_header
+            self.names = [name.strip() for name in next(csv.reader([header], delimiter=self._separator), [])]
+            if len(self.names) > MAX_COLUMNS:
+                found = f"{path} has {len(self.names):,} columns; allowed are {MAX_COLUMNS:,}"
+                raise UserError(f"{found}: save arrays (.npy) for `convert.py arrays`")
+            if not has_header:
+                self.names = [*names, *map(str, range(len(names) + 1, len(self.names) + 1))]
+            self._rows = self._read()
+        if n_long := max((column.str.contains("\n", literal=True).sum() or 0 for column in self._rows), default=0):
+            warn(f"{path}: {n_long:,} rows have line breaks in quotes; a stray quote swallows lines: double it")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def _read(self) -> pl.DataFrame:
+        """The rows. Those that have more or fewer columns than the first line are broken."""
+        how: dict[str, Any] = {"infer_schema": False, "raise_if_empty": False, "has_header": self._has_header}
+        try:
+            rows = pl.read_csv(self._content, separator=self._separator, **how)
+            has_wrong_rows = len(rows) > 0 and rows[:, -1].has_nulls()
+        except pl.exceptions.PolarsError:  # some have more
+            rows = pl.read_csv(self._content, separator=self._separator, truncate_ragged_lines=True, **how)
+            has_wrong_rows = True
+        rows = rows.filter(~pl.all_horizontal(pl.all().is_null()))  # blank lines
+        if has_wrong_rows:
+            n_columns = np.array([count for _, count in self._lines()])
+            if len(n_columns) != len(rows):
+                raise ValueError("a quote is not closed, or stands inside of a field")
+            cure = "complete the row, or put quotes around a field that holds the separator (a decimal comma)"
+            for row in np.flatnonzero(n_columns != len(self.names)).tolist():
+                found = f"{n_columns[row]:,} columns; its header has {len(self.names):,}"
+                reason = f"{self.where(row)}: {found}; {cure}"
+                if self.broken is None:
+                    raise UserError(reason)
+                self.broken[row] = reason
+        return rows
+
+    def _find(self, name: str) -> pl.Series:
+        """The column of this name. Raises UserError unless there is one, and rows."""
+        n_found = self.names.count(name)
+        if n_found == 1 and len(self._rows):
+            return self._rows[:, self.names.index(name)].alias(name)
+        if not self.names:
+            raise UserError(f"{self.path} is empty; it should have a line for each row")
+        listed = list_first(self.names)
+        if n_found > 1:
+            raise UserError(f"{self.path} has {n_found} columns called {name}, of {listed}; rename all but one of them")
+        found, cure = f"no column {name}, but {listed}", "--columns, --label or --split-by names another"
+        if n_found:
+            found, cure = f"no row below its header, {listed}", "write a line for each row"
+        if self._has_header:
+            is_row = any(map(NO_NAME.search, self.names))
+            cure += (
+                f"; {'it seems to have' if is_row else 'if it has'} no header: --no-header calls the columns 1, 2, ..."
+            )
+        raise UserError(f"{self.path} has {found}; {cure}")
+
     def where(self, row: int) -> str:
         """Where a row comes from, for messages: the file and its line."""
         return f"{self.path}:{self._line_of[row]}"
+
+    def _list(self, rows: Sequence[int]) -> str:
+        lines = [str(self._line_of[row]) for row in rows[:MAX_LISTED]]
+        more = f" and {len(rows) - len(lines):,} more" if len(rows) > len(lines) else ""
+        return f"wrong lines: {', '.join(lines)}{more}"
 
     @cached_property
     def _line_of(self) -> list[int]:
@@ -193,7 +240,7 @@ def _as_bool(values: pl.Series | np.ndarray) -> np.ndarray:
     return values.fill_null(False).to_numpy() if isinstance(values, pl.Series) else values
 
 
-def parse_labels(table: Table, names: Sequence[str]) -> tuple[np.ndarray, dict[str, Any]]:
+def parse_labels(table: TextTable, names: Sequence[str]) -> tuple[np.ndarray, dict[str, Any]]:
     """(labels, attributes) of one or more columns of text:
 
         one column of whole numbers or of names     classes, int64 (N,), and `class_names`
@@ -237,7 +284,7 @@ def parse_labels(table: Table, names: Sequence[str]) -> tuple[np.ndarray, dict[s
     return np.stack(attributes, axis=1).astype(np.uint8), {"class_names": list(names)}
 
 
-def refuse_other_labels(table: Table, texts: pl.Series) -> None:
+def refuse_other_labels(table: TextTable, texts: pl.Series) -> None:
     """Raise UserError, with the first lines, for labels that look like names of classes and are none: numbers with
     commas or one unit, and several labels in a cell."""
     has_comma = texts.str.contains(NUMBER_WITH_COMMAS)
