@@ -199,21 +199,22 @@ def test_example_forecast_scores_and_baselines():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "setting", "best", "baseline"),
+    ("name", "settings", "best", "baseline"),
     [
-        ("gpt", "model.dim=32", "nats_per_token", "baseline_nats_per_token"),
+        ("gpt", "data.window=17 data.stride=16 model.dim=32", "nats_per_token", "baseline_nats_per_token"),
         ("forecast", "model.hidden_dim=16", "mse", "last_season_mse"),
     ],
 )
-def test_example_of_windows_learns_and_is_resumed(own_copy, name, setting, best, baseline):
+def test_example_of_windows_learns_and_is_resumed(own_copy, name, settings, best, baseline):
     """Two ranks, which are killed and resumed, are better than the baseline at the end."""
     project = own_copy("own")
     (project / "configs").mkdir()
     take_example(project, name)
     (write_text if name == "gpt" else draw_series)(project)
-    words = ["--config", f"configs/{name}.yaml", setting, "train.epochs=1", "run.checkpoint_every_steps=30"]
-    assert same_after_a_kill(project, "last-00000[2-9]", *words, "dist.device=cpu", "data.tier=disk")
-    (point,) = [each for each in metrics_of(project / "runs/whole") if f"val/{best}" in each]
+    words = ["--config", f"configs/{name}.yaml", *settings.split(), "train.epochs=2", "dist.device=cpu"]
+    words += ["data.tier=disk", "run.checkpoint_every_steps=100"]
+    assert same_after_a_kill(project, "last-00000[2-9]", *words)
+    *_, point = [each for each in metrics_of(project / "runs/whole") if f"val/{best}" in each]
     assert point[f"val/{best}"] < 0.9 * point[f"val/{baseline}"]
 
 

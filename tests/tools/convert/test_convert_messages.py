@@ -295,6 +295,7 @@ def of_commands() -> Mistakes:
     made |= {name: partial(split_rows, source, Split((0.8, 0.1, 0.1), by="who")) for name, source in of_groups()}
     made["--split-by without an array"] = partial(open_arrays, ["rows.h5::/train"], split_by="who")
     made["--split-by an array of images"] = partial(open_arrays, ["rows.h5::/train"], split_by="images")
+    made["--limit of one row"] = partial(split_rows, ArrayDataset("x", {"y": np.arange(5)}), Split((0.8, 0.2), limit=1))
     made["--limit of few rows"] = partial(limit_parts, {"train": source, "val": source}, Split(limit=1))
     target = Path("rows.h5").absolute()
     made["a target that exists"] = partial(write_files, {"": source}, target)
