@@ -111,7 +111,7 @@ class TextTable:
         return f"{self.where(row)}: {values.name} is {value[:40]!r}{cure}"
 
 
-class Columns(TextTable):
+class TextColumns(TextTable):
     """Columns of text that came from no CSV."""
 
     def __init__(
