@@ -2,7 +2,6 @@ import numpy as np
 import polars as pl
 import pytest
 
-from fastgpu.convert.broken import BrokenRowsError
 from fastgpu.convert.tables import Table, parse_labels
 from fastgpu.process.launch import UserError
 from support.readers import csv_of, names_of
@@ -59,18 +58,3 @@ def test_csv_labels_are_classes_attributes_or_targets(table, columns, labels, dt
     found, named = parse_labels(table(csv_of(columns)), names_of(columns))
     np.testing.assert_array_equal(found, np.array(labels, dtype))
     assert (found.dtype, named) == (dtype, attributes)
-
-
-def test_csv_goes_on_without_broken_rows(tmp_path):
-    """Whose numbers, of lines and rows, stay the same."""
-    (tmp_path / "x.csv").write_text("a,b\n1,2\nx,3\n4\n5,y\nz,6\n7,8\n")
-    broken = {}
-    made = Table(tmp_path / "x.csv", broken=broken)
-    assert [*broken] == [2]
-    for rows, reason in (([1, 4], "x.csv:6: a is 'z'; it"), ([3], "x.csv:5: b is 'y'; it")):
-        with pytest.raises(BrokenRowsError) as raised:
-            [made.without(broken).whole_numbers(each, 9) for each in ("a", "b")]
-        assert [*raised.value.rows] == rows
-        assert reason in raised.value.rows[rows[-1]]
-        broken |= raised.value.rows
-    assert [made.without(broken).whole_numbers(name, 9).tolist() for name in ("a", "b")] == [[1, 7], [2, 8]]

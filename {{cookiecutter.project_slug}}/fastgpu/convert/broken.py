@@ -13,15 +13,6 @@ from fastgpu.process.launch import ESCAPES, UserError, list_first
 CURE = "--on-error skip leaves out 1 % at most, skip=10% more"
 
 
-class BrokenRowsError(UserError):
-    """Some rows are broken. Who may leave rows out goes on without them."""
-
-    def __init__(self, text: str, rows: Mapping[int, str]):
-        """rows: {row: reason}"""
-        super().__init__(text)
-        self.rows = rows
-
-
 def refuse_broken(reasons: Sequence[str], n_rows: int, max_broken: float | None, target: Path | None) -> None:
     """Raise UserError with the first reasons if more rows are broken than may be left out.
 

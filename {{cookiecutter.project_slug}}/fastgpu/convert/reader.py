@@ -50,13 +50,19 @@ class Reader(ItemSource):
     """Whether `images` are the bytes of image files."""
 
     def __init__(
-        self, name: str, n_rows: int, labels: np.ndarray | None = None, *, broken: dict[int, str] | None = None
+        self,
+        name: str,
+        n_rows: int | np.ndarray,
+        labels: np.ndarray | None = None,
+        *,
+        broken: dict[int, str] | None = None,
     ):
-        """name: where the rows come from, for messages. labels: (rows,) or (rows, K). broken: see above."""
+        """name: where the rows come from, for messages. n_rows: their number, or (blocks,) numbers of rows that are
+        read together. labels: (rows,) or (rows, K). broken: see above."""
         self.name = name
         self.labels = labels
         self.attributes = {}
-        self.block_rows = np.ones(n_rows, np.int32)
+        self.block_rows = np.ones(n_rows, np.int32) if isinstance(n_rows, int) else n_rows.astype(np.int32)
         self.broken = {} if broken is None else broken
         self.known_broken = dict(self.broken)
         """The rows of `broken` that were known when the reader was made."""
@@ -108,7 +114,7 @@ class Reader(ItemSource):
     @cached_property
     def fields(self) -> dict[str, Field]:  # type: ignore[override]
         """The types of the fields, as the first whole row has them. Raises UserError if all rows are broken."""
-        n_rows = len(self.block_rows)
+        n_rows = int(self.block_rows.sum())
         first = next(filter(None, (self._try(row, {}) for row in range(n_rows))), None)
         if not first:
             raise none_whole(self.name, self.broken)

@@ -32,6 +32,8 @@ from fastgpu.storage.store import HDF5Dataset
 
 POOL_BYTES, POOL_BLOCKS = 1 << 30, 512
 """Rows that are shuffled together, whichever is more; but never more than a quarter of the free memory."""
+GROUP_POOL_BYTES, GROUP_POOL_BLOCKS = 256 << 20, 64
+"""The same for readers of row groups, which may be large: 64 of them hold a fair sample of the classes."""
 SINGLE_ROW_POOL_BYTES = 64 << 20
 """The same for sources with blocks of one row, which any size of pool shuffles completely."""
 POOL_ROWS_IN_ORDER = 1 << 20
@@ -185,7 +187,10 @@ def _keep(column: np.ndarray | RaggedArray, is_kept: np.ndarray) -> np.ndarray |
 def _read(source: Dataset, how: Writing, name: str) -> Generator[Pool]:
     """Pools of the rows in their order, read by the feed of training. name: for the bar of progress."""
     block_bytes = int(source.block_rows.max()) * source.row_bytes
-    pool_bytes = max(POOL_BYTES, POOL_BLOCKS * block_bytes) if block_bytes > source.row_bytes else SINGLE_ROW_POOL_BYTES
+    pool_bytes, pool_blocks = (
+        (GROUP_POOL_BYTES, GROUP_POOL_BLOCKS) if isinstance(source, Reader) else (POOL_BYTES, POOL_BLOCKS)
+    )
+    pool_bytes = max(pool_bytes, pool_blocks * block_bytes) if block_bytes > source.row_bytes else SINGLE_ROW_POOL_BYTES
     pool_rows = max(1, min(len(source), min(pool_bytes, free_host_bytes() // 4) // source.row_bytes))
     if how.seed is None:
         pool_rows = min(pool_rows, POOL_ROWS_IN_ORDER)
