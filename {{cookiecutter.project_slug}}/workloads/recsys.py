@@ -11,6 +11,7 @@ Shapes: B users of a batch, N items of all these users, I items in total, H hidd
 dimensions, K best-scored items of a user.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
@@ -59,19 +60,7 @@ class Workload(workloads.Workload):
     def __init__(self, options: Options, train: Dataset, val: Dataset):
         """Raises UserError if the rows are not items of users, or not of the same items."""
         self.options = options
-        for source, name in ((train, "items"), (val, "items"), (val, "held_out")):
-            field = source.fields.get(name)
-            if field is None or not field.n_items:
-                has = ", ".join(f"{name}: {field}" for name, field in source.fields.items())
-                raise UserError(f"{source.name}: the recsys workload needs {name}, a CSR matrix; data.fields has {has}")
-            if field.n_items != train.fields["items"].n_items:
-                raise UserError(f"{source.name}: {name} has {field.n_items:,} items; convert it with {train.name}")
-        self.n_items = train.fields["items"].n_items or 0
-        if self.n_items > MANY_ITEMS and 0 < (n_events := int(train.lengths["items"].sum())) < self.n_items // 10:
-            found = f"{train.name}: items are numbers below {self.n_items:,}, and {n_events:,} of them are in rows"
-            raise UserError(f"{found}; number those that occur: np.unique(items, return_inverse=True)[1]")
-        if n_empty := int((val.lengths["held_out"] == 0).sum()):
-            warn(f"{n_empty:,} of {len(val):,} users of {val.name} have nothing held out and do not count in metrics")
+        self.n_items = check_items(train, val)
 
     def model(self) -> nn.Module:
         """Items (N,), offsets (B + 1,) -> logits (B, I), penalty."""
@@ -92,33 +81,46 @@ class Workload(workloads.Workload):
     def score(self, model: nn.Module, batch: Rows) -> dict[str, Tensor]:
         items: Ragged = batch["items"]
         logits_BI, _ = model(items.values, items.offsets)
-        ranking = rank(logits_BI.float(), items, batch["held_out"], recall_at=RECALL_AT, ndcg_at=NDCG_AT)
-        values = {f"ndcg_at_{NDCG_AT}": ranking.ndcg}
-        values |= {f"recall_at_{k}": ranking.recall[k] for k in RECALL_AT}
-        counts_B = ranking.has_held_out
-        sums = {name: (value_B * counts_B).sum() for name, value_B in values.items()}
-        return {**sums, "users": counts_B.sum(), "lost": ranking.n_lost}
+        return ranking_sums(logits_BI.float(), items, batch["held_out"], recall_at=RECALL_AT, ndcg_at=NDCG_AT)
 
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
-        """Means over the users with held-out items. Warns of items that can never be found."""
-        if sums["lost"]:
-            warn(
-                f"{sums['lost']:.0f} held-out items are among the items of their user, or twice: these cannot be "
-                "found, so the metrics are too low; leave them out"
-            )
-        names = (f"ndcg_at_{NDCG_AT}", *(f"recall_at_{k}" for k in RECALL_AT))
-        return {name: float(sums[name] / sums["users"]) for name in names}
+        return ranking_means(sums)
 
     def predict(self, model: nn.Module, batch: Rows) -> dict[str, Tensor]:
         """The `scores` of all items, (B, I): logits, and -inf for items that the user has."""
         seen: Ragged = batch["items"]
         logits_BI, _ = model(seen.values, seen.offsets)
-        scores_BI = logits_BI.float()
-        scores_BI[seen.rows, seen.values] = -torch.inf
-        return {"scores": scores_BI}
+        return {"scores": unseen(logits_BI.float(), seen)}
 
     def card(self) -> dict[str, Any]:
         return {"n_items": self.n_items}
+
+
+# ------------------------------------------------------------------------------ the rows
+
+
+def check_items(train: Dataset, val: Dataset, *, in_order: bool = False) -> int:
+    """The number of items. Raises UserError if the rows are not items of users, or not of the same items.
+
+    in_order: refuse files in which convert.py found no times, because the items of a user are in no order there.
+    """
+    for source, name in ((train, "items"), (val, "items"), (val, "held_out")):
+        field = source.fields.get(name)
+        if field is None or not field.n_items:
+            has = ", ".join(f"{name}: {field}" for name, field in source.fields.items())
+            raise UserError(f"{source.name}: the workload needs {name}, a CSR matrix; data.fields has {has}")
+        if field.n_items != train.fields["items"].n_items:
+            raise UserError(f"{source.name}: {name} has {field.n_items:,} items; convert it with {train.name}")
+    n_items = train.fields["items"].n_items or 0
+    if n_items > MANY_ITEMS and 0 < (n_events := int(train.lengths["items"].sum())) < n_items // 10:
+        found = f"{train.name}: items are numbers below {n_items:,}, and {n_events:,} of them are in rows"
+        raise UserError(f"{found}; number those that occur: np.unique(items, return_inverse=True)[1]")
+    if in_order and json.loads(train.attributes.get("events", "{}")).get("columns", [True])[-1] == "":
+        cure = "convert it with --columns USER,ITEM,RATING,TIME"
+        raise UserError(f"{train.name} has no times, so the items of a user are in no order; {cure}")
+    if n_empty := int((val.lengths["held_out"] == 0).sum()):
+        warn(f"{n_empty:,} of {len(val):,} users of {val.name} have nothing held out and do not count in metrics")
+    return n_items
 
 
 # ------------------------------------------------------------------------------ the network
@@ -220,6 +222,33 @@ class Ranking(NamedTuple):
     """(B,) bool: whether the user has held-out items."""
     n_lost: Tensor
     """Number of held-out items that are among the seen ones, or listed twice: never found."""
+
+
+def ranking_sums(
+    scores_BI: Tensor, seen: Ragged, held_out: Ragged, *, recall_at: Sequence[int], ndcg_at: int
+) -> dict[str, Tensor]:
+    """The metrics of `rank` as `score` returns them: sums over the users with held-out items, and their number."""
+    ranking = rank(scores_BI, seen, held_out, recall_at=recall_at, ndcg_at=ndcg_at)
+    values = {f"ndcg_at_{ndcg_at}": ranking.ndcg}
+    values |= {f"recall_at_{k}": ranking.recall[k] for k in recall_at}
+    sums = {name: (value_B * ranking.has_held_out).sum() for name, value_B in values.items()}
+    return {**sums, "users": ranking.has_held_out.sum(), "lost": ranking.n_lost}
+
+
+def ranking_means(sums: Mapping[str, Tensor]) -> dict[str, float]:
+    """The means over the users, from `ranking_sums`. Warns of items that can never be found."""
+    if sums["lost"]:
+        warn(
+            f"{sums['lost']:.0f} held-out items are among the items of their user, or twice: these cannot be "
+            "found, so the metrics are too low; leave them out"
+        )
+    return {name: float(value / sums["users"]) for name, value in sums.items() if "_at_" in name}
+
+
+def unseen(scores_BI: Tensor, seen: Ragged) -> Tensor:
+    """The scores, in place, with -inf for the items that a user has."""
+    scores_BI[seen.rows, seen.values] = -torch.inf
+    return scores_BI
 
 
 def rank(scores_BI: Tensor, seen: Ragged, held_out: Ragged, *, recall_at: Sequence[int], ndcg_at: int) -> Ranking:
