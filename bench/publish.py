@@ -386,6 +386,7 @@ FILLS = {
         [
             "cifar: each image in the Dataset, 0 workers",
             "cifar: each image in the Dataset, 2 workers",
+            "cifar: batches in the Dataset, 2 workers",
             "cifar: disk tier, batches augmented on this CPU",
             "cifar: disk tier, without augmentation",
         ],
@@ -398,6 +399,8 @@ FILLS = {
             "faces: pixel strings of a CSV, 2 workers",
             "faces: PNG files, 0 workers",
             "faces: PNG files, 2 workers",
+            "faces: batches of PNG files, 2 workers",
+            "faces: batches of pixels in memory, 0 workers",
             "faces: disk tier, converted once",
         ],
         measures("warm, faces"),
