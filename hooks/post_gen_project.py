@@ -30,7 +30,7 @@ KEEP = [
     ({"workload": ["images", "both"]}, "workloads/attributes.py workloads/images.py fastgpu/images"),
     ({"workload": ["images", "both"]}, "fastgpu/imagefiles fastgpu/convert/images"),
     ({"workload": ["recsys", "both"]}, "configs/recsys.yaml data/interactions-train.h5 data/interactions-val.h5"),
-    ({"workload": ["recsys", "both"]}, "workloads/recsys.py fastgpu/convert/recsys"),
+    ({"workload": ["recsys", "both"]}, "workloads/recsys.py fastgpu/convert/recsys fastgpu/predict/users.py"),
 ]
 """({question: answers that keep them}, paths): no other project has these files and folders."""
 FACTS = {

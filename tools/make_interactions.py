@@ -20,7 +20,7 @@ import numpy as np
 import template  # noqa: F401  makes the project importable
 import torch
 
-from fastgpu.convert.recsys.interactions import draw_hidden, make_arrays, make_csr, split_hidden
+from fastgpu.convert.recsys.interactions import UserRows, draw_hidden, make_csr, split_hidden
 from fastgpu.convert.writing import Writing, write_files
 from fastgpu.dataset.items import Columns
 from fastgpu.rows.rows import Ragged, RaggedArray
@@ -95,7 +95,7 @@ def make_interactions(
         f"oracle_ndcg_at_{NDCG_AT}": _mean_ndcg(val, theta_UT[n_train:], phi_TI),
     }
     name = f"synthetic interactions, seed {seed}"
-    return {"train": make_arrays(name, {"items": train}, n_items, {}), "val": make_arrays(name, val, n_items, scores)}
+    return {"train": UserRows(name, {"items": train}, n_items, {}), "val": UserRows(name, val, n_items, scores)}
 
 
 def _draw_phi(n_items: int, rng: np.random.Generator) -> np.ndarray:

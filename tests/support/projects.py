@@ -145,6 +145,14 @@ def draw_series(project: Path) -> None:
     run_in(project, block.target)
 
 
+def make_events(project: Path, name: str) -> None:
+    """Make and convert the events of an example, by the commands in the head of its recipe."""
+    head = (EXAMPLES / f"{name}.yaml").read_text()
+    run_in(project, str(EXAMPLES / "made_up_events.py"))
+    (command,) = re.findall(r"(?m)^#.*? python (convert\.py .*)$", head)
+    run_in(project, *command.split())
+
+
 def use_diff(program: str, diff: str) -> str:
     """A program with the changes of a diff of docs/code.md, which has the lines around a change, but no places."""
     lines = program.splitlines()

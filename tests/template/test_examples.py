@@ -1,11 +1,13 @@
 """The examples in docs/examples: their losses, metrics and messages; those with a state of their own are resumed. And
 what docs/code.md adds to train.py: a plain DataLoader, a loader without a Dataset, a second model, a scheduler."""
 
+import os
 import re
 import runpy
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,12 +18,14 @@ from contract import check_workload
 from template import LEAF_ROOMS
 
 from fastgpu.convert.images.readers import IGNORED_CLASS
-from fastgpu.rows.rows import Rows
+from fastgpu.rows.rows import Field, Ragged, Rows
 from fastgpu.storage.arrays import ArrayDataset
 from support import PROJECT
 from support.projects import (
     EXAMPLES,
     draw_series,
+    make_events,
+    read_blocks,
     run_in,
     section_of_code_page,
     take_example,
@@ -32,6 +36,7 @@ from support.projects import (
 from support.ranks import copy_project, printed_by
 from support.rows import write_rows
 from support.runs import metrics_of, newest, same_after_a_kill, step_of, weights_of
+from workloads.recsys import rank
 
 GENERATOR = torch.Generator()
 
@@ -60,10 +65,32 @@ def brightness(*shape: int) -> Rows:
     return Rows({"images": brightness.view(-1, 1, 1, 1).expand(40, 3, 8, 8).contiguous(), "labels": labels})
 
 
-def open_workload(name: str, batch: Rows, other: Rows | None = None, /, n_classes: int = 3, **options: object):
+N_ITEMS = 30
+
+
+def users(*, is_train: bool = False) -> Rows:
+    """Users with 0 to 11 items in an order, and up to 2 others to be found."""
+    rng = np.random.default_rng(0)
+    orders = [rng.permutation(N_ITEMS).astype(np.int32) for _ in range(12)]
+    columns = {"items": Ragged.of([order[:n] for n, order in enumerate(orders)])}
+    return Rows(
+        columns
+        if is_train
+        else columns | {"held_out": Ragged.of([order[20 : 20 + len(order) % 3 + 1] for order in orders])}
+    )
+
+
+def open_workload(
+    name: str, batch: Rows, other: Rows | None = None, /, n_classes: int = 3, events: str = "{}", **options: object
+):
     """The workload of an example. other: validation rows, if they are of another kind."""
     attributes = {"n_classes": n_classes, "target_names": ["height", "age"], "feature_names": ["load", "price"]}
-    sources = [ArrayDataset("rows.h5", rows.numpy(), attributes) for rows in (batch, other or batch)]
+    attributes["events"] = events
+    sources = []
+    for rows in (batch, other or batch):
+        ragged = [name for name, column in rows.columns.items() if isinstance(column, Ragged)]
+        fields = {name: Field(np.dtype(np.int32), (), n_items=N_ITEMS) for name in ragged}
+        sources.append(ArrayDataset("rows.h5", rows.numpy(), attributes, fields=fields))
     kind = runpy.run_path(str(EXAMPLES / f"{name}.py"))["Workload"]
     return kind(kind.Options(**options), *sources)
 
@@ -77,6 +104,8 @@ def open_workload(name: str, batch: Rows, other: Rows | None = None, /, n_classe
         ("forecast", Rows({"series": series()["series"][:, :, 1].short()}), {"horizon": 4, "season": 6}),
         ("image_numbers", brightness(), {"width": 4}),
         ("image_numbers", brightness(3), {"width": 4}),
+        ("sasrec", users(), {"dim": 4, "length": 5}),
+        ("two_towers", users(), {"dim": 4, "length": 5}),
     ],
 )
 def test_example_fits_the_protocol(name, batch, options):
@@ -101,6 +130,9 @@ def test_messages_of_examples(compare_messages):
         "tokens, and heads of unequal width": lambda: open_workload("gpt", texts(), dim=6),
         "a series that is no window": lambda: open_workload("forecast", Rows({"series": series()["series"][:, 0, 0]})),
         "a series that is too short": lambda: open_workload("forecast", series(), horizon=4, season=7),
+        "items without times": lambda: open_workload("sasrec", users(), events='{"columns": ["u", "i", "", ""]}'),
+        "items, and heads of unequal width": lambda: open_workload("sasrec", users(), dim=5),
+        "items that are not held out": lambda: open_workload("two_towers", users(is_train=True)),
         "numbers that are smoothed": lambda: open_workload("image_numbers", brightness(), label_smoothing=0.1),
     }
     compare_messages(mistakes)
@@ -197,6 +229,107 @@ def test_example_forecast_scores_and_baselines():
     np.testing.assert_array_equal(predicted["forecast_load"], windows[:, [9, 9, 9, 9], 0])  # of the steps that follow
 
 
+def test_example_sasrec_loss_is_that_of_plain_sequences():
+    """Of users one by one without padding, over the last items alone; and a score depends on the items before only."""
+    batch = users()
+    workload = open_workload("sasrec", batch, dim=4, length=5)
+    model = workload.model().eval().requires_grad_(False)
+    orders = [batch["items"][row : row + 1].values.long() for row in range(12)]
+    losses = []
+    for order in orders[2:]:
+        window = order[-6:]
+        log_p = model(window[None, :-1])[0].log_softmax(1)
+        losses += [-log_p[place, item] for place, item in enumerate(window[1:])]
+    torch.testing.assert_close(workload.loss(model, batch), torch.stack(losses).mean())
+    scores = workload.predict(model, batch)["scores"]
+    for order, found in zip(orders[1:], scores[1:], strict=True):
+        expected = model(order[None, -5:])[0, -1]
+        expected[order] = -torch.inf
+        torch.testing.assert_close(found, expected)
+    changed = torch.cat([orders[11][:5], orders[11][6:7]])[None]
+    torch.testing.assert_close(model(changed[:, :5])[:, :4], model(orders[11][None, :5])[:, :4])
+    torch.testing.assert_close(model(changed[:, 1:])[:, :4], model(orders[11][None, 1:5]))
+
+
+def test_example_two_towers_draws_items_and_those_before():
+    batch = users()
+    workload = open_workload("two_towers", batch, dim=4, length=5, draws=200)
+    drawn = workload.transform(batch, GENERATOR.manual_seed(0))
+    for row in range(12):
+        order = batch["items"][row : row + 1].values.tolist()
+        expected = {(*([N_ITEMS] * 5 + order[:n])[-5:], order[n]) for n in range(1, row)} or {(N_ITEMS,) * 6}
+        assert {
+            (*h, n) for h, n in zip(drawn["history"][row].tolist(), drawn["next"][row].tolist(), strict=True)
+        } == expected
+
+
+@pytest.mark.parametrize("correct_bias", [False, True])
+def test_example_two_towers_loss_is_its_definition(correct_bias):
+    """Against loops: log q is of all draws so far; draws of the own item and users without a draw do not count."""
+    batch = users()
+    workload = open_workload("two_towers", batch, dim=4, length=5, draws=2, correct_bias=correct_bias)
+    model = workload.model().eval().requires_grad_(False)
+    counts = np.zeros(N_ITEMS)
+    for step in range(2):
+        drawn = workload.transform(batch, GENERATOR.manual_seed(step))
+        items = [item for item in drawn["next"].flatten().tolist() if item < N_ITEMS]
+        users_ND = model.user(drawn["history"].flatten(0, 1))[drawn["next"].flatten() < N_ITEMS]
+        items_ID = model.item(model.items.weight)
+        np.add.at(counts, items, 1)
+        losses = []
+        for own, item in enumerate(items):
+            logits = [(users_ND[own] @ items_ID[each]).item() / 0.05 for each in items]
+            if correct_bias:
+                logits = [
+                    logit - np.log(counts[each] / counts.sum()) for logit, each in zip(logits, items, strict=True)
+                ]
+            others = [n for n, each in enumerate(items) if each != item]
+            losses.append(np.log(sum(np.exp(logits[n] - logits[own]) for n in [own, *others])))
+        assert workload.loss(model, drawn).item() == pytest.approx(np.mean(losses), rel=1e-4)
+
+
+def test_example_baselines_measure_like_the_workloads():
+    batch = users()
+    scores = torch.randn(12, N_ITEMS, generator=GENERATOR.manual_seed(0))
+    ranking = rank(scores.clone(), batch["items"], batch["held_out"], recall_at=(10,), ndcg_at=10)
+    plain = runpy.run_path(str(EXAMPLES / "baselines.py"))["metrics"]
+    rows = [[batch[name][row : row + 1].values.numpy() for name in ("items", "held_out")] for row in range(12)]
+    expected = [plain(scores[row].numpy(), *rows[row]) for row in range(12)]
+    torch.testing.assert_close(torch.stack([ranking.recall[10], ranking.ndcg], 1), torch.tensor(expected).float())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sasrec", "two_towers"])
+def test_example_of_events_is_resumed(own_copy, name):
+    project = own_copy("recsys")
+    take_example(project, name)
+    make_events(project, name)
+    words = ["--config", f"configs/{name}.yaml", "model.dim=8", "train.epochs=2", "run.checkpoint_every_steps=5"]
+    assert same_after_a_kill(project, "last-00000[2-9]", *words, "dist.device=cpu", "data.tier=disk")
+    if name == "two_towers":
+        assert weights_of(project / "runs/whole")["drawn"].sum() == 2 * 4 * (2928 // 128 * 128)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["sasrec", "two_towers"])
+def test_example_of_events_is_better_than_baselines(own_copy, name):
+    """As README.md of the examples says, for the items that are found last."""
+    project = own_copy("recsys")
+    take_example(project, name)
+    make_events(project, name)
+    run_in(project, "train.py", "--config", f"configs/{name}.yaml", "run.name=a", "dist.device=cpu")
+    kind = {"sasrec": "last", "two_towers": "time"}[name]
+    printed = run_in(project, "predict.py", "runs/a", "--evaluate", f"data/{kind}-test.h5")
+    baselines = run_in(project, str(EXAMPLES / "baselines.py"), f"data/{kind}-train.h5", f"data/{kind}-test.h5")
+    for metric in ("recall_at_10", "ndcg_at_10"):
+        (ours,) = re.findall(rf"{metric} (\S+)", printed)
+        popularity, followers = map(float, re.findall(rf"{metric} (\S+)", baselines))
+        assert float(ours) > max(popularity, followers), printed + baselines
+    lines = run_in(project, "predict.py", "runs/a", f"data/{kind}-test.h5", "--top", "3").splitlines()
+    assert lines[0].split(",")[-9:] == [f"{title}_{n}" for title in ("items", "item_ids", "scores") for n in range(3)]
+    assert "item-" in lines[1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "settings", "best", "baseline"),
@@ -216,6 +349,31 @@ def test_example_of_windows_learns_and_is_resumed(own_copy, name, settings, best
     assert same_after_a_kill(project, "last-00000[2-9]", *words)
     *_, point = [each for each in metrics_of(project / "runs/whole") if f"val/{best}" in each]
     assert point[f"val/{best}"] < 0.9 * point[f"val/{baseline}"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("page", "heading", "shown"),
+    [
+        ("docs/data.md", "### Tokens of a language model", "The class "),
+        ("docs/examples/README.md", "## A forecast", "tensor("),
+    ],
+)
+def test_page_of_an_example_of_windows_is_run(own_copy, page, heading, shown):
+    """Its files are written, its commands are run, with smaller networks."""
+    project = own_copy("own")
+    for path in (project / "docs/examples").glob("*.yaml"):
+        path.write_text(re.sub(r"dim: \d+", "dim: 8", re.sub(r"epochs: \d+", "epochs: 1", path.read_text())))
+    section = (project / page).read_text().split(f"{heading}\n")[1].split("\n## ")[0]
+    (project / "section.md").write_text(section)
+    blocks = read_blocks(project / "section.md")
+    for block in blocks:
+        if block.target:
+            (project / block.target).write_text(block.text)
+    commands = "".join(block.text for block in blocks if block.language == "bash")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    printed = printed_by(["bash", "-ec", commands], project, PATH=path, OMP_NUM_THREADS="1")
+    assert shown in printed
 
 
 @pytest.mark.slow

@@ -126,8 +126,8 @@ def test_code_of_pages_and_examples(own_copy):
     cells = [block.text for block in read_blocks(project / "docs/python.md") if block.language == "python"]
     (project / "page.py").write_text("# ruff: noqa: E402\n" + "\n".join(cells))  # a notebook imports in its cells, too
     for example in EXAMPLES.glob("*.py"):
-        is_dataset = example.stem == "published"
-        shutil.copyfile(example, project / ("" if is_dataset else "workloads") / example.name)
+        is_workload = example.with_suffix(".yaml").exists()
+        shutil.copyfile(example, project / ("workloads" if is_workload else "") / example.name)
     mypy = ("mypy", "--ignore-missing-imports")  # torchvision is not installed here
     for command in (("ruff", "check"), ("ruff", "format", "--check"), mypy):
         run_in(project, "-m", *command)

@@ -23,7 +23,7 @@ import yaml
 from PIL import Image
 
 from support import PROJECT
-from support.projects import EXAMPLES, draw_series, take_example
+from support.projects import EXAMPLES, draw_series, run_in, take_example
 from support.ranks import printed_by
 from support.rows import write_rows
 
@@ -100,6 +100,10 @@ def write_images(folder: Path) -> None:
         subprocess.run(["git", "apply", "gan.diff"], cwd=folder, check=True)
 
 
+def draw_events(folder: Path) -> None:
+    run_in(folder, str(EXAMPLES / "made_up_events.py"))
+
+
 class Recipe(NamedTuple):
     """What makes its data, settings of a small model, and words for predict.py and what it prints."""
 
@@ -133,13 +137,27 @@ RECIPES = {
         printed="first_step,forecast_0_0,forecast_0_1,",
         workload="own",
     ),
+    "sasrec": Recipe(
+        draw_events,
+        "model.dim=4 data.batch_size=500",
+        predict="data/last-test.h5 --top 1",
+        printed="row,source,items,item_ids,scores\n",
+        workload="recsys",
+    ),
+    "two_towers": Recipe(
+        draw_events,
+        "model.dim=4 data.batch_size=500",
+        predict="data/time-test.h5 --top 1",
+        printed="row,source,items,item_ids,scores\n",
+        workload="recsys",
+    ),
     "image_numbers": Recipe(draw_shots, "model.width=4", predict="0.jpg", printed="file,prediction\n"),
     "contrastive": Recipe(write_images, "model.width=4 model.queue=16"),
     "gan": Recipe(write_images, "model.width=4"),
 }
 WITHOUT_COMMANDS = ("recsys", "contrastive", "gan", "forecast")
 """Recipes whose data are included, or those of the user."""
-SLOW = ("cifar10", "gpt", "forecast")
+SLOW = ("cifar10", "gpt", "forecast", "sasrec", "two_towers")
 """Recipes that are not only tried at night."""
 
 

@@ -115,8 +115,7 @@ def check_items(train: Dataset, val: Dataset, *, in_order: bool = False) -> int:
     if n_items > MANY_ITEMS and 0 < (n_events := int(train.lengths["items"].sum())) < n_items // 10:
         found = f"{train.name}: items are numbers below {n_items:,}, and {n_events:,} of them are in rows"
         raise UserError(f"{found}; number those that occur: np.unique(items, return_inverse=True)[1]")
-    columns = json.loads(train.attributes.get("events", "{}")).get("columns")
-    if in_order and columns and not columns[3]:
+    if in_order and json.loads(train.attributes.get("events", "{}")).get("columns", [True])[-1] == "":
         cure = "convert it with --columns USER,ITEM,RATING,TIME"
         raise UserError(f"{train.name} has no times, so the items of a user are in no order; {cure}")
     if n_empty := int((val.lengths["held_out"] == 0).sum()):

@@ -27,6 +27,7 @@ from fastgpu.convert.images.command import size
 from fastgpu.convert.images.readers import ImageFolder, ImageTable, Masks, PixelTable
 from fastgpu.convert.recsys.events import read_events
 from fastgpu.convert.recsys.interactions import hold_out_users
+from fastgpu.convert.recsys.log import number
 from fastgpu.convert.splits import Split, limit_parts, read_splits, split_rows
 from fastgpu.convert.tables import Table, parse_labels
 from fastgpu.convert.writer import Compression
@@ -167,7 +168,9 @@ def of_events() -> Mistakes:
         "low.csv": "userId,movieId,rating\n1,2,3.0\n",
         "nan.csv": "userId,movieId,rating\n\n1,2,nan\n",
         "when.csv": "userId,movieId,rating,timestamp\n1,2,4,7\n1,2,3,soon\n",
-        "u.data": "1\t2\t5\t1\n7\tx\t5\t1\n",
+        "when2.csv": "userId,movieId,rating,n\n1,2,4,7\n",
+        "odd.csv": 'a,a2,b,c,minus\n1,1,2,x,5\n1,2, ,"y\nz",-1\n',
+        "u.data": "1\t2\t5\t1\n7\tx\tmany\t1\n",
     }.items():
         Path(name).write_text(text)
     for name, member in {"damaged.zip": "ml/ratings.csv", "other.zip": "movies.csv"}.items():
@@ -179,8 +182,41 @@ def of_events() -> Mistakes:
     made: Mistakes = {f"events {source}": partial(read_events, source) for source in sources}
     made["events, other columns"] = partial(read_events, "low.csv", ["user", "item", "rating"])
     made["events, one column"] = partial(read_events, "low.csv", ["userId"])
+    made["events, a column twice"] = partial(read_events, "low.csv", ["userId", "movieId", "userId"])
+    made["events, no item"] = partial(read_events, "odd.csv", ["a", "b", ""])
+    made["events, a line break in an id"] = partial(read_events, "odd.csv", ["c", "a"])
+    made["events, a negative rating"] = partial(read_events, "odd.csv", ["a", "a2", "minus"])
     few = np.repeat(np.arange(20), 6), np.tile(np.arange(6), 20)
-    made["events, few users"] = partial(hold_out_users, "x", *few, 15)
+    made["events, few users"] = partial(hold_out_users, number("x", *few), 15)
+    lines = ["userId,movieId,rating,timestamp"]
+    lines += [f"{user},{item},5,{10**9 + 100 * item}" for user, item in zip(*few, strict=True)]
+    Path("times.csv").write_text("\n".join(lines))
+    for flags in (
+        "--split-by-time 0.1",
+        "--split-by-time 2001-09-09",
+        "--split-by-time 2030-01-01",
+        "--split-by-time 2001-09-10,2001-09-09",
+        "--split-by-time 1000000250",
+        "--split-by-time 0.9 --min-items 6",
+        "--leave-last-out --min-items 7",
+        "--leave-last-out --held-out 3",
+        "--columns userId,movieId,rating, --leave-last-out",
+        "--columns userId,movieId,,movieId",
+        "--columns userId,movieId --unrated keep",
+    ):
+        made[f"events {flags}"] = lambda flags=flags: run(parse(["events", "times.csv", "x.h5", *flags.split()]))
+    columns = {"f": [1.0, 2.0], "who": ["a", None], "what": [1, 2], "list": [[1], [2]], "stars": [4, None]}
+    pl.DataFrame(columns).write_parquet("e.parquet")
+    for names in ("f,what", "who,what", "what,list", "what,f,list", "what,f,,list", "what,none", "what,what", "list,f"):
+        made[f"events of Parquet, {names}"] = partial(read_events, "e.parquet", names.split(","))
+    made["events of Parquet, no rating"] = partial(read_events, "e.parquet", ["what", "who", "stars"])
+    made["events of Parquet, no file"] = partial(read_events, "none-*.parquet")
+    made["events of Parquet, damaged"] = partial(read_events, "damaged.parquet")
+    Path("damaged.parquet").write_bytes(Path("e.parquet").read_bytes()[:-9] + b"x" * 9)
+    made["events e.parquet --no-header"] = lambda: parse(["events", "e.parquet", "x.h5", "--no-header"])
+    made["events, times that are no dates"] = lambda: run(
+        parse(["events", "when2.csv", "x.h5", "--split-by-time", "2030-01-01", "--columns", "userId,movieId,rating,n"])
+    )
     return made
 
 

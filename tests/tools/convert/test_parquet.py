@@ -174,6 +174,9 @@ def test_parquet_class_names_are_those_that_datasets_writes(tmp_path, convert):
     convert("images x.parquet x.h5 --keep-order")
     with h5py.File("x.h5") as file:
         assert (file["labels"][:].tolist(), attributes_of(file)["class_names"]) == ([2, 0, 0], names)
+    table[:3].write_parquet(tmp_path / "y.parquet")
+    with pytest.raises(UserError, match=r"y.parquet has other names of classes in label than x.parquet"):
+        ParquetImages("*.parquet")
     table.write_parquet(tmp_path / "x.parquet", metadata=metadata)
     told = convert("images x.parquet x.h5 --force", code=2).err
     assert "x.parquet: row 3: label is '3'; it should be a whole number from 0 to 2; the file names 3 classes" in told
@@ -271,10 +274,12 @@ def test_parquet_arrays_list_rows_with_nulls(tmp_path, convert):
         "x": pl.Series([0, None, 2, 3, 4], dtype=pl.Int8),
         "pair": pl.Series([[0, 1], [0, 1], [None, 1], [0, 1], None], dtype=pl.Array(pl.Int16, 2)),
         "list": [[1], [], [1, 2], [3, None], [4]],
+        "labels": [True, None, False, False, True],
     }
     pl.DataFrame(columns).write_parquet(tmp_path / "x.parquet", row_group_size=2)
     assert "4 of 5 rows are broken" in convert("arrays x.parquet x.h5", code=2).err
     convert("arrays x.parquet x.h5 --on-error skip=90%")
+    assert "1 of 5 rows" in convert("arrays x.parquet::labels y.h5 --split 0.6", code=2).err
     reasons = [f"x.parquet: row {row} cannot be read" for row in (1, 2, 3, 4)]
     lines = (tmp_path / "x.h5.skipped.txt").read_text().splitlines()
     assert [line.partition(": ")[0] + ": " + line.split(": ")[1] for line in lines] == reasons

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from fastgpu.predict import program
 from fastgpu.predict.answers import Answers, to_columns, write_rows
 from fastgpu.predict.command import Predict
 from fastgpu.predict.inputs import open_inputs
-from fastgpu.predict.model import load_model
+from fastgpu.predict.model import Trained, load_model
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import Rows
 from support import PROJECT
@@ -36,6 +37,7 @@ from workloads import minimal
 PROBABILITY = {"probability": torch.tensor([[0.25, 0.75], [0.9, 0.1]])}
 SCORES = {"scores": torch.tensor([[0.5, -torch.inf, 2.0], [1.0, 3.0, 2.0]])}
 CAT_DOG = {"class_names": ["cat", "dog"]}
+EVENTS = {"columns": ["who", "what", "stars", "when"], "above": 3.5, "unrated": "refuse", "repeats": "last"}
 MESSAGES = Path(__file__).with_name("messages.yaml")
 """A case that begins with RUN or TMP is the command line itself."""
 
@@ -67,8 +69,32 @@ def test_messages_of_predict(compare_messages, run, minimal_run, model_of, ragge
     for name, names in {"class_names": ["cat", "dog"], "item_ids": ["0", "1"]}.items():
         model = model_of({"y": {}}, **{name: names})
         calls[f"other {name}"] = partial(open_inputs, [f"{tmp_path}/named.h5"], model, labels=name == "class_names")
-    compare_messages(calls)
+    compare_messages(calls | of_users(tmp_path, model_of(items, item_ids=range(60), events=json.dumps(EVENTS))))
     assert (tmp_path / "old.csv").read_text() == (tmp_path / "old.pt2").read_text() == "old"
+
+
+def of_users(folder: Path, trained: Trained) -> dict[str, Callable[[], object]]:
+    texts: dict[str, str | bytes] = {
+        "no column": "who,item\nu,1\n",
+        "a column twice": "who,what,what\nu,1,2\n",
+        "no lines": "who,what\n",
+        "empty": "",
+        "a long line": "who,what\nu,1\n\nu,1,2\n",
+        "no item": "who,what\nu,\n",
+        "a rating": "who,what,stars\nu,1,many\n",
+        "a time": "who,what,when\nu,1,soon\n",
+        "nothing known": "who,what\nu,x\nv,y\n",
+        "not UTF-8": "who,what\nu,고양이\n".encode("cp949"),
+    }
+    calls: dict[str, Callable[[], object]] = {}
+    for name, text in texts.items():
+        path = folder / f"{name.replace(' ', '-')}.csv"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        calls[f"users, {name}"] = partial(open_inputs, [str(path)], trained)
+    (folder / "users.csv").write_text("who,what\nu,1\n")
+    calls["users, with labels"] = partial(open_inputs, [f"{folder}/users.csv"], trained, labels=True)
+    calls["users, without scores"] = lambda: open_inputs([f"{folder}/users.csv"], trained).hide_seen({}, range(1))
+    return calls
 
 
 def test_predict_needs_declared_inputs(run, minimal_run, rows, monkeypatch):

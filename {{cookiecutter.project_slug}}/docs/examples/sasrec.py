@@ -35,7 +35,7 @@ class Workload(workloads.Workload):
         dim: Count = 64
         """Channels."""
         heads: Count = 2
-        """Heads of the attention: a divisor of dim."""
+        """Heads of the attention. They share the channels."""
         blocks: Count = 2
         """Blocks of attention and a small network."""
         length: Count = 50
@@ -50,7 +50,7 @@ class Workload(workloads.Workload):
     def __init__(self, options: Options, train: Dataset, val: Dataset):
         """Raises UserError if the rows are not items of users in the order of time, or if heads do not divide dim."""
         if options.dim % options.heads:
-            raise UserError(f"model.heads is {options.heads}; it should be a divisor of model.dim={options.dim}")
+            raise UserError(f"model.dim is {options.dim}; it should be a multiple of model.heads, {options.heads}")
         self.options = options
         self.n_items = check_items(train, val, in_order=True)
         if n_short := int((train.lengths["items"] < 2).sum()):

@@ -11,6 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,13 +19,11 @@ import numpy as np
 import polars as pl
 
 from fastgpu.convert.reader import explain_errors
-from fastgpu.convert.tables import Columns
+from fastgpu.convert.tables import TextColumns
 from fastgpu.process.content import describe_content, open_regular
 from fastgpu.process.launch import UserError, list_first
 from fastgpu.storage.file import is_url
 from fastgpu.storage.hdf5 import expand
-
-__all__ = ["ParquetFiles", "RecentGroups"]
 
 MAGIC = b"PAR1"
 TAIL_BYTES = 8
@@ -76,7 +75,9 @@ class ParquetFiles:
 
     def read(self, group: int, columns: Sequence[str]) -> pl.DataFrame:
         """The rows of a row group, by its number. Any thread may call this. Raises UserError if it is damaged."""
-        file, start, n_rows = self._groups[group]
+        return self._read(*self._groups[group], columns=columns)
+
+    def _read(self, file: Path, start: int, n_rows: int, *, columns: Sequence[str]) -> pl.DataFrame:
         with explain(file):
             # A path is no pattern here, and folders such as year=2024 are no columns.
             rows = pl.scan_parquet(file, glob=False, hive_partitioning=False).select(columns)
@@ -94,9 +95,11 @@ class ParquetFiles:
 
     def column(self, name: str) -> pl.Series:
         """A column of all rows, which should fit into memory."""
-        return pl.concat([frame[name] for frame in self.frames([name])])
+        # Whole files: polars reads the footer for each call, and that of small row groups is long.
+        rows_of = {file: sum(group.n_rows for group in groups) for file, groups in groupby(self._groups, _file_of)}
+        return pl.concat([self._read(file, 0, n_rows, columns=[name])[name] for file, n_rows in rows_of.items()])
 
-    def texts(self, names: Sequence[str], broken: dict[int, str]) -> Columns:
+    def texts(self, names: Sequence[str], broken: dict[int, str]) -> TextColumns:
         """Columns of numbers or text, as text. broken: see `TextTable`. Raises UserError for other types."""
         columns = {}
         for name in names:
@@ -106,7 +109,7 @@ class ParquetFiles:
                 raise UserError(f"{self.name}: {name} is {kind}; {cure}")
             column = self.column(name)
             columns[name] = (column.cast(pl.Int8) if kind == pl.Boolean else column).cast(pl.String)
-        return Columns(columns, self.where, broken)
+        return TextColumns(columns, self.where, broken)
 
     def groups_of(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(row group, place in it) of each of these rows, (n,) each."""
@@ -128,17 +131,16 @@ class ParquetFiles:
         return self._groups[group].file.parent
 
     def class_names(self, column: str) -> list[str] | None:
-        """Names of the classes that the numbers of a column stand for, if its writer left them in the file.
+        """Names of the classes that the numbers of a column stand for, if its writer left them in the files.
 
-        The library `datasets` does so for columns of its type ClassLabel.
+        The library `datasets` does so for columns of its type ClassLabel. Raises UserError if files have other names.
         """
-        with explain(self.files[0]):
-            text = pl.read_parquet_metadata(self.files[0]).get("huggingface", "")
-        try:
-            names = json.loads(text)["info"]["features"][column]["names"]
-        except (ValueError, KeyError, TypeError):
-            return None
-        return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else None
+        names = _class_names(self.files[0], column)
+        if other := next((file for file in self.files if _class_names(file, column) != names), None):
+            raise UserError(
+                f"{other} has other names of classes in {column} than {self.files[0]}: write all files alike"
+            )
+        return names
 
 
 class RecentGroups:
@@ -192,9 +194,23 @@ class _Group(NamedTuple):
     n_rows: int
 
 
+def _file_of(group: _Group) -> Path:
+    return group.file
+
+
 def _read_schema(file: Path) -> Mapping[str, pl.DataType]:
     with explain(file):
         return pl.read_parquet_schema(file)
+
+
+def _class_names(file: Path, column: str) -> list[str] | None:
+    with explain(file):
+        text = pl.read_parquet_metadata(file).get("huggingface", "")
+    try:
+        names = json.loads(text)["info"]["features"][column]["names"]
+    except (ValueError, LookupError, TypeError):
+        return None
+    return names if isinstance(names, list) and all(isinstance(name, str) for name in names) else None
 
 
 def _read_groups(path: Path) -> Iterator[tuple[int, int]]:

@@ -16,8 +16,6 @@ from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import Field, RaggedArray
 from fastgpu.storage.layout import COLUMN_BYTES
 
-__all__ = ["ParquetRows", "open_parquet"]
-
 CURES = {
     pl.String: "number texts: {}.rank('dense') - 1",
     pl.Categorical: "take its numbers: {}.to_physical()",

@@ -52,7 +52,7 @@ class TextTable:
         """Where a row comes from, for messages."""
         raise NotImplementedError
 
-    def _find(self, name: str) -> pl.Series:
+    def column(self, name: str) -> pl.Series:
         """The column of this name. Raises UserError unless there is one."""
         raise NotImplementedError
 
@@ -70,7 +70,7 @@ class TextTable:
 
     def texts(self, name: str) -> pl.Series:
         """A column of text without the spaces around it. Rows in which it is missing, null, are broken."""
-        column = self._find(name).str.strip_chars().replace("", None)
+        column = self.column(name).str.strip_chars().replace("", None)
         self.check(column, column.is_not_null(), "it is missing")
         self.check(column, ~column.str.contains("\n", literal=True), "remove the line break or stray quote")
         return column
@@ -111,7 +111,7 @@ class TextTable:
         return f"{self.where(row)}: {values.name} is {value[:40]!r}{cure}"
 
 
-class Columns(TextTable):
+class TextColumns(TextTable):
     """Columns of text that came from no CSV."""
 
     def __init__(
@@ -131,7 +131,7 @@ class Columns(TextTable):
     def where(self, row: int) -> str:
         return self._where(row)
 
-    def _find(self, name: str) -> pl.Series:
+    def column(self, name: str) -> pl.Series:
         return self._columns[name]
 
 
@@ -196,7 +196,7 @@ class Table(TextTable):
                 self.broken[row] = reason
         return rows
 
-    def _find(self, name: str) -> pl.Series:
+    def column(self, name: str) -> pl.Series:
         """The column of this name. Raises UserError unless there is one, and rows."""
         n_found = self.names.count(name)
         if n_found == 1 and len(self._rows):

@@ -26,9 +26,7 @@ from fastgpu.process.machine import available_cpus, free_host_bytes
 from fastgpu.rows.contract import Dataset, Pool
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import RaggedArray
-from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.storage.layout import BLOCK_BYTES
-from fastgpu.storage.store import HDF5Dataset
 
 POOL_BYTES, POOL_BLOCKS = 1 << 30, 512
 """Rows that are shuffled together, whichever is more; but never more than a quarter of the free memory."""
@@ -99,7 +97,7 @@ def write_files(
         for name, part in parts.items():
             with h5py.File(partial[name], "r+", locking=False) as file:
                 write_attributes(file, facts)
-                if isinstance(part, Reader | HDF5Dataset):
+                if hasattr(part, "sources"):
                     write_sources(file, part.sources(np.concatenate(whole[name].row_ids)))
             flush(partial[name])  # now, since the disk may refuse: all files get their names, or none
     broken_list(target).unlink(missing_ok=True)  # of an earlier try
@@ -130,7 +128,7 @@ class _WholeRows:
         self.broken: dict[int, str] = getattr(part, "broken", {})
         """{row: reason}, to which reading adds."""
         self.row_ids: list[np.ndarray] = []
-        """The numbers of the rows, in their order. Nobody asks for those of arrays, of which there may be billions."""
+        """The numbers of the rows, in their order, if the part has sources: arrays may have billions of rows."""
         self.n_came = 0
         """Number of rows that were read, with broken ones."""
         self.n_odd: Counter[str] = Counter()
@@ -151,7 +149,7 @@ class _WholeRows:
                 elif len(odd_rows):
                     self.n_odd[name] += len(odd_rows)
             self.n_came += len(row_ids)
-            if not isinstance(self._part, ArrayDataset):
+            if hasattr(self._part, "sources"):
                 self.row_ids.append(row_ids[is_whole])
             yield columns if is_whole.all() else {name: _keep(column, is_whole) for name, column in columns.items()}
 

@@ -47,8 +47,8 @@ from fastgpu.rows.rows import RaggedArray, Rows
 from fastgpu.storage.store import HDF5Dataset
 
 WAITS = 100
-"""`loader.timeout_s` is waited for in so many parts, since clocks go on while a run is suspended (Ctrl-Z, `scontrol
-suspend`): when it wakes up, one of the parts has passed, and the others are left."""
+"""The timeout is split into this many waits, so that a suspended process (Ctrl-Z, `scontrol suspend`) loses at most one
+of them."""
 POLL_S = 0.01
 CLOSE_S = 3.0
 """How long closing waits for the end of the threads. Those that hang are left behind."""

@@ -31,7 +31,8 @@ class Predict:
 
     CHECKPOINT is the folder of a run (its best checkpoint is used), a folder in
     its `checkpoints`, or a copy of one. INPUT: image files and folders of them,
-    or HDF5 files (`file.h5::/group`, `part-*.h5`), or one .npy or .npz file.
+    or HDF5 files (`file.h5::/group`, `part-*.h5`), or one .npy or .npz file, or
+    one .csv file with a line for each item that a user has.
     """
 
     checkpoint: str = argument("folder of a run or a checkpoint")

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from importlib import import_module
+from itertools import chain
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import h5py
 import numpy as np
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from fastgpu.feed import PrefetchLoader
@@ -21,7 +23,7 @@ from fastgpu.process.launch import UserError, without_secrets
 from fastgpu.process.machine import available_cpus
 from fastgpu.rows import BlockSampler
 from fastgpu.rows.contract import Dataset, Out, PoolPlan, Reads
-from fastgpu.rows.rows import Field, Rows
+from fastgpu.rows.rows import OFFSET_DTYPE, Field, RaggedArray, Rows
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.storage.hdf5 import expand
 from fastgpu.storage.meaning import check_meaning
@@ -59,13 +61,45 @@ class ImageRows(Dataset):
                 self.failed[row] = f"{self.files[row]} cannot be read: {error}"
 
 
+class UserRows(ArrayDataset):
+    """The items of users in a CSV file, in the order of time."""
+
+    def __init__(self, path: str, name: str, trained_on: Dataset):
+        """name: of the field with the items. Raises UserError for a file that does not fit."""
+        users: Any = import_module("fastgpu.predict.users")  # which a project without users and items lacks
+        field = trained_on.fields[name]
+        items = users.read_users(path, field.n_items, trained_on.attributes)
+        liked, seen = ([each[number] for each in items.values()] for number in (0, 1))
+        super().__init__(path, {name: _to_ragged(liked)}, fields={name: field})
+        self.user_ids = np.array([*items], object)
+        self._seen = _to_ragged(seen)
+
+    def hide_seen(self, values: Mapping[str, Tensor], rows: range) -> dict[str, Tensor]:
+        """What `predict` of a workload gives for some rows, with the score -inf for all items that the file has of a
+        user, (B, I). Raises UserError if it gives no scores."""
+        if "scores" not in values:
+            raise UserError(f"{self.name} is a table of users, but `predict` of this workload gives no scores of items")
+        offsets = self._seen.offsets[rows.start : rows.stop + 1]
+        places = np.repeat(np.arange(len(rows)), np.diff(offsets)), self._seen.values[offsets[0] : offsets[-1]]
+        scores = values["scores"].clone()
+        scores[places] = -torch.inf
+        return {**values, "scores": scores}
+
+
+def _to_ragged(rows: Sequence[Sequence[int]]) -> RaggedArray:
+    """Rows of item numbers."""
+    offsets = np.cumsum([0, *map(len, rows)])
+    return RaggedArray(np.fromiter(chain.from_iterable(rows), OFFSET_DTYPE, offsets[-1]), offsets)
+
+
 def open_inputs(paths: Sequence[str], trained: Trained, *, ids: Sequence[str] = (), labels: bool = False) -> Dataset:
     """Rows with the inputs of the model and the fields `ids`; or with labels: all fields that it was trained on.
 
     paths: see INPUT in predict.py. Raises UserError if they do not fit; single numbers may have any type.
     """
     stored = {name: field["dataset"] for name, field in trained.card["fields"].items()}
-    names = list(stored) if labels else [*trained.workload.inputs, *ids]
+    inputs = trained.workload.inputs
+    names = list(stored) if labels else [*inputs, *ids]
     fields = {name: trained.rows.fields[name] for name in names if name in stored}
     preprocessing = trained.rows.attributes.get("preprocessing")
     length, stride = (trained.card.get("config", {}).get(f"data.{key}", 0) for key in ("window", "stride"))
@@ -74,6 +108,10 @@ def open_inputs(paths: Sequence[str], trained: Trained, *, ids: Sequence[str] = 
         source = arrays = _open_arrays(paths[0], names)
         if length:
             source = WindowDataset(arrays, one_recording(len(arrays)), length, stride or length)
+    elif paths[0].endswith(".csv") and len(inputs) == 1 and trained.rows.fields[inputs[0]].n_items:
+        if len(paths) > 1 or labels or ids:
+            raise UserError(f"{paths[0]} is a table of users: give it alone, without --id and --evaluate")
+        source = UserRows(paths[0], inputs[0], trained.rows)
     elif "::" in paths[0] or paths[0].endswith((".h5", ".hdf5")) or _is_hdf5(expand("INPUT", paths[0])[0][0]):
         sizes = {name: field.shape[1:] for name, field in fields.items() if len(field.shape) == 3}
         codecs = image_codecs(sizes, centre_share=_centre_share(preprocessing))
@@ -99,8 +137,11 @@ def open_inputs(paths: Sequence[str], trained: Trained, *, ids: Sequence[str] = 
 
 
 def places_of(rows: Dataset) -> dict[str, np.ndarray]:
-    """{column: (rows,)} that name each row: its `file`, if there are several; the `row` in that file; and the `source`,
-    where convert.py found it, if the file says that. Of a window it is the step of the file that is its first one."""
+    """{column: (rows,)} that name each row: its `user`, in a table of users. Else its `file`, if there are several; the
+    `row` in that file; and the `source`, where convert.py found it, if the file says that. Of a window it is the step
+    of the file that is its first one."""
+    if isinstance(rows, UserRows):
+        return {"user": rows.user_ids}
     if isinstance(rows, ImageRows):
         return {"file": np.array(list(map(str, rows.files)), object)}
     row_ids, column = np.arange(len(rows)), "row"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fastgpu.predict.answers import Answers, ask, describe, find_wrong, to_columns, write_rows
 from fastgpu.predict.command import Predict
-from fastgpu.predict.inputs import ImageRows, open_batches, open_inputs, places_of
+from fastgpu.predict.inputs import ImageRows, UserRows, open_batches, open_inputs, places_of
 from fastgpu.predict.model import Trained, export, load_model
 from fastgpu.process.files import new_file
 from fastgpu.process.launch import UserError
@@ -69,6 +69,8 @@ def write_predictions(trained: Trained, rows: Dataset, asked: Predict, file: IO[
             with torch.inference_mode(), autocast:  # not around the loader: other threads fill their memory
                 values = {name: value.cpu() for name, value in trained.workload.predict(trained.model, batch).items()}
             places = range(number * size, number * size + len(batch))
+            if isinstance(rows, UserRows):
+                values = rows.hide_seen(values, places)
             columns = {name: values[places.start : places.stop].tolist() for name, values in where.items()}
             columns |= {name: batch[name].tolist() for name in asked.id}
             columns |= to_columns(values, trained.card["attributes"], asked.top, every=asked.all)

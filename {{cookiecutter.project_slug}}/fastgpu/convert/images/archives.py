@@ -16,8 +16,6 @@ from fastgpu.imagefiles.folders import is_image, kind_of, select_images, tell_le
 from fastgpu.process.launch import UserError, list_first
 from fastgpu.storage.hdf5 import expand
 
-__all__ = ["ImageArchives"]
-
 CURE = "--columns names the suffix of the images and that of the labels (jpg,cls), or a field of JSON (jpg,age)"
 
 LABELS = "in the form of WebDataset, 1.jpg has its label in 1.cls, 1.json or 1.txt"
@@ -57,9 +55,9 @@ class ImageArchives(ImageReader):
         broken: dict[int, str] = {}
         splits = None
         if samples:
-            from fastgpu.convert.tables import Columns, parse_labels  # polars is of the extra `convert`
+            from fastgpu.convert.tables import TextColumns, parse_labels  # polars is of the extra `convert`
 
-            table = Columns(samples.texts, self.where, broken)
+            table = TextColumns(samples.texts, self.where, broken)
             values, attributes = parse_labels(table, labels)
             self.split_by = table.texts(split_by).fill_null("").to_numpy() if split_by else None
         else:

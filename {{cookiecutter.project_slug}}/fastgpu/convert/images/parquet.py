@@ -12,8 +12,6 @@ from fastgpu.convert.parquet import ParquetFiles, RecentGroups
 from fastgpu.convert.tables import TextTable, parse_labels
 from fastgpu.process.launch import UserError, list_first
 
-__all__ = ["ParquetImages"]
-
 BYTES, PATH = "bytes", "path"
 """Members of the struct in which `datasets` writes an image. If its bytes are null, its path names a file."""
 

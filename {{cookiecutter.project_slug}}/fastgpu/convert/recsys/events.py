@@ -1,4 +1,4 @@
-"""Which user liked which item: MovieLens as GroupLens publishes it, or any CSV of users, items and ratings.
+"""Which user liked which item: MovieLens as GroupLens publishes it, or any table of users, items, ratings and times.
 
 MovieLens is ratings.csv, ratings.dat or u.data, or the zip file that holds one of them. Its licence forbids passing the
 data on: fetch it from https://grouplens.org/datasets/movielens.
@@ -7,15 +7,21 @@ data on: fetch it from https://grouplens.org/datasets/movielens.
 import re
 import zipfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
-import polars as pl
 
+from fastgpu.convert.broken import none_whole
+from fastgpu.convert.command import is_parquet
 from fastgpu.convert.reader import explain_errors
+from fastgpu.convert.recsys.columns import ParquetTable, Unrated, read_ids, read_likes, read_times
+from fastgpu.convert.recsys.log import Log, rank
+from fastgpu.convert.recsys.times import Clock
 from fastgpu.convert.tables import Table, read_text
 from fastgpu.process.content import open_regular
-from fastgpu.process.launch import UserError, warn
+from fastgpu.process.launch import UserError
 from fastgpu.process.machine import free_host_bytes
 
 COLUMNS = ("userId", "movieId", "rating")
@@ -28,70 +34,101 @@ WITHOUT_HEADER = re.compile(rb"\d+(::|\t)\d+\1\d+(\.\d+)?(\1.*)?\s*")
 """The first line of ratings.dat or u.data."""
 
 
+class Events(NamedTuple):
+    """What a table has."""
+
+    log: Log
+    clock: Clock | None
+    """What its times are, if it has some."""
+    found: list[str]
+    """Lines of text about it."""
+    n_rows: int
+    """Number of all rows, with those that are broken."""
+
+
 def read_events(
-    source: str | Path, columns: Sequence[str] = COLUMNS, above: float = 3.5, *, has_header: bool = True
-) -> tuple[np.ndarray, np.ndarray]:
-    """(users, items), int32 (events,), of the ratings > `above`, in the order of the file.
+    source: str | Path,
+    columns: Sequence[str] = COLUMNS,
+    above: float = 3.5,
+    *,
+    unrated: Unrated = "refuse",
+    has_header: bool = True,
+    broken: dict[int, str] | None = None,
+) -> Events:
+    """The events of a table. Those with a rating > `above` are liked.
 
-    columns: names of the columns of the user, the item, the rating and its time. Without a rating, every line counts.
-    Of several ratings of a user and an item, the last one counts: by its time, or `timestamp`, or else in the file.
-    has_header: see `Table`; MovieLens without one has `columns`. Raises UserError with the line of what is no event.
+    columns: names of the columns of the user, the item, the rating and the time. An empty name, or none, is a column
+    that is not there: without ratings, all events are liked. Without a name, `timestamp` is the time, if there is one.
+    unrated: what becomes of events without a rating. has_header, broken: see `Table`; MovieLens without a header has
+    `columns`.
     """
-    if len(columns) not in (2, 3, 4):
-        raise UserError(f"--columns is {','.join(columns)}; it should be USER,ITEM,RATING,TIME or less: USER,ITEM")
-    source = Path(source)
-    columns = [name.strip() for name in columns]
-    content = _read(source)
-    names: Sequence[str] = ()
-    if has_header and (line := WITHOUT_HEADER.fullmatch(content.partition(b"\n")[0])):
-        print(f"{source} has no header; its columns are taken for {', '.join(columns)}")
-        content = content.replace(line[1], b"\t")
-        names, has_header = [*columns, TIME][: line[0].count(line[1]) + 1], False
-    table = Table(source, content=content, names=names, has_header=has_header)
-    cure = "; number texts, and keep the list of them: numbers, names = pandas.factorize(column)"
-    users, items = (table.whole_numbers(name, np.iinfo(np.int32).max, cure).astype(np.int32) for name in columns[:2])
-    if len(columns) > 2:
-        texts = table.texts(columns[2])
-        ratings = texts.cast(pl.Float64, strict=False)
-        table.check(texts, ratings.is_finite().fill_null(False), "it should be a number")
-        counts = ratings.to_numpy() > above
-        time = columns[3] if len(columns) == 4 else TIME * (TIME in table.names)
-        counts &= _is_last(table, users.astype(np.int64) << 32 | items, counts, time)
-        users, items = users[counts], items[counts]
-        if not len(users):
+    user, item, rating, time = name_columns(columns)
+    names = (user, item, rating or COLUMNS[2], time or TIME)
+    table = open_table(Path(source), names, has_header=has_header, broken=broken)
+    if len(columns) < 4 and TIME in table.names:
+        time = TIME
+    texts = [read_ids(table, name) for name in (user, item)]
+    times, clock = read_times(table, time) if time else (None, None)
+    likes = read_likes(table, rating, above, unrated) if rating else None
+    is_whole = table.is_whole
+    if broken and not is_whole.any():
+        raise none_whole(str(source), broken)
+
+    users, items = (each.number(is_whole) for each in texts)
+    counts = ((users, user, "users"), (items, item, "items"))
+    kinds = ", ".join(f"{len(ids.ids):,} {what} ({name}: {ids.kind})" for ids, name, what in counts)
+    found = [f"{source}: {len(users.numbers):,} events, {kinds}"]
+    log = Log(
+        name=str(source),
+        users=users.numbers,
+        items=items.numbers,
+        user_ids=users.ids,
+        item_ids=items.ids,
+        is_liked=np.ones(len(users.numbers), bool) if likes is None else likes.is_liked[is_whole],
+        facts={"columns": [user, item, rating, time], "above": above if rating else None, "unrated": unrated},
+    )
+    if times is not None and clock:
+        times = times[is_whole]
+        found.append(f"time is {time}: {clock.describe(times)}")
+        log = replace(log, times=times, ranks=rank(times))
+    if likes:
+        is_unrated = likes.is_unrated[is_whole]
+        if n_unrated := np.count_nonzero(is_unrated):
+            verb = "count as liked" if unrated == "keep" else "are left out"
+            found.append(f"{n_unrated:,} events have no rating{' or one below 0' * (above >= 0)}, and {verb}")
+        found.append(f"{np.count_nonzero(log.is_liked & ~is_unrated):,} ratings are above {above:g}")
+        if not log.is_liked.any():
             raise UserError(f"{source} has no rating above {above:g}")
-    return users, items
+        if unrated == "drop" and n_unrated:
+            log = log.at(~is_unrated)
+    return Events(log, clock, found, len(is_whole))
 
 
-def _is_last(table: Table, pairs: np.ndarray, counts: np.ndarray, time: str) -> np.ndarray:
-    """(events,) bool: whether an event is the last one of its user and item, by a column of times, if it is named.
-
-    pairs: (events,) int64, a number for each user and item. counts: (events,) bool, whether the rating is a good one.
-    Warns of pairs whose ratings disagree.
-    """
-    is_last = np.ones(len(pairs), bool)
-    if len(np.unique(pairs)) < len(pairs):
-        times = _parse_times(table, time) if time else np.arange(len(pairs))
-        order = np.lexsort((times, pairs))  # stable: of equal times, the later line is the last
-        ends = np.diff(pairs[order], append=-1) != 0
-        is_last[order[~ends]] = False
-        pair_of = np.cumsum(ends) - ends
-        n_changed = len(np.unique(pair_of[counts[order] != counts[order][ends][pair_of]]))
-        rule = f"by {time}" if time else "in the file: name a column of times as the fourth of --columns"
-        print(f"ratings that a later one of the same user and item replaces: {(~is_last).sum():,}, {rule}")
-        if n_changed:
-            warn(f"{n_changed:,} pairs of a user and an item have ratings above the limit and not; the last one counts")
-    return is_last
+def name_columns(columns: Sequence[str]) -> tuple[str, str, str, str]:
+    """The columns of the user, the item, the rating and the time; an empty name for one that is not there."""
+    names = [name.strip() for name in columns]
+    user, item, rating, time = [*names, "", "", "", ""][:4]
+    if len(names) not in (2, 3, 4) or not user or not item:
+        allowed = "USER,ITEM or USER,ITEM,RATING or USER,ITEM,RATING,TIME, or USER,ITEM,,TIME"
+        raise UserError(f"--columns is {','.join(columns)}; it should be {allowed}")
+    if repeated := [name for name in (user, item, rating, time) if name and names.count(name) > 1]:
+        raise UserError(f"--columns is {','.join(columns)}; it has {repeated[0]} twice")
+    return user, item, rating, time
 
 
-def _parse_times(table: Table, name: str) -> np.ndarray:
-    """A column of numbers, or of dates that begin with the year, which sort as text: numbers in their order."""
-    texts = table.texts(name)
-    if texts.str.contains(r"^\d{4}-\d\d-\d\d").all():
-        return texts.rank("min").to_numpy()
-    times = texts.cast(pl.Float64, strict=False)
-    table.check(texts, times.is_finite().fill_null(False), "it should be a number, or a date such as 2026-01-31")
-    return times.to_numpy()
+def open_table(
+    source: Path, names: Sequence[str], *, has_header: bool, broken: dict[int, str] | None
+) -> Table | ParquetTable:
+    """A table of any format. names: of the four columns of MovieLens without a header. broken: see `Table`."""
+    if is_parquet(str(source)):
+        return ParquetTable(str(source), broken)
+    content = _read(source)
+    known: Sequence[str] = ()
+    if has_header and (line := WITHOUT_HEADER.fullmatch(content.partition(b"\n")[0])):
+        known, has_header = names[: line[0].count(line[1]) + 1], False
+        print(f"{source} has no header; its columns are taken for {', '.join(known)}")
+        content = content.replace(line[1], b"\t")
+    return Table(source, content=content, names=known, has_header=has_header, broken=broken)
 
 
 def _read(source: Path) -> bytes:

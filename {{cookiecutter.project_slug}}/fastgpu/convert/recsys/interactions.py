@@ -6,11 +6,13 @@ hidden, to be found from the rest. Random numbers are drawn as the authors' code
 same.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from fastgpu.convert.recsys.log import Log
 from fastgpu.dataset.items import Columns
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import OFFSET_DTYPE, Field, RaggedArray
@@ -22,69 +24,112 @@ MIN_ITEMS = 5
 """Items of a user, to count at all; of a held-out user, to have any hidden."""
 
 
-class HeldOutSplit(NamedTuple):
-    """Users for training, validation and test."""
+class Split(NamedTuple):
+    """Users for training, validation and perhaps test."""
 
     parts: dict[str, ArrayDataset]
-    """train: `items`. val, test: `items`, `held_out`. All: `user`, the number of the user in the source."""
-    n_events: int
-    """Number of events of all parts, before items without training users were dropped."""
-    n_users: int
-    """Number of users of all parts."""
-    n_repeated: int
-    """Number of events of the source that repeat an earlier one of the same user and item, and were dropped."""
+    """train: `items`. val, test: `items`, `held_out`. All: `user`, a number that a user has in all parts."""
+    found: list[str]
+    """Lines of text about it."""
 
 
-def hold_out_users(
-    name: str, users: np.ndarray, items: np.ndarray, n_held_out: int, *, seed: int = PUBLISHED_SEED
-) -> HeldOutSplit:
-    """The protocol. users, items: (events,) int32, in the order of the source; repeated pairs count once.
+class UserRows(ArrayDataset):
+    """Rows of users. The ragged columns hold item numbers in range(n_items)."""
+
+    def __init__(
+        self,
+        name: str,
+        columns: Columns,
+        n_items: int,
+        attributes: Mapping[str, Any],
+        *,
+        user_ids: np.ndarray | None = None,
+    ):
+        """user_ids: (rows,), if the users have ids."""
+        items = Field(OFFSET_DTYPE, (), n_items=n_items)
+        super().__init__(name, columns, attributes, fields=dict.fromkeys(columns, items))
+        self.user_ids = user_ids
+
+    def sources(self, row_ids: np.ndarray) -> list[str]:
+        """The ids of the users of some rows."""
+        return [] if self.user_ids is None else [*map(str, self.user_ids[row_ids].tolist())]
+
+
+class Numbering:
+    """The items that training knows, in the order in which they appear, and rows of them."""
+
+    def __init__(self, log: Log):
+        """log: events of training."""
+        codes, first = np.unique(log.items, return_index=True)
+        codes = codes[np.argsort(first)]
+        self._number_of_item = np.full(len(log.item_ids), -1, np.int32)  # -1: not known
+        self._number_of_item[codes] = np.arange(len(codes), dtype=np.int32)
+        self.item_ids = log.item_ids[codes]
+
+    def knows(self, log: Log) -> np.ndarray:
+        """(events,) bool: whether training knows the item of each event."""
+        return self._number_of_item[log.items] >= 0
+
+    def rows(self, users: np.ndarray, **events: Log) -> UserRows:
+        """A row for each of `users`, places in `user_ids`. events: {field: log with the items of these users}. Events
+        of other users, or with items that are not known, are left out."""
+        log = next(iter(events.values()))
+        row_of_user = np.full(len(log.user_ids), -1, np.int64)
+        row_of_user[users] = np.arange(len(users))
+        columns: Columns = {}
+        for name, each in events.items():
+            mine = each.at((row_of_user[each.users] >= 0) & self.knows(each))
+            rows, numbers = row_of_user[mine.users], self._number_of_item[mine.items]
+            columns[name] = make_csr(rows, numbers, len(users), mine.ranks)
+        ids = log.user_ids[users]
+        columns["user"] = ids if ids.dtype.kind == "i" else users.astype(np.int64)
+        attributes: dict[str, Any] = {"item_ids": self.item_ids}
+        if log.facts:
+            attributes["events"] = json.dumps(dict(log.facts), ensure_ascii=False)
+        return UserRows(log.name, columns, len(self.item_ids), attributes, user_ids=ids)
+
+
+def hold_out_users(log: Log, n_held_out: int, *, min_items: int = MIN_ITEMS, seed: int = PUBLISHED_SEED) -> Split:
+    """The protocol. log: each user and item once, in the order of the source.
 
     n_held_out: users in each of val and test. Raises UserError if too few users are left to train on.
     """
-    # Each pair once, and the users with enough items.
-    _, first = np.unique(users.astype(np.int64) << 32 | items, return_index=True)
-    n_repeated = len(users) - len(first)
-    first.sort()
-    users, items = users[first], items[first]
-    user_ids, user_of_event, counts = np.unique(users, return_inverse=True, return_counts=True)
-    is_kept = counts >= MIN_ITEMS
-    users, items = users[is_kept[user_of_event]], items[is_kept[user_of_event]]
-    user_ids = user_ids[is_kept]
+    counts = log.count_items()
+    kept = np.flatnonzero(counts >= max(1, min_items))
+    log = log.at(counts[log.users] >= min_items)
 
     # A random order of the users: those to train on first, then val, then test.
-    n_train = len(user_ids) - 2 * n_held_out
+    n_train = len(kept) - 2 * n_held_out
     if n_train < 1:
-        found = f"{len(user_ids):,} users have {MIN_ITEMS} items or more, and 2 x {n_held_out:,} are to be held out"
-        raise UserError(f"{name}: {found}; use a smaller --held-out, such as {len(user_ids) // 10}")
-    order = np.random.RandomState(seed).permutation(len(user_ids))  # the authors' generator; NumPy keeps its stream
-    row_of_user = np.empty(len(user_ids), np.int64)
-    row_of_user[order] = np.arange(len(user_ids))
-    rows = row_of_user[np.searchsorted(user_ids, users)]
+        too_few = f"{len(kept):,} users have {min_items} items or more, and 2 x {n_held_out:,} are to be held out"
+        raise UserError(f"{log.name}: {too_few}; use a smaller --held-out, such as {max(1, len(kept) // 10)}")
+    order = np.random.RandomState(seed).permutation(len(kept))  # the authors' generator; NumPy keeps its stream
+    users = kept[order]
+    row_of_user = np.zeros(len(log.user_ids), np.int64)
+    row_of_user[users] = np.arange(len(users))
+    rows = row_of_user[log.users]
 
-    # The items of the training users, numbered in the order in which they appear.
-    is_train = rows < n_train
-    known_items, first = np.unique(items[is_train], return_index=True)
-    item_ids = known_items[np.argsort(first)]
-    number_of_known = np.argsort(np.argsort(first))
-    places = np.minimum(np.searchsorted(known_items, items), len(known_items) - 1)
-    is_known = known_items[places] == items
-    numbers = number_of_known[places]  # of each event; meaningless where the item is not known
+    train = log.at(rows < n_train)
+    numbering = Numbering(train)
+    parts: dict[str, ArrayDataset] = {"train": numbering.rows(users[:n_train], items=train)}
+    n_items = len(numbering.item_ids)
+    found = [
+        f"{len(log):,} events of {len(kept):,} users with {min_items} or more; training users have {n_items:,} items"
+    ]
 
     # A fifth of the items of each user of val and test is hidden.
-    attributes = {"item_ids": item_ids}
-    columns: Columns = {"items": make_csr(rows[is_train], numbers[is_train], n_train)}
-    columns["user"] = user_ids[order[:n_train]]
-    parts = {"train": make_arrays(name, columns, len(item_ids), attributes)}
+    is_known = numbering.knows(log)
     for part, start in (("val", n_train), ("test", n_train + n_held_out)):
         stop = start + n_held_out
         events = np.flatnonzero(is_known & (rows >= start) & (rows < stop))
-        events = events[np.argsort(users[events], kind="stable")]  # the authors draw in the order of the user numbers
-        part_rows = rows[events] - start
-        columns = split_hidden(part_rows, numbers[events], draw_hidden(part_rows, seed), n_held_out)
-        columns["user"] = user_ids[order[start:stop]]
-        parts[part] = make_arrays(name, columns, len(item_ids), attributes)
-    return HeldOutSplit(parts, len(users), len(user_ids), n_repeated)
+        events = events[np.argsort(log.users[events], kind="stable")]  # the authors draw in the order of the users
+        hidden = draw_hidden(rows[events], seed)
+        visible = {"items": log.at(events[~hidden]), "held_out": log.at(events[hidden])}
+        parts[part] = numbering.rows(users[start:stop], **visible)
+        lengths = parts[part].lengths["held_out"]
+        n_without = np.count_nonzero(lengths == 0)
+        found.append(f"{part}: {lengths.sum():,} items to be found; {n_without:,} of {n_held_out:,} users have none")
+    return Split(parts, found)
 
 
 def draw_hidden(rows: np.ndarray, seed: int) -> np.ndarray:
@@ -106,14 +151,14 @@ def split_hidden(rows: np.ndarray, items: np.ndarray, hidden: np.ndarray, n_rows
     return {name: make_csr(rows[mask], items[mask], n_rows) for name, mask in masks.items()}
 
 
-def make_csr(rows: np.ndarray, items: np.ndarray, n_rows: int) -> RaggedArray:
-    """Pairs (row, item) as `n_rows` rows of items, ascending in each row."""
-    keys = np.sort(rows.astype(np.int64) << 32 | items.astype(np.int64))
+def make_csr(rows: np.ndarray, items: np.ndarray, n_rows: int, ranks: np.ndarray | None = None) -> RaggedArray:
+    """Pairs (row, item) as `n_rows` rows of items, in each row in the order of their ranks, or else ascending."""
+    order = items if ranks is None else ranks
+    keys = np.sort(rows.astype(np.int64) << 32 | order.astype(np.int64))
     offsets = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=n_rows))])
-    return RaggedArray((keys & 0xFFFFFFFF).astype(np.int32), offsets)
-
-
-def make_arrays(name: str, columns: Columns, n_items: int, attributes: Mapping[str, Any]) -> ArrayDataset:
-    """These columns as rows. The ragged ones hold item numbers in range(n_items)."""
-    items = Field(OFFSET_DTYPE, (), n_items=n_items)
-    return ArrayDataset(name, columns, attributes, fields=dict.fromkeys(columns, items))
+    values = (keys & 0xFFFFFFFF).astype(np.int32)
+    if ranks is not None and len(ranks):
+        item_of_rank = np.empty(int(ranks.max()) + 1, np.int32)
+        item_of_rank[ranks] = items
+        values = item_of_rank[values]
+    return RaggedArray(values, offsets)

@@ -1,0 +1,170 @@
+"""The columns of a table of events as numbers: ids of users and items, ratings, times."""
+
+from typing import Literal, NamedTuple
+
+import numpy as np
+import polars as pl
+
+from fastgpu.convert.parquet import ParquetFiles
+from fastgpu.convert.recsys.times import DATES, Clock
+from fastgpu.convert.tables import TextTable
+from fastgpu.process.launch import UserError
+
+Unrated = Literal["refuse", "drop", "keep"]
+NO_RATING = ("", "nan", "na", "n/a", "null", "none", "\\n")
+"""What stands for a missing rating, in small letters."""
+TEXT = (pl.String, pl.Categorical, pl.Enum)
+FORMATS = ("%Y-%m-%d", "%Y-%m-%dT%H:%M:%S%.f", "%Y-%m-%dT%H:%M:%S%.f%#z", "%Y-%m-%dT%H:%M", "%Y-%m-%dT%H:%M%#z")
+
+
+class ParquetTable(TextTable):
+    """Columns of Parquet files, which may be numbers and dates, too."""
+
+    def __init__(self, source: str, broken: dict[int, str] | None):
+        """source: a file or a pattern. broken: see `TextTable`."""
+        self.broken = broken
+        self._files = ParquetFiles(source)
+        self.names = [*self._files.schema]
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def where(self, row: int) -> str:
+        return self._files.where(row)
+
+    def column(self, name: str) -> pl.Series:
+        self._files.check([name])
+        return self._files.column(name)
+
+
+def check(table: TextTable, values: pl.Series, is_right: pl.Series, cure: str) -> None:
+    """Rows whose value is not right are broken. If none is right, the column is another one than was meant."""
+    if is_right.any():
+        table.check(values, is_right, cure)
+    else:
+        table.refuse(values, is_right, cure)
+
+
+class Ids(NamedTuple):
+    """The ids of users or items."""
+
+    numbers: np.ndarray
+    """(events,) int32: the place of each id in `ids`."""
+    ids: np.ndarray
+    """Each id once, in order: int64 if all are whole numbers as a program writes them, else texts."""
+    kind: str
+    """What the ids are, for people."""
+
+
+class Texts(NamedTuple):
+    """A column of ids as text, in which each text is kept once."""
+
+    codes: np.ndarray
+    """(events,) the place of each text in `texts`."""
+    texts: pl.Series
+
+    def number(self, is_whole: np.ndarray) -> Ids:
+        """The ids of some events. is_whole: (all events,) bool."""
+        codes = self.codes if is_whole.all() else self.codes[is_whole]
+        used = np.flatnonzero(np.bincount(codes, minlength=len(self.texts)))
+        texts = self.texts[used]
+        whole = texts.cast(pl.Int64, strict=False)
+        is_number = (whole.cast(pl.String) == texts).fill_null(False)
+        ids = whole if is_number.all() else texts
+        number_of_code = np.zeros(len(self.texts), np.int32)
+        number_of_code[used] = ids.rank("dense").to_numpy() - 1
+        kind = "whole numbers" if is_number.all() else f"text, such as {texts.filter(~is_number)[0][:40]!r}"
+        return Ids(number_of_code[codes], ids.unique().sort().to_numpy(), kind)
+
+
+def read_ids(table: TextTable, name: str) -> Texts:
+    """A column of ids without the spaces around them. Rows in which it is missing are broken."""
+    column = table.column(name)
+    if not (column.dtype.is_integer() or column.dtype in TEXT):
+        _refuse_type(column, "whole numbers or text")
+    column = column.cast(pl.String).fill_null("")
+    codes = column.cast(pl.Categorical).to_physical().to_numpy()
+    event_of_code = np.zeros(int(codes.max()) + 1, np.int64)
+    event_of_code[codes] = np.arange(len(codes))
+    texts = column[event_of_code].str.strip_chars()  # also of codes that other columns have
+    has_break = texts.str.contains("\n", literal=True)
+    if (texts == "").any() or has_break.any():
+        check(table, column, pl.Series(~(texts == "").to_numpy()[codes]), "it is missing")
+        check(table, column, pl.Series(~has_break.to_numpy()[codes]), "remove the line break or stray quote")
+    return Texts(codes, texts)
+
+
+class Likes(NamedTuple):
+    """Which events count by their rating."""
+
+    is_liked: np.ndarray
+    """(events,) bool: whether the rating is above the limit."""
+    is_unrated: np.ndarray
+    """(events,) bool: whether there is no rating, or one that stands for none."""
+
+
+def read_likes(table: TextTable, name: str, above: float, unrated: Unrated) -> Likes:
+    """A column of ratings. Those below 0 stand for none, as -1 often does, unless the limit is below 0, too.
+
+    Rows with anything else than a number are broken. Raises UserError for no rating if unrated is "refuse".
+    """
+    column = table.column(name)
+    if not (column.dtype.is_numeric() or column.dtype in (*TEXT, pl.Boolean)):
+        _refuse_type(column, "numbers")
+    values = column.cast(pl.String).str.strip_chars() if column.dtype in TEXT else column
+    ratings = values.cast(pl.Float64, strict=False).to_numpy()  # NaN if it is missing or no number
+    odd = np.flatnonzero(~np.isfinite(ratings))
+    is_missing = values[odd].cast(pl.String).fill_null("").str.to_lowercase().is_in(NO_RATING)
+    is_right = np.ones(len(ratings), bool)
+    is_right[odd] = is_missing.to_numpy()
+    check(table, values, pl.Series(is_right), "it should be a number")
+    is_unrated = np.isnan(ratings)
+    if above >= 0:
+        is_unrated |= ratings < 0
+    if unrated == "refuse":
+        cure = "it is no rating: --unrated drop leaves such events out, --unrated keep counts them as liked"
+        table.refuse(values, ~is_unrated, cure)
+    return Likes(np.where(is_unrated, unrated == "keep", ratings > above), is_unrated)
+
+
+def read_times(table: TextTable, name: str) -> tuple[np.ndarray, Clock]:
+    """(events,) int64 or float64, and what they are. Rows with anything else are broken."""
+    column = table.column(name)
+    if not (column.dtype.is_numeric() or column.dtype in (*TEXT, pl.Date, pl.Datetime)):
+        _refuse_type(column, "numbers, dates or text")
+    values = column.cast(pl.String).str.strip_chars() if column.dtype in TEXT else column
+    if column.dtype in (pl.Date, pl.Datetime):
+        times, clock = _microseconds(values.cast(pl.Datetime("us"))), Clock(name, DATES)
+    else:
+        times, clock = _read_numbers(values), None
+        if times.has_nulls() and column.dtype in TEXT:
+            dates = _read_dates(values)
+            if dates.null_count() < times.null_count():
+                times, clock = dates, Clock(name, DATES)
+    cure = "it should be a number, or a date such as 2026-01-31 or 2026-01-31T12:00:00"
+    check(table, values, times.is_not_null(), cure)
+    return times.fill_null(0).to_numpy(), clock or Clock.guess(name, times.drop_nulls().to_numpy())
+
+
+def _refuse_type(column: pl.Series, allowed: str) -> None:
+    raise UserError(f"{column.name} is {column.dtype}; allowed are {allowed}: cast it, or name another column")
+
+
+def _read_numbers(values: pl.Series) -> pl.Series:
+    """Int64, or Float64 if any has a fraction; null for what is neither."""
+    whole = values.cast(pl.Int64, strict=False)
+    if not whole.has_nulls() and not values.dtype.is_float():
+        return whole
+    numbers = values.cast(pl.Float64, strict=False)
+    return pl.select(pl.when(numbers.is_finite()).then(numbers)).to_series()
+
+
+def _read_dates(values: pl.Series) -> pl.Series:
+    """Microseconds since 1970 in UTC; null for what is no date in the format of most."""
+    texts = values.str.replace(" ", "T", literal=True).str.replace(r"(Z|T?UTC)$", "+00:00")
+    found = (_microseconds(texts.str.to_datetime(form, time_unit="us", strict=False)) for form in FORMATS)
+    return min(found, key=pl.Series.null_count)
+
+
+def _microseconds(times: pl.Series) -> pl.Series:
+    return times.dt.timestamp("us")
