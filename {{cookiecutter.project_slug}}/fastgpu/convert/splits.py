@@ -39,6 +39,8 @@ def split_rows(source: Dataset, asked: Split = Split()) -> dict[str, Dataset]:  
 
     Raises UserError if a split is asked for and the source is split already, or if a split gets no rows.
     """
+    # A reader looks at some rows for its fields, and may find broken ones: now, before a limit leaves rows out.
+    source.fields  # noqa: B018
     broken = getattr(source, "broken", {})
     is_split = any(getattr(source, name, None) is not None for name in ("splits", "split_by"))
     if not (broken or is_split or asked.shares or asked.limit):

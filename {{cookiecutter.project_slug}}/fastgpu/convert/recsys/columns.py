@@ -37,14 +37,6 @@ class ParquetTable(TextTable):
         return self._files.column(name)
 
 
-def check(table: TextTable, values: pl.Series, is_right: pl.Series, cure: str) -> None:
-    """Rows whose value is not right are broken. If none is right, the column is another one than was meant."""
-    if is_right.any():
-        table.check(values, is_right, cure)
-    else:
-        table.refuse(values, is_right, cure)
-
-
 class Ids(NamedTuple):
     """The ids of users or items."""
 
@@ -89,8 +81,8 @@ def read_ids(table: TextTable, name: str) -> Texts:
     texts = column[event_of_code].str.strip_chars()  # also of codes that other columns have
     has_break = texts.str.contains("\n", literal=True)
     if (texts == "").any() or has_break.any():
-        check(table, column, pl.Series(~(texts == "").to_numpy()[codes]), "it is missing")
-        check(table, column, pl.Series(~has_break.to_numpy()[codes]), "remove the line break or stray quote")
+        table.check(column, pl.Series(~(texts == "").to_numpy()[codes]), "it is missing")
+        table.check(column, pl.Series(~has_break.to_numpy()[codes]), "remove the line break or stray quote")
     return Texts(codes, texts)
 
 
@@ -117,7 +109,7 @@ def read_likes(table: TextTable, name: str, above: float, unrated: Unrated) -> L
     is_missing = values[odd].cast(pl.String).fill_null("").str.to_lowercase().is_in(NO_RATING)
     is_right = np.ones(len(ratings), bool)
     is_right[odd] = is_missing.to_numpy()
-    check(table, values, pl.Series(is_right), "it should be a number")
+    table.check(values, pl.Series(is_right), "it should be a number")
     is_unrated = np.isnan(ratings)
     if above >= 0:
         is_unrated |= ratings < 0
@@ -142,7 +134,7 @@ def read_times(table: TextTable, name: str) -> tuple[np.ndarray, Clock]:
             if dates.null_count() < times.null_count():
                 times, clock = dates, Clock(name, DATES)
     cure = "it should be a number, or a date such as 2026-01-31 or 2026-01-31T12:00:00"
-    check(table, values, times.is_not_null(), cure)
+    table.check(values, times.is_not_null(), cure)
     return times.fill_null(0).to_numpy(), clock or Clock.guess(name, times.drop_nulls().to_numpy())
 
 
