@@ -71,6 +71,7 @@ def read_events(
     times, clock = read_times(table, time) if time else (None, None)
     likes = read_likes(table, rating, above, unrated) if rating else None
     is_whole = table.is_whole
+    del table  # its text takes more memory than all numbers
     if broken and not is_whole.any():
         raise none_whole(str(source), broken)
 
