@@ -17,7 +17,7 @@ import hdf5plugin
 import numpy as np
 import ours
 import torch
-from peers import Batch, Contender, Task, convert_once, h5py_rows, loader
+from peers import Batch, Contender, Items, Task, convert_once, h5py_batches, h5py_rows, loader
 from torch.utils.data import TensorDataset
 
 from fastgpu.feed import PoolLoader
@@ -47,6 +47,17 @@ def in_memory(h5: Path) -> tuple[np.ndarray, np.ndarray]:
 def ram_rows(task: Task) -> TensorDataset:
     """Tensors in memory."""
     return TensorDataset(*map(torch.from_numpy, in_memory(task.h5)))
+
+
+def ram_batches(task: Task) -> Items:
+    """Batches of tensors in memory."""
+    images, labels = map(torch.from_numpy, in_memory(task.h5))
+
+    def batch(rows: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        row_ids = torch.tensor(rows)
+        return images.index_select(0, row_ids), labels.index_select(0, row_ids)
+
+    return Items(len(labels), batch)
 
 
 def memcpy(task: Task) -> Contender:
@@ -95,7 +106,10 @@ def layout(task: Task, *, name: str, block_bytes: int | None = BLOCK_BYTES, **op
 
 OURS = "fastgpu, disk"
 H5PY = "h5py, workers"
+PLAIN_H5PY = "h5py, plain file, workers"
 RAM = "RAM, workers"
+H5PY_BATCHES = "h5py, plain file, batches, workers"
+RAM_BATCHES = "RAM, batches, in process"
 MEMCPY = "memcpy limit"
 LOADERS: dict[str, Callable[[Task], Contender]] = {
     **{f"fastgpu, {tier}": partial(fastgpu, tier=tier) for tier in ("disk", "host", "device")},
@@ -103,7 +117,12 @@ LOADERS: dict[str, Callable[[Task], Contender]] = {
     "h5py, in process, no cache": partial(loader, rows=partial(h5py_rows, cache_bytes=0), workers=0),
     H5PY: partial(loader, rows=h5py_rows),
     "h5py, workers, 1 GiB cache": partial(loader, rows=partial(h5py_rows, cache_bytes=1 << 30)),
+    PLAIN_H5PY: partial(loader, rows=partial(h5py_rows, is_plain=True)),
     RAM: partial(loader, rows=ram_rows),
+    H5PY_BATCHES: partial(loader, rows=h5py_batches, in_batches=True),
+    "h5py, plain file, batches, in process": partial(loader, rows=h5py_batches, in_batches=True, workers=0),
+    "RAM, batches, workers": partial(loader, rows=ram_batches, in_batches=True),
+    RAM_BATCHES: partial(loader, rows=ram_batches, in_batches=True, workers=0),
     MEMCPY: memcpy,
 }
 LAYOUT_OPTIONS: dict[str, dict[str, Any]] = {

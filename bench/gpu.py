@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import data
 import publish
 import torch
-from contenders import ram_rows
+from contenders import ram_batches
 from data import DataSpec
-from jpegs import by_pillow, items_of
+from jpegs import batches_of, by_pillow
 from peers import PROJECT, Task, loader
 from processes import kept_warm
 from publish import spread, take_turns
@@ -61,7 +61,7 @@ class Case(NamedTuple):
     keys: dict[str, Any]
     """Other keys of it."""
     dataset: Callable[[Task], Dataset[Any]] | None = None
-    """The same images for a DataLoader. None: no DataLoader competes."""
+    """The same images for a DataLoader, in whole batches. None: no DataLoader competes."""
 
 
 QUICK_KEYS = {"model.width": 4, "data.image_size": 32}
@@ -72,14 +72,14 @@ CASES = {
         data.make_jpegs,
         "config.yaml",
         {**RESNET18, "model.crop_padding": 0, "data.image_size": 224, "data.min_crop_scale": 0.08},
-        partial(items_of, read=by_pillow),
+        partial(batches_of, read=by_pillow),
     ),
     "cifar": Case(
         DataSpec("rows of CIFAR-10, ResNet-18", 51_200, (3, 32, 32), 512),
         partial(data.make, n_classes=10),
         "config.yaml",
         {**RESNET18, "model.crop_padding": 4},
-        ram_rows,
+        ram_batches,
     ),
     "recsys": Case(
         DataSpec("users of MovieLens-20M, Mult-VAE", 136_677, (20_108,), 500),
@@ -104,10 +104,14 @@ def batches_of(parts: Training) -> Iterator[Rows]:
 
 
 def batches_of_loader(case: Case, spec: DataSpec, device: torch.device) -> Iterator[Rows]:
-    """Batches of a DataLoader with workers on all CPUs that work ahead, pinned memory and copies without waiting."""
+    """Batches of a DataLoader with workers on all CPUs that work ahead, pinned memory and copies without waiting.
+
+    A BatchSampler asks for whole batches.
+    """
     task = Task(spec.h5, spec.folder, spec.batch_size, available_cpus())
     is_pinned = device.type == "cuda"
-    tuned = loader(task, rows=case.dataset, prefetch_factor=PREFETCH_FACTOR, pin_memory=is_pinned)
+    options = {"prefetch_factor": PREFETCH_FACTOR, "pin_memory": is_pinned}
+    tuned = loader(task, rows=case.dataset, in_batches=True, **options)
     for number in count():
         for batch in tuned.epoch(number):
             labels = torch.zeros(spec.batch_size, dtype=torch.int64, device=device)
@@ -202,8 +206,9 @@ def table(spec: DataSpec, contenders: dict[str, Any]) -> publish.Table:
         rows.append([name, *cells])
     note = (
         f"Batches of {spec.batch_size}, files in the page cache. The feed ratio is taken within a round. Data wait is "
-        "measured by events on the device. Tuned: workers on all CPUs that prepare 4 batches each, pinned memory, and "
-        "copies that Python does not wait for."
+        "measured by events on the device. Tuned: workers on all CPUs that prepare 4 batches each, whole batches "
+        "(BatchSampler, batch_size=None), pinned memory, and copies that Python does not wait for. The DataLoader "
+        "shuffles fully, this project in pools."
     )
     return publish.Table(spec.name, ["rows from", "rows/s", "feed ratio", *COUNTERS.values()], rows, note)
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from contenders import fastgpu, in_memory
+from contenders import fastgpu, in_memory, ram_batches
 from peers import Contender, Items, Task, loader
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from fastgpu.images.augment import random_crop, random_flip
 
@@ -40,6 +40,21 @@ def tutorial(task: Task) -> Items:
         return (x_CHW - 0.5) / 0.25, row % 10
 
     return Items(len(images), item)
+
+
+def augmented_batches(task: Task) -> Items:
+    """Batches of the same rows, which are cropped, flipped and normalised as a whole, as this project does it."""
+    rows = ram_batches(task)
+
+    def batch(row_ids: list[int]) -> tuple[Tensor, Tensor]:
+        x_BCHW, labels_B = rows[row_ids]
+        return augment(x_BCHW, torch.default_generator), labels_B % 10
+
+    return Items(len(rows), batch)
+
+
+def augment(x_BCHW: Tensor, rng: torch.Generator) -> Tensor:
+    return random_flip(random_crop(x_BCHW, 4, rng), rng) * (1 / 63.75) - 2
 
 
 def pixel_strings(task: Task) -> Items:
@@ -68,6 +83,12 @@ def png_files(task: Task) -> Items:
         return torch.from_numpy(pixels / 255), row % 7
 
     return Items(len(paths), item)
+
+
+def png_batches(task: Task) -> Items:
+    """Batches of the same files."""
+    rows = png_files(task)
+    return Items(len(rows), lambda row_ids: default_collate([rows[row] for row in row_ids]))
 
 
 def waiting(task: Task) -> Items:
@@ -111,7 +132,7 @@ def augmented(task: Task) -> Contender:
 
     def epoch(number: int) -> Iterator[Any]:
         for x_BCHW, _ in feed.epoch(number):
-            yield [random_flip(random_crop(x_BCHW, 4, rng), rng) * (1 / 63.75) - 2]
+            yield [augment(x_BCHW, rng)]
 
     return Contender(feed.files, epoch)
 
@@ -119,11 +140,19 @@ def augmented(task: Task) -> Contender:
 CONTENDERS: dict[str, Callable[[Task], Contender]] = {
     "cifar: each image in the Dataset, 0 workers": partial(loader, rows=tutorial, workers=0),
     "cifar: each image in the Dataset, 2 workers": partial(loader, rows=tutorial, workers=2),
+    **{
+        f"cifar: batches in the Dataset, {n} workers": partial(
+            loader, rows=augmented_batches, in_batches=True, workers=n
+        )
+        for n in (0, 2)
+    },
     "cifar: disk tier, batches augmented on this CPU": augmented,
     "cifar: disk tier, without augmentation": fastgpu,
     "faces: pixel strings of a CSV, 0 workers": partial(loader, rows=pixel_strings, workers=0),
     "faces: pixel strings of a CSV, 2 workers": partial(loader, rows=pixel_strings, workers=2),
     **{f"faces: PNG files, {n} workers": partial(loader, rows=png_files, workers=n) for n in (0, 1, 2, 4)},
+    "faces: batches of PNG files, 2 workers": partial(loader, rows=png_batches, in_batches=True, workers=2),
+    "faces: batches of pixels in memory, 0 workers": partial(loader, rows=ram_batches, in_batches=True, workers=0),
     "faces: disk tier, converted once": fastgpu,
     **{f"waiting: 1 ms a row, {n} workers": partial(loader, rows=waiting, workers=n) for n in (0, 1, 2, 4, 8)},
     "uneven: the device alone": partial(before_device, prefetch_factor=0),

@@ -13,7 +13,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import h5py
 import numpy as np
 import numpy.typing as npt
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 PROJECT = Path(__file__).parents[1] / "{{cookiecutter.project_slug}}"
 sys.path.insert(0, str(PROJECT))  # the generated project runs in place
@@ -30,7 +30,16 @@ Batch = tuple[Any, Any]
 RowIds = npt.NDArray[np.int64]
 LARGE_ROW_BYTES = 1 << 14
 """From this size on, DALI is faster with a setting that costs more for each row."""
-PEERS = ("ffcv", "dali", "spdl", "grain")
+PEERS = {
+    "ffcv": "FFCV",
+    "dali": "DALI",
+    "spdl": "SPDL",
+    "grain": "Grain",
+    "litdata": "LitData",
+    "streaming": "Streaming",
+    "timm": "timm",
+}
+"""{first word of the names of its contenders: name of a peer}"""
 FIXED = "fixed batch"
 DALI_DEPTH = 3
 """Batches that DALI prepares ahead."""
@@ -111,68 +120,132 @@ def permutation(n_rows: int, batch_size: int, number: int) -> RowIds:
 
 @dataclass
 class Items:
-    """A map-style Dataset whose items a function makes."""
+    """A map-style Dataset whose items a function makes. With a BatchSampler, an item is a batch, and `row` a list."""
 
     n_rows: int
-    item: Callable[[int], Any]
+    item: Callable[[Any], Any]
 
     def __len__(self) -> int:
         return self.n_rows
 
-    def __getitem__(self, row: int) -> Any:
+    def __getitem__(self, row: Any) -> Any:
         return self.item(row)
 
 
-def h5py_rows(task: Task, cache_bytes: int | None = None) -> Items:
-    """(image, label) of the HDF5 file: what most people write first. The labels are in memory.
+def plain_h5(task: Task) -> Path:
+    """The same rows in a file as h5py writes it by default, in one piece: the fastest layout for single rows."""
+
+    def write(target: Path) -> None:
+        with h5py.File(task.h5) as source, h5py.File(target, "w") as file:
+            for name in ("images", "labels"):
+                file[name] = source[name][:]
+
+    return convert_once(task.folder / "plain.h5", write)
+
+
+def h5py_images(path: Path, cache_bytes: int | None = None) -> Callable[[], h5py.Dataset]:
+    """What opens the images of a file once in each process, and keeps the handle.
 
     cache_bytes: size of the chunk cache of h5py. None: its default, 8 MiB since HDF5 2.0.
     """
     options = {} if cache_bytes is None else {"rdcc_nbytes": cache_bytes}
-    images = cache(lambda: h5py.File(task.h5, **options)["images"])  # each process opens the file
-    with h5py.File(task.h5) as file:
-        labels = file["labels"][:]
+    return cache(lambda: h5py.File(path, **options)["images"])
+
+
+def labels_of(path: Path) -> npt.NDArray[np.int64]:
+    with h5py.File(path) as file:
+        labels: npt.NDArray[np.int64] = file["labels"][:]
+    return labels
+
+
+def h5py_rows(task: Task, *, is_plain: bool = False, cache_bytes: int | None = None) -> Items:
+    """(image, label) of an HDF5 file: what most people write first. The labels are in memory.
+
+    is_plain: of `plain_h5`, not of the file that convert.py has written.
+    """
+    images = h5py_images(plain_h5(task) if is_plain else task.h5, cache_bytes)
+    labels = labels_of(task.h5)
     return Items(len(labels), lambda row: (images()[row], int(labels[row])))
 
 
-def loader(task: Task, *, rows: Callable[[Task], Any], workers: int | None = None, **options: Any) -> Contender:
-    """torch's DataLoader, fully shuffled. workers: processes; None for one on each CPU."""
+def h5py_batches(task: Task) -> Items:
+    """Batches of `plain_h5`, each read by one call of h5py, which takes row numbers in ascending order only."""
+    images = h5py_images(plain_h5(task))
+    labels = labels_of(task.h5)
+
+    def batch(rows: list[int]) -> Batch:
+        ascending = sorted(rows)
+        return images()[ascending], labels[ascending]
+
+    return Items(len(labels), batch)
+
+
+def loader(
+    task: Task,
+    *,
+    rows: Callable[[Task], Any],
+    workers: int | None = None,
+    in_batches: bool = False,
+    **options: Any,
+) -> Contender:
+    """torch's DataLoader, fully shuffled.
+
+    workers: processes; None for one on each CPU. in_batches: a BatchSampler asks the Dataset for whole batches
+    (batch_size=None), which saves the work for each item; its documentation recommends it for such files.
+    """
     n_workers = task.n_workers if workers is None else workers
     options |= {"num_workers": n_workers, "persistent_workers": n_workers > 0}
-    batches = DataLoader(rows(task), task.batch_size, shuffle=True, drop_last=True, **options)
+    dataset = rows(task)
+    if in_batches:
+        sampler = BatchSampler(RandomSampler(dataset), task.batch_size, drop_last=True)
+        batches = DataLoader(dataset, batch_size=None, sampler=sampler, **options)
+    else:
+        batches = DataLoader(dataset, task.batch_size, shuffle=True, drop_last=True, **options)
     return Contender([task.h5], lambda number: batches)
 
 
-def ffcv_loader(task: Task, path: Path, pipelines: dict[str, Any]) -> Any:
-    """OrderOption.RANDOM (a full shuffle); os_cache=True maps the file, as the performance guide advises if it fits in
-    memory."""
+def ffcv_loader(task: Task, path: Path, pipelines: dict[str, Any], *, order: str, is_mapped: bool = True) -> Any:
+    """order: RANDOM, a full shuffle, or QUASI_RANDOM, which mixes some pages at a time. is_mapped: the file is mapped
+    (os_cache=True), as FFCV's tuning guide advises if it fits in memory; else FFCV caches the pages itself."""
     from ffcv.loader import Loader, OrderOption
 
-    sizes = {"batch_size": task.batch_size, "num_workers": task.n_workers, "drop_last": True}
-    return Loader(str(path), os_cache=True, order=OrderOption.RANDOM, seed=0, pipelines=pipelines, **sizes)
+    options = {"batch_size": task.batch_size, "num_workers": task.n_workers, "drop_last": True, "seed": 0}
+    return Loader(str(path), os_cache=is_mapped, order=OrderOption[order], pipelines=pipelines, **options)
 
 
-def ffcv(task: Task) -> Contender:
-    """FFCV: raw NDArrayField rows (no image codec), compiled, one batch of which is read before the first epoch."""
-    from ffcv.fields import IntField, NDArrayField
-    from ffcv.fields.decoders import IntDecoder, NDArrayDecoder
-    from ffcv.transforms import ToTensor
+def ffcv(task: Task, *, of_images: bool, order: str, is_mapped: bool = True) -> Contender:
+    """FFCV: rows without compression, compiled, one batch of which is read before the first epoch.
+
+    of_images: RGBImageField(write_mode="raw"), which keeps the channels last, instead of NDArrayField.
+    """
+    from ffcv.fields import IntField, NDArrayField, RGBImageField
+    from ffcv.fields.decoders import IntDecoder, NDArrayDecoder, SimpleRGBImageDecoder
+    from ffcv.transforms import ToTensor, ToTorchImage
     from ffcv.writer import DatasetWriter
 
     def write(target: Path) -> None:
-        image = NDArrayField(dtype=np.dtype("uint8"), shape=shape_of(task.h5)[1:])
-        writer = DatasetWriter(str(target), {"image": image, "label": IntField()}, num_workers=task.n_workers)
-        writer.from_indexed_dataset(h5py_rows(task))
+        of_array = NDArrayField(dtype=np.dtype("uint8"), shape=shape_of(task.h5)[1:])
+        fields = {"image": RGBImageField("raw") if of_images else of_array, "label": IntField()}
+        source = h5py_rows(task)
 
-    path = convert_once(task.folder / "rows.beton", write)
-    pipelines = {"image": [NDArrayDecoder(), ToTensor()], "label": [IntDecoder(), ToTensor()]}
-    loader = ffcv_loader(task, path, pipelines)
+        def row(number: int) -> tuple[npt.NDArray[np.uint8], int]:
+            image, label = source[number]
+            return np.ascontiguousarray(image.transpose(1, 2, 0)) if of_images else image, label
+
+        writer = DatasetWriter(str(target), fields, num_workers=task.n_workers)
+        writer.from_indexed_dataset(Items(len(source), row))
+
+    path = convert_once(task.folder / ("images.beton" if of_images else "rows.beton"), write)
+    image = [SimpleRGBImageDecoder(), ToTensor(), ToTorchImage()] if of_images else [NDArrayDecoder(), ToTensor()]
+    pipelines = {"image": image, "label": [IntDecoder(), ToTensor()]}
+    loader = ffcv_loader(task, path, pipelines, order=order, is_mapped=is_mapped)
     batches = iter(loader)
     next(batches, None)
     batches.close()
     batches.join()
-    # FFCV keeps the file mapped, and mapped pages cannot be evicted. The first epoch maps the file anew.
-    loader.memory_manager.context.mmap = None
+    if is_mapped:
+        # FFCV keeps the file mapped, and mapped pages cannot be evicted. The first epoch maps the file again.
+        loader.memory_manager.context.mmap = None
     del batches  # it is part of a reference cycle that holds the mapping
     gc.collect()
 
@@ -188,7 +261,8 @@ def dali(task: Task) -> Contender:
     """DALI, CPU pipeline: an external source in batch mode without copies, over memory-mapped arrays; a full shuffle.
 
     This is the fastest variant that was tried: worker processes and the native webdataset reader reached less than half
-    of its speed. Large rows are views, which DALI's threads gather; smaller ones are gathered by NumPy beside a thread.
+    of its speed, and the native reader of .npy files needs two to four times its CPU time. Large rows are views, which
+    DALI's threads gather; smaller ones are gathered by NumPy beside a thread.
     """
     from nvidia.dali import fn
     from nvidia.dali.pipeline import Pipeline
@@ -303,13 +377,69 @@ def grain(task: Task) -> Contender:
     return Contender(rows.files, epoch)
 
 
-CONTENDERS: dict[str, Callable[[Task], Contender]] = {
-    "ffcv": ffcv,
+def litdata_folder(target: Path, write_row: Callable[[int], dict[str, Any]], n_rows: int, n_workers: int) -> None:
+    """Write rows in chunks of 64 MB, which is LitData's default."""
+    from litdata import optimize
+
+    options = {"chunk_bytes": "64MB", "num_workers": n_workers, "start_method": "fork", "verbose": False}
+    optimize(fn=write_row, inputs=list(range(n_rows)), output_dir=str(target), **options)
+
+
+def litdata(task: Task) -> Contender:
+    """LitData: StreamingDataset over a local folder of chunks, whose worker processes map them.
+
+    Its shuffle is that of its documentation: chunks in random order, and within a chunk blocks of 256 rows, and the
+    rows of a block.
+    """
+    from litdata import StreamingDataLoader, StreamingDataset
+
+    def write(target: Path) -> None:
+        rows = h5py_rows(task)
+        litdata_folder(target, lambda row: dict(zip("xy", rows[row], strict=True)), len(rows), task.n_workers)
+
+    folder = convert_once(task.folder / "litdata", write)
+    rows = StreamingDataset(str(folder), shuffle=True, drop_last=True, batch_decode=0)  # no neighbours of a row
+    options = {"num_workers": task.n_workers, "persistent_workers": True, "drop_last": True}
+    loader = StreamingDataLoader(rows, batch_size=task.batch_size, **options)
+    return Contender(sorted(folder.iterdir()), lambda number: ((batch["x"], batch["y"]) for batch in loader))
+
+
+def streaming(task: Task) -> Contender:
+    """Streaming: StreamingDataset over a local folder of MDS shards, in worker processes; its shuffle is py1e, by
+    default. It shuffles blocks of 262,144 rows or more, which is a full shuffle of these files."""
+    from streaming import MDSWriter, StreamingDataset
+    from streaming.base.util import clean_stale_shared_memory
+
+    def write(target: Path) -> None:
+        rows = h5py_rows(task)
+        columns = {"x": f"ndarray:uint8:{','.join(map(str, shape_of(task.h5)[1:]))}", "y": "int64"}
+        with MDSWriter(out=str(target), columns=columns) as writer:
+            for row in range(len(rows)):
+                image, label = rows[row]
+                writer.write({"x": image, "y": np.int64(label)})
+
+    folder = convert_once(task.folder / "streaming", write)
+    clean_stale_shared_memory()  # of a contender that was killed
+    rows = StreamingDataset(local=str(folder), shuffle=True, batch_size=task.batch_size)
+    options = {"num_workers": task.n_workers, "persistent_workers": True, "drop_last": True}
+    loader = DataLoader(rows, task.batch_size, **options)
+    return Contender(sorted(folder.iterdir()), lambda number: ((batch["x"], batch["y"]) for batch in loader))
+
+
+LOADERS: dict[str, Callable[[Task], Contender]] = {
+    **{
+        f"ffcv, {name}, {order}": partial(ffcv, of_images=of_images, order=order)
+        for name, of_images in (("images", True), ("arrays", False))
+        for order in ("RANDOM", "QUASI_RANDOM")
+    },
+    "ffcv, images, QUASI_RANDOM, own cache": partial(ffcv, of_images=True, order="QUASI_RANDOM", is_mapped=False),
     "dali": dali,
     "spdl": spdl,
     "grain": grain,
-    FIXED: fixed_batch,
+    "litdata": litdata,
+    "streaming": streaming,
 }
+CONTENDERS = {**LOADERS, FIXED: fixed_batch}
 
 
 def is_peer(name: str) -> bool:

@@ -1,8 +1,9 @@
 """What all benchmarks share: taking turns, medians with their spread, and the page of a result.
 
 A page is bench/results/<what>_<hardware>_<yyyymm>.md. Its numbers lie beside it, as JSON on one line. The rows of its
-table "targets" go to bench/README.md: python bench/publish.py updates the table there from the newest results, and
-the numbers of all tables in pages that stand below a comment such as `<!-- numbers: layouts -->`.
+table "targets" go to bench/README.md: python bench/publish.py updates the table there from the newest results, the
+numbers of all tables in pages below a comment such as `<!-- numbers: layouts -->`, and sentences between comments such
+as `<!-- words: gpu -->` and `<!-- words:end -->`: what has been measured on a GPU, and the caption of the timeline.
 """
 
 import argparse
@@ -22,10 +23,12 @@ from typing import Any, NamedTuple
 
 import h5py
 import torch
+from peers import PEERS
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 README = ROOT / "bench" / "README.md"
+PICTURE = ROOT / "docs" / "pictures" / "timeline.json"
 PAGES = ROOT / "{{cookiecutter.project_slug}}" / "docs"
 IN_README = ("loader", "order", "encoded", "recsys", "windows", "bucket", "gpu")
 """The benchmarks with targets in bench/README.md, in this order."""
@@ -35,6 +38,7 @@ MARKERS = re.compile(r"(?s)(?<=<!-- results:begin -->\n).*(?=<!-- results:end --
 TARGET_COLUMNS = ["what", "measured", "required / goal"]
 """Columns of a table "targets": a change must not fall below the required value."""
 NOT_MEASURED = "not measured"
+OURS, OURS_JPEG = "fastgpu, disk", "fastgpu, JPEG"
 
 
 class FailedError(Exception):
@@ -157,55 +161,181 @@ def newest(what: str, folder: Path = RESULTS) -> list[tuple[dict[str, Any], str]
     return sorted(results, key=lambda result: (result[0]["machine"]["date"], result[1]))[-1:]
 
 
+def speeds(result: dict[str, Any], case: str, kinds: Sequence[str]) -> list[float]:
+    """Rows/s in each round of the fastest contender whose name begins with one of `kinds`; empty if there is none."""
+    rates = [
+        [each["rows"] / each["seconds"] for each in rounds]
+        for name, rounds in result["data"]["warm"][case].items()
+        if name.startswith(tuple(kinds)) and not isinstance(rounds, str)
+    ]
+    return max(rates, key=median, default=[])
+
+
+def times_as_fast(own: Sequence[float], theirs: Sequence[float]) -> str:
+    """The median of the ratios of the rounds."""
+    return f"{median(a / b for a, b in zip(own, theirs, strict=True)):.2f}" if theirs else NOT_MEASURED
+
+
+class Usual(NamedTuple):
+    """A row of README.md: this project beside DataLoaders. Each contender is the fastest whose name begins so."""
+
+    text: str
+    what: str
+    """The benchmark."""
+    case: str
+    items: str
+    """A DataLoader that asks its Dataset for one item after the other."""
+    batches: tuple[str, ...]
+    """One that asks for whole batches (BatchSampler, batch_size=None)."""
+    ours: str
+
+    def cells(self) -> list[str]:
+        ((result, page),) = newest(self.what)
+        own, by_items, by_batches = (
+            speeds(result, self.case, kinds) for kinds in ((self.ours,), (self.items,), self.batches)
+        )
+        rates = [f"{median(each):,.0f}" if each else NOT_MEASURED for each in (by_items, by_batches, own)]
+        faster = max(by_items, by_batches, key=lambda each: median(each) if each else 0)
+        return [f"[{self.text}](bench/results/{page}.md)", *rates, times_as_fast(own, faster)]
+
+
+USUAL = [
+    Usual(
+        "32 x 32, random crop and flip",
+        "idle",
+        "cifar",
+        "cifar: each image in the Dataset",
+        ("cifar: batches in the Dataset",),
+        "cifar: disk tier, batches augmented",
+    ),
+    Usual("32 x 32, only read; DataLoader: from RAM", "loader", "cifar", "RAM, workers", ("RAM, batches",), OURS),
+    Usual(
+        "218 x 178, only read; DataLoader: by h5py",
+        "loader",
+        "celeba",
+        "h5py, plain file, workers",
+        ("h5py, plain file, batches",),
+        OURS,
+    ),
+    Usual(
+        "JPEG, random crops; DataLoader: Pillow",
+        "encoded",
+        "500x375",
+        "DataLoader + Pillow",
+        ("DataLoader of batches + Pillow",),
+        OURS_JPEG,
+    ),
+    Usual(
+        "JPEG, random crops; DataLoader: simplejpeg",
+        "encoded",
+        "500x375",
+        "DataLoader + simplejpeg",
+        ("DataLoader of batches + simplejpeg",),
+        OURS_JPEG,
+    ),
+]
+BESIDE = [
+    ("218 x 178, raw", "loader", "celeba", OURS, "{}"),
+    ("32 x 32, raw", "loader", "cifar", OURS, "{}"),
+    ("JPEG of 256 x 256, whole", "encoded", "256x256", OURS_JPEG, "{}, JPEG"),
+    ("JPEG of 500 x 375, random crops", "encoded", "500x375", OURS_JPEG, "{}, JPEG"),
+    ("the same; half of FFCV's images as pixels", "encoded", "500x375", OURS_JPEG, "{}, half JPEG"),
+]
+"""(text, benchmark, case, our contender, what its peers' names begin with, after the first word) of the second table"""
+
+
 def first_screen() -> str:
-    """What README.md shows of the results: two pairs with a baseline each, and this project beside its peers."""
-    ((loader, loader_page),) = newest("loader")
-    ((encoded, encoded_page),) = newest("encoded")
-    ((idle, idle_page),) = newest("idle")
-
-    def speeds(result: dict[str, Any], case: str, name: str) -> list[float]:
-        return [each["rows"] / each["seconds"] for each in result["data"]["warm"][case][name]]
-
-    def pair(text: str, page: str, usual: list[float], own: list[float]) -> list[str]:
-        ratio = spread([mine / theirs for mine, theirs in zip(own, usual, strict=True)], ".1f", "x")
-        return [f"[{text}](bench/results/{page}.md)", f"{median(usual):,.0f}", f"{median(own):,.0f}", ratio]
-
-    cifar = "cifar: each image in the Dataset, 2 workers", "cifar: disk tier, batches augmented on this CPU"
-    pairs = [
-        pair(
-            "random crop and flip: of each image in a Dataset, or of whole batches",
-            idle_page,
-            *(speeds(idle, "cifar", name) for name in cifar),
-        ),
-        pair(
-            "reading alone: tensors in RAM, or HDF5 in the page cache",
-            loader_page,
-            *(speeds(loader, "cifar", name) for name in ("RAM, workers", "fastgpu, disk")),
-        ),
-    ]
-    peers = ("ffcv", "dali", "spdl", "grain")
-    cases = [
-        (loader, loader_page, "celeba", "fastgpu, disk", "", "rows of 116 kB"),
-        (encoded, encoded_page, "256x256", "fastgpu, JPEG", ", JPEG", "JPEG of 256 x 256, whole"),
-        (encoded, encoded_page, "500x375", "fastgpu, JPEG", ", JPEG", "JPEG of 500 x 375, random crops"),
-    ]
-    beside = []
-    for result, page, case, own, suffix, text in cases:
-        cells = []
-        for peer in peers:
-            if f"{peer}{suffix}" not in result["data"]["warm"][case]:
-                cells.append("")
-                continue
-            theirs = speeds(result, case, f"{peer}{suffix}")
-            cells.append(spread([a / b for a, b in zip(speeds(result, case, own), theirs, strict=True)], ".2f"))
-        beside.append([f"[{text}](bench/results/{page}.md)", *cells])
-    machine = loader["machine"]
+    """What README.md shows of the results: this project beside DataLoaders, and beside its peers. Medians only."""
+    machine = newest("loader")[0][0]["machine"]
     where = f"{machine['cores']} cores of an {machine['cpu'].replace('(R)', '')}"
-    columns = [f"32 x 32 images/s, {where}", "DataLoader, 2 workers", "this template", "ratio"]
-    text = Table("", columns, pairs).markdown()
-    text += "\n" + Table("", ["speed of this template / of", "FFCV", "DALI", "SPDL", "Grain"], beside).markdown()
-    versions = f"torch {machine['torch']}, {machine['date'][:10]}, medians of three rounds and their range"
-    return f"{text}\n{versions}; files in the page cache. **Not measured on a GPU yet.**\n"
+    columns = [f"images/s, {where}", "DataLoader, by items", "by batches", "this template", "times as fast"]
+    text = Table("", columns, [usual.cells() for usual in USUAL]).markdown()
+    beside = []
+    for words, what, case, own, name in BESIDE:
+        ((result, page),) = newest(what)
+        theirs = [speeds(result, case, (name.format(peer),)) for peer in PEERS]
+        cells = [times_as_fast(speeds(result, case, (own,)), rates) if rates else "" for rates in theirs]
+        beside.append([f"[{words}](bench/results/{page}.md)", *cells])
+    text += "\n" + Table("", ["times as fast as", *PEERS.values()], beside).markdown()
+    return (
+        f"{text}\nThe faster of the two DataLoaders counts, and of a peer the fastest way; nearly all of them shuffle "
+        "fully, this template in pools. The pages say what else differs. Medians of three rounds, files in the page "
+        f"cache; torch {machine['torch']}, {machine['date'][:10]}.\n"
+    )
+
+
+def gpu_words(folder: Path = RESULTS) -> dict[str, str]:
+    """{name of a place in a page: its words}: what bench/gpu.py has measured, or that nothing has been measured."""
+    found = [
+        (result, page)
+        for result, page in newest("gpu", folder)
+        if result["machine"]["gpu"] != "none" and "--quick" not in result["command"]
+    ]
+    if not found:
+        return {
+            "gpu": "**Not measured on a GPU yet**: `python bench/gpu.py` measures yours.",
+            "gpu-ko": "**GPU에서는 아직 측정하지 않았습니다.** `python bench/gpu.py`로 직접 잴 수 있습니다.",
+            "gpu-targets": "On a GPU nothing has been measured yet.",
+            "gpu-counters": ", and not on a real GPU yet",
+            "gpu-deterministic": "; nothing was run on a GPU yet",
+        }
+    ((result, page),) = found
+    (targets,) = [table["rows"] for table in result["tables"] if table["title"] == "targets"]
+    feed = [row[1] for row in targets if row[0].startswith("feed ratio, ")]
+    wait = [row[1] for row in targets if row[0].startswith("data wait, ")]
+    lowest = min(feed, key=lambda cell: float(cell.split()[0]))
+    longest = max(wait, key=lambda cell: float(cell.split()[0]))
+    gpu, date = result["machine"]["gpu"], result["machine"]["date"][:10]
+    link = f"bench/results/{page}.md"
+    text = f"On one {gpu}, the lowest feed ratio of {len(feed)} cases is {lowest}, and the longest data wait {longest}"
+    return {
+        "gpu": f"{text} ([{date}]({link})).",
+        "gpu-ko": f"{gpu} 하나에서 {len(feed)}가지 경우 중 가장 낮은 feed ratio는 {lowest}, 가장 긴 data wait는 "
+        f"{longest}입니다([{date}](../../{link})).",
+        "gpu-targets": f"{text} ([{date}](../{link})).",
+        "gpu-counters": "",
+        "gpu-deterministic": "",
+    }
+
+
+def timeline_words(picture: Path = PICTURE) -> dict[str, str]:
+    """{name of a place in a page: the picture of who waits and its caption}, with the numbers of the picture."""
+    result = json.loads(picture.read_text())
+    cores, date, step = result["machine"]["cores"], result["machine"]["date"][:10], f"{result['step_ms']:g} ms"
+    cpu = result["machine"]["cpu"].replace("(R)", "")
+    usual, ours = (
+        f"{100 * sum(end - begin for who, begin, end in result[way] if who == 'device') / result['span_ms']:.0f} %"
+        for way in ("usual", "ours")
+    )
+    alternative = (
+        "Who works and who waits in front of a simulated device: fed by h5py in a Dataset and a DataLoader with two "
+        f"workers, the device works {usual} of the time; fed by this template, {ours}"
+    )
+    caption = f"*The device is **simulated**: it sleeps {step} for each batch ({cores} CPU cores of an {cpu}, {date}).*"
+    korean_alternative = (
+        "시뮬레이션한 디바이스 앞에서 누가 일하고 누가 기다리는가: Dataset 안의 h5py와 워커 둘의 DataLoader로는 "
+        f"디바이스가 시간의 {usual}를, 이 템플릿으로는 {ours}를 일합니다"
+    )
+    korean_caption = f"*디바이스는 **시뮬레이션**입니다. 배치마다 {step} 동안 잠듭니다({cpu} {cores}코어, {date}).*"
+    return {
+        "timeline": f"![{alternative}](docs/pictures/timeline.svg)\n\n{caption}",
+        "timeline-ko": f"![{korean_alternative}](../pictures/timeline.svg)\n\n{korean_caption}",
+    }
+
+
+WORDS = re.compile(r"(?s)(<!-- words: ([\w-]+) -->).*?(?=<!-- words:end -->)")
+"""A place in a page whose words are filled in. A block has lines of its own, other words are in a sentence."""
+BLOCKS = ("timeline", "timeline-ko", "gpu", "gpu-ko")
+
+
+def fill_words(text: str, words: Mapping[str, str]) -> str:
+    """A page with its words."""
+
+    def filled(found: re.Match[str]) -> str:
+        name = found[2]
+        return found[1] + (f"\n{words[name]}\n" if name in BLOCKS else words[name])
+
+    return WORDS.sub(filled, text)
 
 
 class Fill(NamedTuple):
@@ -256,6 +386,7 @@ FILLS = {
         [
             "cifar: each image in the Dataset, 0 workers",
             "cifar: each image in the Dataset, 2 workers",
+            "cifar: batches in the Dataset, 2 workers",
             "cifar: disk tier, batches augmented on this CPU",
             "cifar: disk tier, without augmentation",
         ],
@@ -268,6 +399,8 @@ FILLS = {
             "faces: pixel strings of a CSV, 2 workers",
             "faces: PNG files, 0 workers",
             "faces: PNG files, 2 workers",
+            "faces: batches of PNG files, 2 workers",
+            "faces: batches of pixels in memory, 0 workers",
             "faces: disk tier, converted once",
         ],
         measures("warm, faces"),
@@ -329,7 +462,7 @@ FILLS = {
 
 
 def fill(page: str) -> str:
-    """A page with the newest numbers in its tables."""
+    """A page with the newest numbers in its tables and sentences."""
 
     def filled(found: re.Match[str]) -> str:
         lines = found[3].splitlines()
@@ -346,8 +479,9 @@ def publish() -> dict[Path, str]:
     korean = shown.replace("(bench/", "(../../bench/")
     made = {README: targets(), ROOT / "README.md": shown, ROOT / "docs/ko/README.md": korean}
     pages = {page: MARKERS.sub(lambda _, text=text: text, page.read_text()) for page, text in made.items()}
-    with_tables = [page for page in sorted(PAGES.rglob("*.md")) if NUMBERS.search(page.read_text())]
-    return pages | {page: fill(page.read_text()) for page in with_tables}
+    pages |= {page: fill(page.read_text()) for page in sorted(PAGES.rglob("*.md"))}
+    words = gpu_words() | timeline_words()
+    return {page: fill_words(text, words) for page, text in pages.items()}
 
 
 if __name__ == "__main__":

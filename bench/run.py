@@ -59,11 +59,11 @@ class Suite(NamedTuple):
 
 SUITES = {
     "loader": Suite(
-        [*contenders.LOADERS, *peers.PEERS],
+        [*contenders.LOADERS, *peers.LOADERS],
         (DataSpec("celeba", 12_000, (3, 218, 178), 256), DataSpec("cifar", 200_000, (3, 32, 32), 1024)),
         data.make,
-        paced=(contenders.OURS, contenders.H5PY, contenders.RAM),
-        cold=(contenders.OURS, contenders.H5PY),
+        paced=(contenders.OURS, contenders.PLAIN_H5PY, contenders.H5PY_BATCHES, contenders.RAM_BATCHES),
+        cold=(contenders.OURS, contenders.PLAIN_H5PY, contenders.H5PY_BATCHES),
     ),
     "encoded": Suite(
         list(jpegs.CONTENDERS),
@@ -126,7 +126,7 @@ class Lineup(ExitStack):
         if name not in self.started:
             process = self.enter_context(Process(name, self.spec, ours.CPUS))
             files = process.ask("files")["files"]
-            if name in contenders.CONTENDERS or name in peers.PEERS:  # labels are row numbers
+            if name in contenders.CONTENDERS or name in peers.LOADERS:  # labels are row numbers
                 process.ask("check", max_s=CHECK_S)
             self.started[name] = process, files
         process, files = self.started[name]

@@ -1,12 +1,14 @@
-"""Who works and who waits, while a device trains on batches from an HDF5 file: a plain DataLoader, and this project.
+"""Who works and who waits in front of a simulated device: a plain DataLoader over an HDF5 file, and this project.
 
-The usual Dataset opens the file, which h5py has written with its defaults, and reads a row in `__getitem__`; two worker
-processes. The device is simulated: a step takes STEP_S, and needs no CPU. Writes docs/pictures/timeline.json, which
-tools/draw_pictures.py draws.
+The DataLoader is the contender "h5py, plain file, workers" of bench/run.py loader: its Dataset reads a row from a file
+that h5py has written with its defaults, and two worker processes make the batches. A step of the device takes STEP_S,
+and needs no CPU. Writes docs/pictures/timeline.json, which tools/draw_pictures.py draws (make pictures).
 """
 
+import argparse
 import json
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,12 +17,12 @@ from queue import SimpleQueue
 from typing import Any, ClassVar
 
 import data
-import h5py
 import numpy as np
 import ours
 import publish
 import torch
-from torch.utils.data import DataLoader, Dataset
+from peers import Items, Task, h5py_rows, plain_h5
+from torch.utils.data import DataLoader, default_collate, get_worker_info
 
 from fastgpu.feed import PrefetchLoader
 from fastgpu.feed.readers import Readers
@@ -33,30 +35,31 @@ WARM_UP_S = 3.0
 SPAN_S = 0.4
 AFTER_S = 1.0
 """Goes on so long, for workers tell of a batch when it arrives."""
-OUT = publish.ROOT / "docs" / "pictures" / "timeline.json"
+PICTURES = publish.ROOT / "docs" / "pictures"
+N_WORKERS = 2
 Interval = tuple[str, float, float]
 """(who works, begin, end), in seconds of time.monotonic, which all processes of a machine share."""
 
 
-class UsualDataset(Dataset):
-    """Rows that h5py reads one by one. A batch comes with the interval in which a worker made it."""
+def usual_rows(task: Task) -> Items:
+    """The rows of the plain DataLoader."""
+    return h5py_rows(task, is_plain=True)
 
-    def __init__(self, path: Path):
-        self.path = path
-        self.file: h5py.File | None = None
+
+class WatchedRows:
+    """Rows of a Dataset. A batch comes with the interval in which a worker made it."""
+
+    def __init__(self, rows: Items):
+        self.rows = rows
 
     def __len__(self) -> int:
-        return SPEC.n_rows
+        return len(self.rows)
 
-    def __getitem__(self, row: int) -> torch.Tensor:
-        self.file = self.file or h5py.File(self.path)
-        return torch.from_numpy(self.file["images"][row])
-
-    def __getitems__(self, rows: list[int]) -> tuple[torch.Tensor, Interval]:
+    def __getitems__(self, rows: list[int]) -> tuple[Any, Interval]:
         begin = time.monotonic()
-        images = torch.stack([self[row] for row in rows])
-        worker = torch.utils.data.get_worker_info()
-        return images, (f"worker {worker.id + 1}", begin, time.monotonic())
+        batch = default_collate([self.rows[row] for row in rows])
+        worker = get_worker_info()
+        return batch, (f"worker {worker.id + 1}", begin, time.monotonic())
 
 
 class WatchedReaders(Readers):
@@ -94,30 +97,44 @@ def span(intervals: list[Interval]) -> list[Interval]:
     return [(who, round(1e3 * start, 2), round(1e3 * stop, 2)) for who, start, stop in cut if stop > start]
 
 
-def main() -> None:
-    """Measure both, one after the other."""
-    data.make(SPEC)
-    plain = SPEC.folder / "plain.h5"
-    with h5py.File(SPEC.h5) as source, h5py.File(plain, "w") as file:
-        file["images"] = source["images"][:]
-    for path in (SPEC.h5, plain):
-        np.fromfile(path, np.uint8)  # into the page cache
-    dataset = UsualDataset(plain)
-    loader = DataLoader(
-        dataset, SPEC.batch_size, shuffle=True, num_workers=2, collate_fn=lambda batch: batch, drop_last=True
-    )
-    usual = span(train(iter(loader)))
-    rows = ours.open_rows(SPEC.h5)
-    sampler = BlockSampler(rows, batch_size=SPEC.batch_size, pool_batches=9, seed=0)
-    loader = Loader(num_readers=2)
+def measure_usual(task: Task) -> list[Interval]:
+    rows = WatchedRows(usual_rows(task))
+    options = {"shuffle": True, "drop_last": True, "num_workers": N_WORKERS, "collate_fn": lambda batch: batch}
+    loader = DataLoader(rows, task.batch_size, persistent_workers=True, **options)
+    return span(train(batch for _ in range(1000) for batch in loader))
+
+
+def measure_ours(task: Task) -> list[Interval]:
+    rows = ours.open_rows(task.h5)
+    sampler = BlockSampler(rows, batch_size=task.batch_size, pool_batches=9, seed=0)
+    loader = Loader(num_readers=N_WORKERS)
     feed = PrefetchLoader(rows, sampler, torch.device("cpu"), loader)
     feed.readers = WatchedReaders(rows, sampler, loader)
     steps = train(batch for epoch in range(1000) for batch in feed.batches(epoch))
     feed.close()
+    return span(steps + WatchedReaders.intervals)
+
+
+def main() -> None:
+    """Measure both, one after the other."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small data; the numbers mean nothing")
+    parser.add_argument("--out", type=Path, help="folder of the result (docs/pictures; with --quick a temporary one)")
+    args = parser.parse_args()
+    spec = SPEC.small() if args.quick else SPEC
+    data.make(spec)
+    task = Task(spec.h5, spec.folder, spec.batch_size, N_WORKERS)
+    for path in (spec.h5, plain_h5(task)):
+        np.fromfile(path, np.uint8)  # into the page cache
+    usual = measure_usual(task)
+    shape = " x ".join(map(str, spec.shape))
     result = {"machine": publish.machine(), "step_ms": 1e3 * STEP_S, "span_ms": 1e3 * SPAN_S}
-    result |= {"rows": "256 of 3 x 218 x 178 bytes", "usual": usual, "ours": span(steps + WatchedReaders.intervals)}
-    OUT.parent.mkdir(exist_ok=True)
-    OUT.write_text(json.dumps(result) + "\n")
+    result |= {"rows": f"{spec.batch_size} of {shape} bytes", "usual": usual, "ours": measure_ours(task)}
+    folder = args.out or (Path(tempfile.mkdtemp(prefix="timeline-")) if args.quick else PICTURES)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "timeline.json"
+    path.write_text(json.dumps(result) + "\n")
+    print(path)
 
 
 if __name__ == "__main__":

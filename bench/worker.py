@@ -6,6 +6,7 @@ others are measured.
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -76,7 +77,8 @@ def run(stream: Stream, lead_s: list[float] | None, span_s: list[float], step_s:
     cpu_before_s = cpu_s()
     t0 = time.perf_counter()
     n_rows = advance(stream, *span_s)
-    return {"rows": n_rows, "seconds": time.perf_counter() - t0, "cpu_s": cpu_s() - cpu_before_s}
+    seconds = time.perf_counter() - t0
+    return {"rows": n_rows, "seconds": seconds, "cpu_s": cpu_s() - cpu_before_s, "memory_bytes": memory_bytes()}
 
 
 def check(stream: Stream, shape: tuple[int, ...], max_s: float) -> dict[str, int]:
@@ -113,6 +115,20 @@ def cpu_s() -> float:
         with suppress(psutil.NoSuchProcess):
             total_s += sum(each.cpu_times()[:4])  # user, system, and both of the children that were waited for
     return total_s
+
+
+def memory_bytes() -> int:
+    """Bytes of memory that this process and its descendants have taken, without files in the page cache.
+
+    What several of them share (pages since a fork, batches in shared memory) counts once.
+    """
+    process = psutil.Process()
+    total = 0
+    for each in (process, *process.children(recursive=True)):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            sizes = Path(f"/proc/{each.pid}/smaps_rollup").read_text()
+            total += sum(map(int, re.findall(r"(?m)^Pss_(?:Anon|Shmem): +(\d+) kB", sizes)))
+    return total << 10
 
 
 MODULES = ("peers", "jpegs", "contenders", "idle", "recsys", "windows")

@@ -19,7 +19,7 @@ answers = json.loads(r"""{{ cookiecutter | tojson }}""")
 
 KEEP = [
     ({"engine": ["copy"]}, "fastgpu"),
-    ({"launch": ["slurm", "kubernetes", "both"]}, "launch docs/clusters.md"),
+    ({"launch": ["slurm", "kubernetes", "both"]}, "launch"),
     ({"launch": ["slurm", "both"]}, "launch/slurm.sh"),
     ({"launch": ["kubernetes", "both"]}, "launch/kubernetes.yaml launch/Dockerfile launch/Dockerfile.dockerignore"),
     ({"examples": ["yes"]}, "docs/examples"),

@@ -1,7 +1,7 @@
 """Print the page docs/config.md of a project: every key of config.yaml with its default, allowed values and meaning.
 
-Workloads that only some projects have stand between the comments by which the hook keeps them or removes them.
-Workloads with the same settings have one section.
+Each section has a heading, so that pages can link it. Workloads that only some projects have stand between the comments
+by which the hook keeps them or removes them. Workloads with the same settings have one section.
 """
 
 import json
@@ -65,11 +65,13 @@ def allowed_values(root: type[Section], prefix: str = "") -> dict[str, str]:
     return allowed
 
 
-def print_table(root: type[Section], prefix: str = "") -> None:
-    """Print one line for each key."""
+def print_table(root: type[Section], prefix: str = "", *, only_plain: bool = False) -> None:
+    """Print one line for each key. only_plain: without the sections below."""
     print(TABLE_HEAD)
     allowed_of = allowed_values(root, prefix)
     for key, field in keys(root, prefix).items():
+        if only_plain and "." in key:
+            continue
         default = json.dumps(field.get_default(call_default_factory=True), default=str)
         shown = "required" if field.is_required() else f"`{default}`"
         cells = [f"`{key}`", shown, allowed_of[key], field.description or ""]
@@ -80,8 +82,14 @@ def print_table(root: type[Section], prefix: str = "") -> None:
 def main() -> None:
     """Print the page."""
     print(HEAD)
-    print_table(Config)
+    print_table(Config, only_plain=True)
     print()
+    for name, field in Config.model_fields.items():
+        section = field.annotation
+        if isinstance(section, type) and issubclass(section, Section):
+            print(f"## `{name}`\n\n{' '.join((section.__doc__ or '').split())}\n")
+            print_table(section, f"{name}.")
+            print()
     names_of: dict[type[Section], list[str]] = {}
     for path in sorted(PROJECT.glob("workloads/[a-z]*.py")):
         names_of.setdefault(workloads.load(path.stem).Options, []).append(path.stem)

@@ -5,6 +5,7 @@ date and machine below it. The way of a sample and the picture of echo are drawi
 """
 
 import json
+import sys
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,13 +17,16 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from template import PROJECT, ROOT
 
+sys.path.insert(0, str(ROOT / "bench"))
+import publish
+from peers import PEERS
+
 TEXT = "#768390"
 """A grey that is readable on white and on black."""
 OURS, OTHERS, PALE = "#2f81f7", "#d29922", "#76839040"
 IN_BOX = "#0d1117"
 """Text on either colour."""
 PICTURES = ROOT / "docs" / "pictures"
-RESULTS = ROOT / "bench" / "results"
 STYLE = {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "pictures",  # the same file each time
@@ -37,12 +41,6 @@ STYLE = {
     "xtick.color": TEXT,
     "ytick.color": TEXT,
 }
-
-
-def newest(what: str) -> dict[str, Any]:
-    """The newest result of a benchmark."""
-    results = [json.loads(path.read_text()) for path in RESULTS.glob(f"{what}_*.json")]
-    return max(results, key=lambda result: result["machine"]["date"])
 
 
 def source_of(result: dict[str, Any]) -> str:
@@ -79,42 +77,36 @@ def draw_bars(axes: Axes, title: str, speeds: dict[str, list[float]]) -> None:
 
 
 def draw_peers() -> None:
-    """Samples/s of this project, plain DataLoaders and peers."""
-    names = {
-        "fastgpu, disk": "this project",
-        "fastgpu, JPEG": "this project",
-        "ffcv": "FFCV",
-        "dali": "DALI",
-        "spdl": "SPDL",
-        "grain": "Grain",
-        "ffcv, JPEG": "FFCV",
-        "dali, JPEG": "DALI",
-        "spdl, JPEG": "SPDL",
-        "h5py, workers": "DataLoader over h5py",
-        "RAM, workers": "DataLoader over RAM",
-        "DataLoader + Pillow": "DataLoader, Pillow",
-        "DataLoader + simplejpeg": "DataLoader, simplejpeg",
+    """Samples/s of this project, DataLoaders and peers, each in the fastest of its ways."""
+    rows = {
+        "this project": "fastgpu, disk",
+        "DataLoader over h5py": "h5py, plain file",
+        "DataLoader over RAM": "RAM",
+        **{name: first for first, name in PEERS.items()},
     }
-    figure, axes = plt.subplots(1, 2, figsize=(10, 2.9), constrained_layout=True)
+    files = {
+        "this project": "fastgpu, JPEG",
+        "DataLoader, Pillow": "DataLoader + Pillow",
+        "DataLoader, simplejpeg": "DataLoader + simplejpeg",
+        **{name: f"{first}, JPEG" for first, name in PEERS.items()},
+    }
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.4), constrained_layout=True)
     panels = [
-        ("loader", "celeba", "images/s: rows of 3 x 218 x 178 bytes, page cache"),
-        ("encoded", "500x375", "images/s: JPEG of 500 x 375, random crops to 224 x 224"),
+        ("loader", "celeba", rows, "images/s: rows of 3 x 218 x 178 bytes, page cache"),
+        ("encoded", "500x375", files, "images/s: JPEG of 500 x 375, random crops to 224 x 224"),
     ]
-    for panel, (what, case, title) in zip(axes, panels, strict=True):
-        result = newest(what)
-        warm = result["data"]["warm"][case]
-        speeds = {
-            names[name]: [each["rows"] / each["seconds"] for each in warm[name]] for name in names if name in warm
-        }
-        draw_bars(panel, title, speeds)
+    for panel, (what, case, names, title) in zip(axes, panels, strict=True):
+        ((result, _),) = publish.newest(what)
+        fastest = {name: publish.speeds(result, case, [start]) for name, start in names.items()}
+        draw_bars(panel, title, {name: rates for name, rates in fastest.items() if rates})
         panel.set_xlabel(source_of(result), fontsize=8, loc="left")
     save("peers", figure)
 
 
 def draw_timeline() -> None:
-    """Who works and who waits, with a plain DataLoader and with this project."""
+    """Who works and who waits in front of a simulated device, with a plain DataLoader and with this project."""
     result = json.loads((PICTURES / "timeline.json").read_text())
-    figure, axes = plt.subplots(2, 1, figsize=(10, 3.2), sharex=True, constrained_layout=True)
+    figure, axes = plt.subplots(2, 1, figsize=(10, 3.3), sharex=True, constrained_layout=True)
     titles = {"usual": "h5py in a Dataset, DataLoader with 2 workers", "ours": "this project, 2 reader threads"}
     for panel, (key, title) in zip(axes, titles.items(), strict=True):
         intervals = result[key]
@@ -125,12 +117,13 @@ def draw_timeline() -> None:
             panel.broken_barh([(0, result["span_ms"])], (place - 0.36, 0.72), color=PALE, linewidth=0)
             color = OURS if who == "device" else OTHERS
             panel.broken_barh(spans, (place - 0.36, 0.72), facecolor=color, edgecolor="none")
-        panel.set_yticks(range(len(workers) + 1), [*reversed(workers), "device"])
+        panel.set_yticks(range(len(workers) + 1), [*reversed(workers), "simulated device"])
         share = 100 * busy_ms / result["span_ms"]
-        panel.set_title(f"{title}: the device works {share:.0f} % of the time", loc="left", fontsize=10)
+        panel.set_title(f"{title}: the simulated device works {share:.0f} % of the time", loc="left", fontsize=11)
         panel.set_xlim(0, result["span_ms"])
-    note = f"ms. Batches of {result['rows']}, page cache; simulated device: a step takes {result['step_ms']:g} ms"
-    axes[1].set_xlabel(f"{note}; {source_of(result)}", fontsize=8, loc="left")
+    step = f"milliseconds. Not a GPU: each step of the simulated device sleeps for {result['step_ms']:g} ms."
+    axes[1].set_xlabel(step, fontsize=11, loc="left")
+    figure.text(0, -0.06, f"Batches of {result['rows']}, page cache; {source_of(result)}", fontsize=8)
     save("timeline", figure)
 
 

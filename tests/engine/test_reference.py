@@ -7,6 +7,7 @@ checkpoints. It takes the workloads, which are the user's, and the blocks of a f
 import signal
 from collections.abc import Iterator
 from math import cos, pi
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -18,11 +19,11 @@ import train as script
 from torch import Tensor, nn
 
 import workloads
-from fastgpu.process.config import Config, Optim
+from fastgpu.feed import open_splits
+from fastgpu.process.config import Config, Loader, Optim
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.world import World
 from fastgpu.rows.rows import Ragged, RaggedArray, Rows
-from fastgpu.storage.store import open_store
 from support import PROJECT
 from support.ranks import ALONE, in_world
 from support.runs import at_call, signalled, train_rank, weights_of
@@ -88,6 +89,24 @@ def read_all(path: str, fields: dict[str, str]) -> dict[str, np.ndarray | Ragged
     return columns
 
 
+def cut_windows(cfg: Config, epoch: int) -> dict[str, np.ndarray]:
+    """All windows of an epoch, in the order of the files, as slices of h5py: {field: (windows, steps, *shape)}."""
+    length, stride = cfg.data.window, cfg.data.stride or cfg.data.window
+    windows: dict[str, list[np.ndarray]] = {name: [] for name in cfg.data.fields}
+    named = [path.partition("::") for path in cfg.data.train]
+    with h5py.File(named[0][0]) as file:
+        groups = [file[group] for _, _, group in named]
+        n_places = [len(group[next(iter(cfg.data.fields.values()))]) - length + 1 for group in groups]
+        shifts = np.random.default_rng(seed_of(cfg.run.seed, epoch, key=(0, 0, 0))).integers(n_places)
+        for group, places, shift in zip(groups, n_places, shifts.tolist(), strict=True):
+            n_windows = -(-places // stride)
+            for number in range(n_windows):
+                start = (number * places + shift) // n_windows
+                for name, where in cfg.data.fields.items():
+                    windows[name].append(group[where][start : start + length])
+    return {name: np.stack(each) for name, each in windows.items()}
+
+
 def take(columns: dict[str, Any], numbers: np.ndarray) -> Rows:
     """Copies of the rows with these numbers."""
     taken: dict[str, Tensor | Ragged] = {}
@@ -109,10 +128,9 @@ def rate(share: float, optim: Optim) -> float:
 
 def train_plainly(cfg: Config, n_ranks: int = 1) -> dict[str, dict[str, Tensor]]:
     """The weights at the end, and their average: {"model": ..., "ema": ...}. Each rank has a replica of the model."""
-    source = open_store("data.train", cfg.data.train, cfg.data.fields)
-    val_source = open_store("data.val", cfg.data.val, cfg.data.val_fields or cfg.data.fields)
-    columns = read_all(cfg.data.train, cfg.data.fields)
-    workload = workloads.make(cfg, source, {"val": val_source})
+    source, sets = open_splits(cfg.data, Loader(), cfg.run.seed)
+    columns = {} if cfg.data.window else read_all(cfg.data.train, cfg.data.fields)
+    workload = workloads.make(cfg, source, sets)
     optim, seed = cfg.optim, cfg.run.seed
     replicas = []
     optimizers = []
@@ -130,6 +148,8 @@ def train_plainly(cfg: Config, n_ranks: int = 1) -> dict[str, dict[str, Tensor]]
     average = {name: value.clone() for name, value in replicas[0].state_dict().items()}
     n_steps = 0
     for epoch in range(cfg.train.epochs):
+        if cfg.data.window:
+            columns = cut_windows(cfg, epoch)
         pools = list(plan_pools(cfg, source.block_rows, epoch))
         steps = list(zip(*(plan_steps(cfg, pools, epoch, rank, n_ranks) for rank in range(n_ranks)), strict=True))
         for step, numbers_of_ranks in enumerate(steps):
@@ -170,6 +190,11 @@ data:
   batch_size: 200
 model: {hidden_dim: 32, latent_dim: 8}
 """
+SERIES = """
+workload: minimal
+data: {train: ["series.h5::/a", "series.h5::/b"], val: "series.h5::/c", fields: {x: x, y: y}, batch_size: 32}
+model: {hidden_dim: 16}
+"""
 SHORT = ("data.pool_batches=3", "train.precision=fp32", "dist.device=cpu", "train.epochs=2")
 CASES = {
     # what is trained: (config, ranks, the step after which a run is stopped and resumed, more words)
@@ -178,8 +203,21 @@ CASES = {
     "digits, sgd, clipped": (DIGITS, 1, 0, ("optim.name=sgd", "optim.clip_grad_norm=0.1", "data.tier=disk")),
     "digits, two ranks": (DIGITS, 2, 5, ("data.echo=1.5", "optim.accumulation_steps=2")),
     "interactions": (INTERACTIONS, 1, 20, ("data.echo=2",)),
+    "windows": (SERIES, 1, 20, ("data.window=16", "data.stride=3", "data.echo=1.5", "data.tier=disk")),
+    "windows, whole steps": (SERIES, 1, 9, ("data.window=40", "optim.accumulation_steps=2", "train.ema=0.9")),
+    "windows, two ranks": (SERIES, 2, 11, ("data.window=16", "data.stride=5", "data.tier=host")),
     "interactions, two ranks": (INTERACTIONS, 2, 0, ("data.tier=disk", "loader.num_readers=2")),
 }
+
+
+def write_series(path: Path) -> None:
+    """Groups a, b and c of different length: x, float32 (steps, 3), in compressed chunks, and y, (steps,)."""
+    rng = np.random.default_rng(0)
+    with h5py.File(path, "w") as file:
+        for name, n_steps in (("a", 9000), ("b", 5000), ("c", 700)):
+            x = rng.standard_normal((n_steps, 3), np.float32)
+            file.create_dataset(f"{name}/x", data=x, chunks=(100, 3), compression="gzip")
+            file[f"{name}/y"] = np.cumsum(x[:, 0]) % 3
 
 
 def train_until(world: World, stop_at: int, *words: str) -> int | str:
@@ -195,6 +233,7 @@ def test_weights_of_plain_loop(tmp_path, monkeypatch, case):
     words = ("run.name=a", "run.resume=auto", *SHORT, *more)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.yaml").write_text(config)
+    write_series(tmp_path / "series.h5")
     for path in (PROJECT / "data").glob("*.h5"):
         (tmp_path / path.name).symlink_to(path)
 

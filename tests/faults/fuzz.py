@@ -20,8 +20,10 @@ import resource
 import shutil
 import signal
 import sys
+import tarfile
 import tempfile
 import traceback
+import zipfile
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -37,6 +39,7 @@ sys.path[:0] = [str(path) for path in (PROJECT, ROOT / "tests")]
 
 import h5py
 import numpy as np
+import polars as pl
 import torch
 from mutations import flip, mutate
 from PIL import Image
@@ -124,6 +127,28 @@ def make_images(*suffixes: str) -> None:
         Image.fromarray(image.transpose(1, 2, 0)).save(path)
         lines.append(f"{path},{'cat' if number % 2 else 'dog'},{number % 2},{number // 3}")
     Path("images.csv").write_text("\n".join(["path,label,smile,hat", *lines]) + "\n")
+
+
+def make_parquet() -> None:
+    """Photos as the library `datasets` writes them, and columns of numbers."""
+    make_images("jpg")
+    photos = [{"bytes": path.read_bytes(), "path": path.name} for path in sorted(Path("photos").rglob("*.jpg"))]
+    images = pl.Series(photos, dtype=pl.Struct({"bytes": pl.Binary, "path": pl.String}))
+    table = pl.DataFrame({"image": images, "label": ["cat", "dog"] * (len(photos) // 2)})
+    table.write_parquet("photos.parquet", row_group_size=4)
+    ints = pl.DataFrame({"x": range(40), "items": [[*range(row % 3)] for row in range(40)], "labels": [0, 1] * 20})
+    ints.write_parquet("x.parquet", row_group_size=16, compression="zstd")
+
+
+def make_archives() -> None:
+    """Photos as a shard of WebDataset, and as a folder in a zip file."""
+    make_images("jpg")
+    with tarfile.open("shard.tar", "w") as shard, zipfile.ZipFile("photos.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for number, path in enumerate(sorted(Path("photos").rglob("*.jpg"))):
+            archive.write(path)
+            Path("label").write_text(json.dumps({"label": "cat", "age": number}))
+            shard.add(path, f"{number}.jpg")
+            shard.add("label", f"{number}.json")
 
 
 def make_encoded() -> None:
@@ -228,6 +253,10 @@ KINDS = {
     "command-line": Kind(make_config, partial(read_config, "words.txt"), "words.txt"),
     "csv": Kind(partial(make_images, "png"), command("images images.csv out.h5"), "images.csv"),
     "photos": Kind(partial(make_images, "png", "jpg"), command("images photos out.h5 --size 8"), PHOTOS),
+    "parquet": Kind(make_parquet, command("images photos.parquet out.h5"), "photos.parquet"),
+    "parquet-numbers": Kind(make_parquet, command("arrays x.parquet out.h5"), "x.parquet"),
+    "tar": Kind(make_archives, command("images shard.tar out.h5 --columns jpg,label"), "shard.tar"),
+    "zip": Kind(make_archives, command("images photos.zip out.h5"), "photos.zip"),
     "arrays": Kind(make_arrays, command("arrays images=x.npy y.npz out.h5"), "x.npy y.npz"),
     "checkpoint": Kind(make_checkpoint, read_checkpoint, STATES, is_covered=True),
     "flips": Kind(make_checkpoint, read_checkpoint, f"{STATES} {MODEL}"),
@@ -258,7 +287,9 @@ def attempt(folder: Path, work: Callable[[], object]) -> str:
         outcome = "no message"
     elif outcome == "refused" and len(words) > MAX_MESSAGE_BYTES:
         outcome = "an endless message"
-    elif left := [path.name for path in folder.glob("*partial*")]:
+    elif "panicked at" in words:
+        outcome = "more than a message"
+    elif left := [path.name for pattern in ("*partial*", ".*.h5") for path in folder.glob(pattern)]:
         outcome = f"left behind: {left}"
     is_right = outcome == "refused" or outcome.startswith("accepted")
     return outcome if is_right else f"{words[-3000:]}\n{outcome}"

@@ -1,6 +1,6 @@
 """A reader and tables for the converter."""
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 
 import numpy as np
 
@@ -8,10 +8,10 @@ from fastgpu.convert.reader import Reader
 
 
 class Numbers(Reader):
-    """Rows that hold their number. Odd ones cannot be read."""
+    """Rows that hold their number. Odd ones cannot be read, and of others it is known that they are broken."""
 
-    def __init__(self, n_rows: int, odd: Container[int] = ()):
-        super().__init__("numbers", n_rows)
+    def __init__(self, n_rows: int, odd: Container[int] = (), known: Iterable[int] = ()):
+        super().__init__("numbers", n_rows, broken={row: f"numbers:{row}: it is wrong" for row in known})
         self.odd = odd
         self.values: list[int | float] = list(range(n_rows))
 

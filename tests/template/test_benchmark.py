@@ -4,18 +4,22 @@ import json
 import sys
 import time
 from pathlib import Path
+from statistics import median
 
 import data
+import h5py
 import numpy as np
 import order
 import publish
 import pytest
+import run
 import tables
+import timeline
 import windows
 import worker
-from contenders import H5PY, MEMCPY, OURS
+from contenders import H5PY, MEMCPY, OURS, PLAIN_H5PY
 from data import DataSpec
-from peers import FIXED, Task, fixed_batch
+from peers import FIXED, PEERS, Task, fixed_batch, h5py_batches, h5py_rows
 from scipy.stats import chisquare
 
 from support.ranks import printed_by
@@ -91,6 +95,130 @@ def test_benchmark_readme_shows_the_newest(tmp_path):
         (tmp_path / f"loader_{date}.json").write_text(json.dumps(content))
     (row,) = publish.targets(tmp_path).splitlines()[2:]
     assert row == "| what | 2\\|3 | 9 | [loader_2036-02-01](results/loader_2036-02-01.md) |"
+
+
+@pytest.mark.parametrize("usual", publish.USUAL, ids=lambda usual: usual.text)
+def test_benchmark_readme_names_contenders(usual):
+    names = run.SUITES[usual.what].names
+    for kind in (usual.items, *usual.batches, usual.ours):
+        assert [name for name in names if name.startswith(kind)], kind
+
+
+@pytest.mark.parametrize(("what", "own", "name"), [(what, own, name) for _, what, _, own, name in publish.BESIDE])
+def test_benchmark_readme_names_peers(what, own, name):
+    names = run.SUITES[what].names
+    assert own in names
+    assert [each for peer in PEERS for each in names if each.startswith(name.format(peer))]
+
+
+def test_benchmark_readme_shows_the_fastest_way():
+    ways = {"ffcv, images": [30, 60], "ffcv, arrays": [40, 50], "ffcv, other": "not installable", "dali": [90]}
+    warm = {
+        name: rates if isinstance(rates, str) else [{"rows": rate, "seconds": 1} for rate in rates]
+        for name, rates in ways.items()
+    }
+    result = {"data": {"warm": {"celeba": warm}}}
+    assert publish.speeds(result, "celeba", ["ffcv"]) == [30, 60]
+    assert publish.speeds(result, "celeba", ["spdl"]) == []
+
+
+def write_gpu_result(folder: Path, gpu: str, command: str) -> None:
+    rows = [["feed ratio, a", "0.9951 (host tier)", ""], ["data wait, a", "0.40 % (disk tier)", ""]]
+    rows += [["feed ratio, b", "0.9912 (disk tier)", ""], ["data wait, b", "0.20 % (disk tier)", ""]]
+    table = publish.Table("targets", publish.TARGET_COLUMNS, rows)._asdict()
+    content = {"machine": {"gpu": gpu, "date": "2036-01-02 03:04 UTC"}, "command": command, "tables": [table]}
+    (folder / "gpu_x.json").write_text(json.dumps(content))
+
+
+def test_gpu_words_go_with_the_first_result(tmp_path):
+    page = "<!-- words: gpu --><!-- words:end -->\nCounters<!-- words: gpu-counters --><!-- words:end -->."
+    without = publish.fill_words(page, publish.gpu_words(tmp_path))
+    assert "**Not measured on a GPU yet**" in without
+    assert "Counters<!-- words: gpu-counters -->, and not on a real GPU yet<!-- words:end -->." in without
+    write_gpu_result(tmp_path, "NVIDIA X", "python bench/gpu.py")
+    assert publish.fill_words(without, publish.gpu_words(tmp_path)) == (
+        "<!-- words: gpu -->\nOn one NVIDIA X, the lowest feed ratio of 2 cases is 0.9912 (disk tier), and the longest "
+        "data wait 0.40 % (disk tier) ([2036-01-02](bench/results/gpu_x.md)).\n<!-- words:end -->\n"
+        "Counters<!-- words: gpu-counters --><!-- words:end -->."
+    )
+
+
+@pytest.mark.parametrize(
+    ("gpu", "command"), [("none", "python bench/gpu.py --device cpu"), ("NVIDIA X", "python bench/gpu.py --quick")]
+)
+def test_gpu_words_stay_without_a_real_result(tmp_path, gpu, command):
+    write_gpu_result(tmp_path, gpu, command)
+    assert "Not measured on a GPU yet" in publish.gpu_words(tmp_path)["gpu"]
+
+
+@pytest.mark.parametrize(("page", "suffix"), [("README.md", ""), ("docs/ko/README.md", "-ko")])
+def test_gpu_words_are_on_the_first_screen(template, page, suffix):
+    first_screen = (template / page).read_text().split("\n## ")[0]
+    assert f"<!-- words: gpu{suffix} -->" in first_screen
+    assert f"<!-- words: timeline{suffix} -->" in first_screen
+
+
+def test_picture_calls_its_device_simulated(template):
+    words = publish.timeline_words()
+    assert words["timeline"].count("simulated") == 2  # in the alternative text, and in the caption
+    assert words["timeline-ko"].count("시뮬레이션") == 2
+    svg = (template / "docs" / "pictures" / "timeline.svg").read_text()
+    assert svg.count(">simulated device<") == 2
+    assert "Not a GPU" in svg
+
+
+@pytest.fixture
+def make_task(tmp_path, monkeypatch):
+    """Makes the file of a task in a temporary folder."""
+    monkeypatch.setattr(data, "FOLDER", tmp_path)
+
+    def make(shape: tuple[int, int, int]) -> Task:
+        spec = DataSpec("rows", 256, shape, 64)
+        data.make(spec)
+        return Task(spec.h5, spec.folder, spec.batch_size, 2)
+
+    return make
+
+
+@pytest.mark.parametrize("rows", [h5py_rows, timeline.usual_rows, h5py_batches], ids=lambda rows: rows.__name__)
+def test_baseline_keeps_its_dataset_open(make_task, monkeypatch, rows):
+    dataset = rows(make_task((3, 8, 9)))
+    key = [[3, 1]] if rows is h5py_batches else [1]
+    n_lookups = []
+    look_up = h5py.File.__getitem__
+    monkeypatch.setattr(h5py.File, "__getitem__", lambda *args: n_lookups.append(1) or look_up(*args))
+    for _ in range(10):
+        dataset[key[0]]
+    assert len(n_lookups) == 1
+
+
+@pytest.mark.slow
+def test_baseline_of_the_picture_is_the_contender(make_task):
+    """CPU time of a row, within a factor of 1.5 of the contender of the same name in bench/run.py."""
+    task = make_task((3, 218, 178))
+    datasets = [timeline.usual_rows(task), worker.find(PLAIN_H5PY)(task).epoch(0).dataset]
+    order = np.random.default_rng(0).permutation(len(datasets[0])).tolist()
+    ratios = []
+    for _ in range(7):
+        seconds = []
+        for dataset in datasets:
+            t0 = time.process_time()
+            for row in order:
+                dataset[row]
+            seconds.append(time.process_time() - t0)
+        ratios.append(seconds[0] / seconds[1])
+    assert 1 / 1.5 < median(ratios) < 1.5
+
+
+@pytest.mark.slow
+def test_picture_is_kept_by_a_quick_run(tmp_path, template):
+    picture = template / "docs" / "pictures" / "timeline.json"
+    before = picture.read_bytes()
+    printed_by([sys.executable, "bench/timeline.py", "--quick", "--out", str(tmp_path)], template)
+    result = json.loads((tmp_path / "timeline.json").read_text())
+    assert {who for who, *_ in result["ours"]} >= {"device", "reader 1"}
+    assert {who for who, *_ in result["usual"]} >= {"device", "worker 1"}
+    assert picture.read_bytes() == before
 
 
 def test_benchmark_readme_is_up_to_date():

@@ -21,7 +21,7 @@ import pytest
 from template import FOLDER, QUESTIONS, WORKLOAD_ANSWERS, project_files, tracked
 
 from support import PROJECT, ROOT
-from support.projects import Block, convert_commands, read_blocks
+from support.projects import EXAMPLES, Block, convert_commands, read_blocks
 from support.ranks import printed_by
 
 DOCUMENTS = [name for name in tracked() if name.endswith(".md") and not name.startswith("bench/results/")]
@@ -63,7 +63,8 @@ def test_pages_links_and_commands_exist(name):
         anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
         assert anchor in anchors, f"{link}#{anchor}"
     blocks = re.findall(r"(?ms)^```(?:bash|sh)\n(.*?)^```$", text)
-    exist = {*project_files(), *re.findall(r"(?m)^```\w+\n# ([\w./-]+)$", text)}  # or are made on the page
+    examples = {f"configs/{path.name}" for path in EXAMPLES.glob("*.yaml")}  # once a person has copied them
+    exist = {*project_files(), *examples, *re.findall(r"(?m)^```\w+\n# ([\w./-]+)$", text)}  # or are made on the page
     for command in "\n".join(blocks).replace("\\\n", " ").splitlines() if name.startswith(FOLDER) else []:
         words = command.split(" #")[0].split()
         assert {word for word in words if re.fullmatch(r"\w+\.py|configs/\S+", word)} <= exist, command

@@ -1,11 +1,13 @@
 """The examples in docs/examples: their losses, metrics and messages; those with a state of their own are resumed. And
 what docs/code.md adds to train.py: a plain DataLoader, a loader without a Dataset, a second model, a scheduler."""
 
+import os
 import re
 import runpy
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ from support.projects import (
     EXAMPLES,
     draw_series,
     make_events,
+    read_blocks,
     run_in,
     section_of_code_page,
     take_example,
@@ -329,22 +332,48 @@ def test_example_of_events_is_better_than_baselines(own_copy, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "setting", "best", "baseline"),
+    ("name", "settings", "best", "baseline"),
     [
-        ("gpt", "model.dim=32", "nats_per_token", "baseline_nats_per_token"),
+        ("gpt", "data.window=17 data.stride=16 model.dim=32", "nats_per_token", "baseline_nats_per_token"),
         ("forecast", "model.hidden_dim=16", "mse", "last_season_mse"),
     ],
 )
-def test_example_of_windows_learns_and_is_resumed(own_copy, name, setting, best, baseline):
+def test_example_of_windows_learns_and_is_resumed(own_copy, name, settings, best, baseline):
     """Two ranks, which are killed and resumed, are better than the baseline at the end."""
     project = own_copy("own")
     (project / "configs").mkdir()
     take_example(project, name)
     (write_text if name == "gpt" else draw_series)(project)
-    words = ["--config", f"configs/{name}.yaml", setting, "train.epochs=1", "run.checkpoint_every_steps=30"]
-    assert same_after_a_kill(project, "last-00000[2-9]", *words, "dist.device=cpu", "data.tier=disk")
-    (point,) = [each for each in metrics_of(project / "runs/whole") if f"val/{best}" in each]
+    words = ["--config", f"configs/{name}.yaml", *settings.split(), "train.epochs=2", "dist.device=cpu"]
+    words += ["data.tier=disk", "run.checkpoint_every_steps=100"]
+    assert same_after_a_kill(project, "last-00000[2-9]", *words)
+    *_, point = [each for each in metrics_of(project / "runs/whole") if f"val/{best}" in each]
     assert point[f"val/{best}"] < 0.9 * point[f"val/{baseline}"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("page", "heading", "shown"),
+    [
+        ("docs/data.md", "### Tokens of a language model", "The class "),
+        ("docs/examples/README.md", "## A forecast", "tensor("),
+    ],
+)
+def test_page_of_an_example_of_windows_is_run(own_copy, page, heading, shown):
+    """Its files are written, its commands are run, with smaller networks."""
+    project = own_copy("own")
+    for path in (project / "docs/examples").glob("*.yaml"):
+        path.write_text(re.sub(r"dim: \d+", "dim: 8", re.sub(r"epochs: \d+", "epochs: 1", path.read_text())))
+    section = (project / page).read_text().split(f"{heading}\n")[1].split("\n## ")[0]
+    (project / "section.md").write_text(section)
+    blocks = read_blocks(project / "section.md")
+    for block in blocks:
+        if block.target:
+            (project / block.target).write_text(block.text)
+    commands = "".join(block.text for block in blocks if block.language == "bash")
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    printed = printed_by(["bash", "-ec", commands], project, PATH=path, OMP_NUM_THREADS="1")
+    assert shown in printed
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ the same in the classes that declare them, in config files, and in all texts.
 import ast
 import json
 import re
+import runpy
 import sys
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import workloads
 from fastgpu.process.config import Config
 from fastgpu.process.config_loader import keys, load_config
 from support import PROJECT, ROOT
+from support.projects import EXAMPLES
 from support.ranks import run_to_end
 
 SOURCES = [name for name in project_files() if name.endswith(".py") and not name.startswith("tests/")]
@@ -130,8 +132,13 @@ def test_keys_schema_is_up_to_date_and_fits(capsys):
 
 
 OPTIONS = [workloads.load(path.stem).Options for path in sorted(PROJECT.glob("workloads/[a-z]*.py"))]
+OPTIONS += [
+    runpy.run_path(str(path))["Workload"].Options
+    for path in sorted(EXAMPLES.glob("*.py"))
+    if "class Workload" in path.read_text()
+]
 KNOWN_KEYS = {"workload", *keys()} | {key for options in OPTIONS for key in keys(options, "model.")}
-FILE_SUFFIX = re.compile("py|h5|hdf5|yaml|yml|json|jsonl|html|npy|npz|txt|md|pt|pt2|onnx|safetensors|png|csv")
+FILE_SUFFIX = re.compile("py|h5|hdf5|yaml|yml|json|jsonl|html|npy|npz|txt|md|pt|pt2|onnx|safetensors|png|csv|bin")
 HISTORY = ("CHANGELOG.md", "bench/results/", "tests/goldens/", "tests/faults/")
 """These name keys of before, and wrong ones."""
 NOT_KEYS = {"model.freeze", "model.freez", "model.dropuot", "train.build"}

@@ -69,6 +69,7 @@ def test_answers_packages_of_the_environment_are_no_slugs():
         ("project_slug", "json", "a package that the project needs"),
         ("project_slug", "train", "a package that the project needs"),
         ("project_name", "two\nlines", "without control characters"),
+        ("description", "two\nlines", "without control characters"),
         ("author", "   ", "write a word or two"),
     ],
 )

@@ -73,7 +73,7 @@ def test_lengths_longer_than_expected_get_more_memory():
 
 @pytest.mark.parametrize("tier", ["host", "device"])
 def test_lengths_unknown_need_the_disk_tier(tier):
-    with pytest.raises(UserError, match=rf"data.tier is {tier}, but nobody knows how many values x of mine have"):
+    with pytest.raises(UserError, match=rf"data.tier is {tier}, but the lengths of x of mine are unknown"):
         choose_tier(items_of(Boxes("60"), "x"), tier)
 
 

@@ -128,7 +128,7 @@ def test_messages_of_sources(compare_messages, dense_file):
     write_encoded(Path("photos.h5"), [photo(1)] * 20)
     balanced = partial(open_both, val="rows.h5", balance="classes")
     window = partial(open_both, "rows.h5", "rows.h5", window=16)
-    of_x = partial(open_both, "ragged.h5", "ragged.h5", {"x": "x"})
+    ragged_windows = partial(open_both, "ragged.h5", "ragged.h5", window=8)
     compare_messages(
         {
             "fields of a share": lambda: open_both("rows.h5", "10%", val_fields=DENSE_FIELDS),
@@ -159,8 +159,11 @@ def test_messages_of_sources(compare_messages, dense_file):
             "windows of a source that is held out as a whole": lambda: open_both(
                 {"rows.h5": 1, "one.h5": 1}, "90%", window=1
             ),
-            "windows of recordings that begin elsewhere": lambda: of_x(fields={"x": "x", "y": "y"}, window=8),
-            "windows of fields of other lengths": lambda: of_x(fields={"x": "x", "z": "z"}, window=8),
+            "windows of a source that is too short": lambda: open_both(
+                {"rows.h5": 1, "one.h5": 1}, "rows.h5", window=2
+            ),
+            "windows of recordings that begin elsewhere": lambda: ragged_windows({"x": "x", "y": "y"}),
+            "windows of fields of other lengths": lambda: ragged_windows({"x": "x", "z": "z"}),
         }
     )
 

@@ -42,7 +42,10 @@ KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
     "gzip": (lambda path: path.write_bytes(gzip.compress(b"a,b\n")), "a packed file or an archive: unpack it"),
     "matlab": (lambda path: path.write_bytes(b"MATLAB 5.0 MAT-file".ljust(200)), "a MATLAB 5 file: "),
     "pickle": (lambda path: path.write_bytes(pickle.dumps([1, 2])), "a pickle, which can run programs"),
-    "parquet": (lambda path: path.write_bytes(b"PAR1\x15\x04"), "a Parquet file: polars.read_parquet("),
+    "parquet": (
+        lambda path: path.write_bytes(b"PAR1\x15\x04"),
+        "a Parquet file: `python convert.py arrays` or `images`",
+    ),
     "lfs": (lambda path: path.write_text("version https://git-lfs.github.com/spec/v1\n"), "a pointer of Git LFS"),
     "image": (lambda path: Image.new("L", (3, 3)).save(path, "PNG"), "an image: "),
     "json": (lambda path: path.write_text(json.dumps(ROWS, indent=1)), "JSON: "),

@@ -230,6 +230,18 @@ def test_layout_damage_names_the_block(open_x, chunks, message):
         read_rows(open_store("data.train", path, {"x": "x"}))
 
 
+@pytest.mark.parametrize("options", [{}, {"compression": "gzip"}])
+def test_layout_chunk_whose_address_is_damaged(open_x, options):
+    path = Path(open_x(numbered(40), **options).file.path)
+    with h5py.File(path) as file:
+        address = file["x"].id.get_chunk_info(2).byte_offset.to_bytes(8, "little")
+    content = path.read_bytes()
+    assert content.count(address) == 1
+    path.write_bytes(content.replace(address, b"\xff" * 8))  # which stands for none
+    with pytest.raises(UserError, match="x: the file is truncated: copy or write it again"):
+        open_store("data.train", str(path), {"x": "x"})
+
+
 def test_layout_of_a_local_file_is_read_at_once(open_x, monkeypatch):
     """No thread and no system call for each of its chunks, of which labels may have many."""
     (column,) = open_x(rows := numbered(1000, (4,)), 1).parts[0].columns.values()

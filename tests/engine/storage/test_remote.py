@@ -80,13 +80,12 @@ def same(rows: dict, others: dict) -> bool:
     return rows.keys() == others.keys() and all(np.array_equal(one, other) for one, other in pairs)
 
 
-def with_checksums(path: str) -> str:
-    """Write the checksums of the images, as convert.py does."""
+def with_checksums(path: str, name: str = "images") -> str:
+    """Write the checksums of the images, or of another dataset, as convert.py does."""
     with h5py.File(path, "r+") as file:
-        images = file["images"]
-        blocks = [images[chunk] for chunk in images.iter_chunks()]
+        blocks = [file[name][chunk] for chunk in file[name].iter_chunks()]
         checksums = [np.frombuffer(sha256(block.tobytes()).digest(), np.uint8) for block in blocks]
-        file["fastgpu_sha256/images"] = np.stack(checksums)
+        file[f"fastgpu_sha256/{name}"] = np.stack(checksums)
     return path
 
 
@@ -140,20 +139,33 @@ def test_remote_batches_equal_local_ones(bucket, dense_file):
     assert len(set(bucket.gets)) == len(bucket.gets)
 
 
-@pytest.mark.parametrize("options", [{}, {"chunks": (100,)}, {"chunks": (100,), "compression": "gzip"}], ids=str)
-@pytest.mark.parametrize(("length", "stride"), [(16, 1), (64, 64), (1500, 400)])
+@pytest.mark.parametrize("options", [{}, {"chunks": (9000,)}, {"chunks": (9000,), "compression": "gzip"}], ids=str)
+@pytest.mark.parametrize(("length", "stride"), [(16, 40), (64, 64), (15000, 4000)])
 def test_remote_windows_equal_local_ones(bucket, tmp_path, options, length, stride):
-    local = write_series(tmp_path / "x.h5", [3000], **options)
-    expected = read_epochs(open_windows(local, length, stride)[0], range(2))
-    series = local._replace(train=put(bucket, tmp_path / "x.h5"))
-    train, val = open_windows(series, length, stride)
-    assert not train.is_local
-    assert same_windows(read_epochs(train, range(2)), expected)
+    """Each step is fetched once, whatever the windows."""
+    local = write_series(tmp_path / "x.h5", [800_000], **options)
+    expected = read_epochs(open_windows(local, length, stride)[0], range(2), batch_size=500)
+    train, val = open_windows(local._replace(train=put(bucket, tmp_path / "x.h5")), length, stride)
+    assert train.is_local == val.is_local == ("compression" in options)  # the whole file was fetched when it was opened
+    assert same_windows(read_epochs(train, range(2), batch_size=500), expected)
     n_gets = len(bucket.gets)
-    places_of(read_windows(val, seed=None), local)
-    assert len(bucket.gets) == n_gets  # all is local
+    places_of(read_epochs(val, [0], seed=None, batch_size=500)[0], local)
+    assert len(bucket.gets) == n_gets
     assert val.is_local
     assert train.n_requests == val.n_requests > 0
+
+
+@pytest.mark.parametrize("length", [16, 20_000])
+@pytest.mark.parametrize("fault", ["flipped", "replaced"])
+def test_remote_windows_have_no_damaged_bytes(bucket, tmp_path, fault, length):
+    local = write_series(tmp_path / "x.h5", [800_000], chunks=(9000,))
+    with_checksums(local.train, "x")
+    train, _ = open_windows(local._replace(train=put(bucket, local.train)), length)
+    setattr(bucket, fault, 2)
+    with suppress(UserError):  # a block of which all bytes came at once is damaged
+        places_of(read_epochs(train, [0], batch_size=500)[0], local)
+    places_of(read_epochs(train, [1], batch_size=500)[0], local)
+    assert not getattr(bucket, fault)
 
 
 @pytest.mark.parametrize("fault", ["refused", "cut", "hanging"])

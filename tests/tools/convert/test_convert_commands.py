@@ -150,6 +150,18 @@ def test_dataset_lists_all_broken_items(tmp_path, convert, n_workers):
         assert file["c/values"][:].tolist() == [row for row in whole for _ in range(row % 3)]
 
 
+def test_repack_names_rows_that_are_not_finite(tmp_path, convert):
+    """By their file, and their number in it."""
+    for name in "ab":
+        values = np.arange(30, dtype="f4")
+        values[7 if name == "b" else 0] = np.inf
+        with h5py.File(tmp_path / f"{name}.h5", "w") as file:
+            file["g/x"] = values
+    convert("repack ?.h5::/g all.h5 --on-error skip=10%")
+    lines = (tmp_path / "all.h5.skipped.txt").read_text().splitlines()
+    assert lines == ["a.h5::/g: row 0: x is NaN or infinite", "b.h5::/g: row 7: x is NaN or infinite"]
+
+
 def test_repack_patterns(tmp_path, convert):
     for part in (1, 2):
         with h5py.File(tmp_path / f"a-{part}.h5", "w") as file:

@@ -7,12 +7,15 @@ import sys
 import zipfile
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator, Sequence
+from datetime import date
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import get_args
 
 import h5py
 import numpy as np
+import polars as pl
 import pytest
 from PIL import Image
 from scipy import sparse
@@ -33,8 +36,10 @@ from fastgpu.images.parts import Resize
 from fastgpu.process.launch import UserError
 from fastgpu.storage.arrays import ArrayDataset
 from support import PROJECT
+from support.images import photo
 from support.readers import Numbers, csv_of, names_of
 from support.rows import numbered
+from support.sources import write_parquet, write_tar, write_zip
 
 Mistakes = dict[str, Callable[[], object]]
 
@@ -200,6 +205,15 @@ def of_events() -> Mistakes:
         "--columns userId,movieId --unrated keep",
     ):
         made[f"events {flags}"] = lambda flags=flags: run(parse(["events", "times.csv", "x.h5", *flags.split()]))
+    columns = {"f": [1.0, 2.0], "who": ["a", None], "what": [1, 2], "list": [[1], [2]], "stars": [4, None]}
+    pl.DataFrame(columns).write_parquet("e.parquet")
+    for names in ("f,what", "who,what", "what,list", "what,f,list", "what,f,,list", "what,none", "what,what", "list,f"):
+        made[f"events of Parquet, {names}"] = partial(read_events, "e.parquet", names.split(","))
+    made["events of Parquet, no rating"] = partial(read_events, "e.parquet", ["what", "who", "stars"])
+    made["events of Parquet, no file"] = partial(read_events, "none-*.parquet")
+    made["events of Parquet, damaged"] = partial(read_events, "damaged.parquet")
+    Path("damaged.parquet").write_bytes(Path("e.parquet").read_bytes()[:-9] + b"x" * 9)
+    made["events e.parquet --no-header"] = lambda: parse(["events", "e.parquet", "x.h5", "--no-header"])
     made["events, times that are no dates"] = lambda: run(
         parse(["events", "when2.csv", "x.h5", "--split-by-time", "2030-01-01", "--columns", "userId,movieId,rating,n"])
     )
@@ -237,6 +251,63 @@ def of_groups() -> Iterator[tuple[str, SplitArrays]]:
         yield name, SplitArrays("x", arrays, {}, by="who", values=values)
 
 
+def of_parquet() -> Mistakes:
+    photos = [photo(number) for number in range(3)]
+    days = pl.Series([date(2026, 1, 1)] * 3)
+    kinds = {"day": days, "struct": [{"a": 1}] * 3, "list": [["a"]] * 3, "decimal": [Decimal("1.5")] * 3}
+    kinds |= {"text": ["a"] * 3, "nested": [[[1], [2]]] * 3, "empty": pl.Series([None] * 3, dtype=pl.Array(pl.Int8, 0))}
+    for name, column in kinds.items():
+        pl.DataFrame({name: column}).write_parquet(f"{name}.parquet")
+    write_parquet(Path("part-0.parquet"), photos, label=[0, 1, 2])
+    write_parquet(Path("part-1.parquet"), photos, label=["a", "b", "c"])
+    write_parquet(Path("two.parquet"), photos, pl.Binary, thumb=photos, label=[0, 1, 2])
+    write_parquet(Path("fields.parquet"), photos, age=[1, 2, 3], sex=[0, 1, 0])
+    write_parquet(Path("days.parquet"), photos, label=days)
+    pl.DataFrame({"x": []}, schema={"x": pl.Int8}).write_parquet("no-rows.parquet")
+    content = Path("part-0.parquet").read_bytes()
+    Path("cut.parquet").write_bytes(content[:-30])
+    footer = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    Path("footer.parquet").write_bytes(content[: footer + 1] + b"\xff" * 40 + content[footer + 41 :])
+    Path("words.parquet").write_text("no Parquet")
+    names = ["cut", "footer", "words", "no-rows", "two", "fields", "days", "part-*"]
+    lines = [f"images {name}.parquet x.h5" for name in names]
+    lines += ["images part-0.parquet x.h5 --columns image,age", "images part-0.parquet x.h5 --columns label,label"]
+    lines += ["images part-0.parquet x.h5 --columns image", "images part-0.parquet x.h5 --masks photos"]
+    lines += [
+        "images part-0.parquet x.h5 --no-header",
+        "images s3://bucket/x.parquet x.h5",
+        "images none-*.parquet x.h5",
+    ]
+    lines += [f"arrays {name}.parquet x.h5" for name in kinds]
+    lines += ["arrays fields.parquet::age x=part-0.parquet::label x.h5", "arrays x=fields.parquet x.h5"]
+    lines += ["arrays fields.parquet::age x.npy x.h5", "arrays fields.parquet::age x.h5 --layout nhwc"]
+    return {line: lambda line=line: run(parse(line.split())) for line in lines}
+
+
+def of_archives() -> Mistakes:
+    sample = {"1.jpg": photo(1), "1.json": b'{"age": 3, "sex": "m"}', "1.cls": b"0"}
+    without = {name: sample[name] for name in ("1.jpg", "1.json")}
+    archives = {
+        "two": sample | {"1.mask.png": photo(0)},
+        "suffix": sample | {"1.JPG": photo(1)},
+        "fields": without,
+        "list": without | {"1.json": b'{"label": [1, 2]}'},
+        "json": without | {"1.json": b"{"},
+        "number": without | {"1.json": b"3"},
+        "loose": {"1.jpg": photo(1)},
+        "texts": {"a/readme.txt": b"x"},
+    }
+    for name, files in archives.items():
+        write_tar(Path(f"{name}.tar"), files)
+    Path("packed.tar").write_bytes(gzip.compress(Path("two.tar").read_bytes()))
+    Path("packed.tar.gz").write_bytes(b"")
+    write_zip(Path("bzip2.zip"), {"cat/1.jpg": photo(1)}, zipfile.ZIP_BZIP2)
+    lines = [f"images {name}.tar x.h5" for name in (*archives, "packed")]
+    lines += ["images packed.tar.gz x.h5", "images bzip2.zip x.h5", "images two.tar x.h5 --columns png,cls"]
+    lines += ["images fields.tar x.h5 --columns jpg,who", "images two.tar x.h5 --masks photos"]
+    return {line: lambda line=line: run(parse(line.split())) for line in lines}
+
+
 def of_commands() -> Mistakes:
     with h5py.File("rows.h5", "w") as file:
         for group in ("train", "val"):
@@ -260,6 +331,7 @@ def of_commands() -> Mistakes:
     made |= {name: partial(split_rows, source, Split((0.8, 0.1, 0.1), by="who")) for name, source in of_groups()}
     made["--split-by without an array"] = partial(open_arrays, ["rows.h5::/train"], split_by="who")
     made["--split-by an array of images"] = partial(open_arrays, ["rows.h5::/train"], split_by="images")
+    made["--limit of one row"] = partial(split_rows, ArrayDataset("x", {"y": np.arange(5)}), Split((0.8, 0.2), limit=1))
     made["--limit of few rows"] = partial(limit_parts, {"train": source, "val": source}, Split(limit=1))
     target = Path("rows.h5").absolute()
     made["a target that exists"] = partial(write_files, {"": source}, target)
@@ -274,6 +346,7 @@ def of_commands() -> Mistakes:
 def test_messages_of_convert(tmp_path, monkeypatch, compare_messages):
     monkeypatch.chdir(tmp_path)
     mistakes = of_arrays() | of_tables() | of_pixels() | of_events() | of_images() | of_commands()
+    mistakes |= of_parquet() | of_archives()
     before = {*tmp_path.iterdir()}
     compare_messages(mistakes)
     assert {path.name for path in {*tmp_path.iterdir()} - before} <= {

@@ -159,6 +159,28 @@ def test_events_times_are_told(tmp_path, texts, separator):
         assert clock.parse(text) == float(time)
 
 
+TYPES = {
+    "numbers": {"user": [7, -1, 7], "item": ["a", "b", "c"], "stars": [4, 5, 1], "when": [3.5, 2, 1]},
+    "dates": {"user": ["7", "-1", "7"], "item": ["a", "b", "c"], "stars": ["4", "5", "1"], "when": None},
+    "categories": {"user": [7, -1, 7], "item": pl.Series(["a", "b", "c"], dtype=pl.Categorical), "stars": [True] * 3},
+}
+
+
+@pytest.mark.parametrize("types", TYPES)
+def test_events_of_parquet_have_any_type(tmp_path, types):
+    columns = dict(TYPES[types])
+    if types == "dates":
+        columns["when"] = pl.Series([datetime(2026, 1, n, 12, tzinfo=UTC) for n in (3, 2, 1)])
+    pl.DataFrame(columns).write_parquet(tmp_path / "x.parquet")
+    log, clock, _, _ = read_events(tmp_path / "x.parquet", [*columns], 0.5)
+    assert names_of(log) == [(7, "a"), (-1, "b"), (7, "c")]
+    assert log.is_liked.all()
+    if clock:
+        assert log.ranks.tolist() == [2, 1, 0]
+        assert clock.unit == ("dates" if types == "dates" else "numbers")
+        assert clock.show(log.times[1]) == ("2026-01-02 12:00:00" if types == "dates" else "2")
+
+
 @pytest.mark.parametrize(("unrated", "expected"), [("drop", "bd"), ("keep", "abcde")])
 def test_events_without_a_rating(tmp_path, convert, unrated, expected):
     lines = ["u,a,", "u,b,4", "u,c,-1", "u,d,5", "u,e, NA ", "u,f,2", "u,b, "]
@@ -305,11 +327,15 @@ SIZES = [600, pytest.param(100_000, marks=pytest.mark.slow)]
 
 @pytest.mark.parametrize("n_events", [1, 3, *SIZES])
 @pytest.mark.parametrize("text_ids", [True, False])
-def test_events_are_read_as_by_plain_python(tmp_path, n_events, text_ids):
+@pytest.mark.parametrize("source", ["x.csv", "x.parquet", "part-*.parquet"])
+def test_events_are_read_as_by_plain_python(tmp_path, n_events, text_ids, source):
     rows = draw_events(n_events, text_ids=text_ids)
     rows[0] = (*rows[0][:2], 5.0, rows[0][3])
-    write_events(rows, tmp_path / "x.csv")
-    log = read_events(tmp_path / "x.csv", ["user", "item", "stars", "when"]).log
+    write_events(rows, tmp_path / source.replace("*", "0"))
+    if "*" in source:
+        write_events(rows[: n_events // 2 + 1], tmp_path / "part-1.parquet")
+        rows = rows + rows[: n_events // 2 + 1]
+    log = read_events(tmp_path / source, ["user", "item", "stars", "when"]).log
     ids = [(str(user), str(item)) for user, item in names_of(log)]
     assert [(*pair, *each) for pair, *each in zip(ids, log.is_liked.tolist(), log.times.tolist(), strict=True)] == [
         (user, item, rating > 3.5, time) for user, item, rating, time in rows
@@ -378,9 +404,9 @@ def test_events_broken_rows_are_left_out(tmp_path, convert):
 def test_events_first_look(tmp_path, convert):
     write_events(draw_events(600), tmp_path / "x.csv")
     convert("events x.csv y.h5 --columns user,item,stars,when --split-by-time 0.8")
-    convert("events x.csv z.h5 --columns user,item,stars,when --split-by-time 0.8 --limit 12")
+    convert("events x.csv z.h5 --columns user,item,stars,when --split-by-time 0.8 --limit 4")
     found = {part: read_users(f"z-{part}.h5") for part in ("train", "val")}
-    assert sum(map(len, found.values())) == 12
+    assert sum(map(len, found.values())) == 4
     for part, users in found.items():
         assert users.items() <= read_users(f"y-{part}.h5").items()
 

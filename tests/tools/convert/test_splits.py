@@ -1,12 +1,16 @@
 """Which rows go to which file: splits by class, by the values of a column, and first looks."""
 
+import re
+
 import h5py
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastgpu.convert.splits import draw_groups, draw_rows, draw_splits
+from fastgpu.convert.splits import Split, draw_groups, draw_rows, draw_splits, split_rows
+from fastgpu.convert.writing import Writing, write_files
+from support.readers import Numbers
 
 SHARES = (0.8, 0.1, 0.1)
 
@@ -64,6 +68,39 @@ def test_limit_keeps_the_shares_of_the_classes(seed, n_rows):
 def test_limit_of_the_first_rows():
     assert np.flatnonzero(draw_rows(np.zeros(9, int), 4, None)).tolist() == [0, 1, 2, 3]
     assert np.flatnonzero(draw_rows(np.repeat([0, 1], 6), 4, None)).tolist() == [0, 1, 6, 7]
+
+
+ASKED = st.builds(
+    Split,
+    shares=st.sampled_from([None, (0.5, 0.5), (0.4, 0.3, 0.3)]),
+    by=st.sampled_from(["", "who"]),
+    seed=st.integers(0, 9),
+    limit=st.sampled_from([None, 20, 40]),
+    is_in_order=st.booleans(),
+)
+FEW = st.sets(st.integers(0, 19), max_size=2)
+
+
+@given(n_rows=st.integers(20, 80), odd=FEW, known=FEW, asked=ASKED)
+def test_rows_are_written_or_listed(tmp_path_factory, n_rows, odd, known, asked):
+    """Each row once, whatever is asked for; of a first look, as many as it has."""
+    target = tmp_path_factory.mktemp("rows") / "x.h5"
+    reader = Numbers(n_rows, odd, known)
+    if asked.shares and asked.by:
+        reader.split_by = np.arange(n_rows) // 2
+    parts = split_rows(reader, asked)
+    write_files(parts, target, Writing(None if asked.is_in_order else 0, max_broken=1.0))
+    files = [target.with_name(f"x-{name}.h5" if name else "x.h5") for name in parts]
+    written: list[int] = []
+    for path in files:
+        with h5py.File(path) as file:
+            written += file["y"][:].tolist()
+    listed = target.with_name("x.h5.skipped.txt")
+    lines = listed.read_text().splitlines() if listed.exists() else []
+    broken = [int(re.findall(r"\d+", line)[0]) for line in lines]
+    assert {*broken} <= {*odd, *known}
+    assert len({*written, *broken}) == len(written + broken) == min(n_rows, asked.limit or n_rows)
+    assert not {*written} & {*odd, *known}
 
 
 def test_arrays_split_by_a_named_array(tmp_path, convert):

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +26,7 @@ from fastgpu.convert.writing import Writing, write_files
 from fastgpu.process.config import Loader
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import Field, RaggedArray
+from fastgpu.storage import arrays
 from fastgpu.storage.arrays import ArrayDataset
 from fastgpu.storage.chunks import CHECKSUMS
 from fastgpu.storage.hdf5 import attributes_of
@@ -298,3 +300,19 @@ def test_writer_statistics_from_the_whole_image(tmp_path, shape):
     image[::3] = 40
     (mean,), (std,) = statistics_of(tmp_path / "a.h5", np.broadcast_to(image, (8, 1, *shape)))
     np.testing.assert_allclose([mean, std], [image.mean(), image.std()], atol=0.05 * image.std())
+
+
+def test_writing_in_order_takes_no_memory_for_each_row(tmp_path, monkeypatch):
+    """Rows may be billions of tokens, of which a number each would take more memory than there is."""
+    monkeypatch.setattr(writing, "POOL_ROWS_IN_ORDER", 10_000)
+    for module in (writing, arrays):
+        monkeypatch.setattr(module, "BLOCK_BYTES", 10_000)
+    tokens = np.random.default_rng(0).integers(0, 256, 2_000_000, np.uint8)
+    source = ArrayDataset("tokens", {"x": tokens})
+    tracemalloc.start()
+    write_files(split_rows(source), tmp_path / "x.h5", Writing(seed=None))
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 2 * len(tokens)
+    with h5py.File(tmp_path / "x.h5") as file:
+        np.testing.assert_array_equal(file["x"][:], tokens)

@@ -38,6 +38,7 @@ def metrics(scores_I: np.ndarray, seen: np.ndarray, held_out: np.ndarray) -> tup
 
 
 def main(train_path: str, test_path: str) -> None:
+    """Print the scores of both baselines."""
     with h5py.File(train_path) as file:
         rows = read_rows(file, "items")
         n_items = int(file["items"].attrs["shape"][1])

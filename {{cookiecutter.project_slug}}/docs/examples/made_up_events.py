@@ -30,6 +30,7 @@ MIN_EVENTS, MAX_EVENTS = 6, 60
 
 
 def main() -> None:
+    """Draw the events and write them."""
     rng = np.random.default_rng(0)
 
     # The law: who likes which topic, which items a topic has in each month, and which items are a series.

@@ -3,6 +3,7 @@
 Nothing here imports torch, which takes seconds: --help and mistakes, also of paths, come at once.
 """
 
+import glob
 import os
 import re
 import signal
@@ -15,7 +16,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from fastgpu import convert
 from fastgpu.process.commands import argument, flag, parse_command
@@ -33,6 +34,8 @@ The files have blocks of 2 MiB, rows in random order and a checksum for each
 block. They are complete, or absent."""
 SUFFIXES = (".h5", ".hdf5")
 """Of the files that are written, which .gitignore covers."""
+PARQUET = (".parquet", ".pq")
+"""Suffixes of Parquet files, alone or in a pattern."""
 
 NumberType = Literal[
     "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64"
@@ -74,7 +77,13 @@ def max_broken(text: str) -> float:
 def split_name(source: str) -> tuple[str, str]:
     """(name, path) of `name=path`. A path alone has no name; a folder may be called year=2024."""
     name, equals, path = source.partition("=")
-    return (name, path) if equals and not os.path.lexists(source) else ("", source)
+    is_path = os.path.lexists(source) or glob.glob(source)  # noqa: PTH207 (absolute ones, too)
+    return (name, path) if equals and not is_path else ("", source)
+
+
+def is_parquet(path: str) -> bool:
+    """Whether a path, a pattern or `x.parquet::column` names Parquet files."""
+    return path.partition("::")[0].lower().endswith(PARQUET)
 
 
 class Command(ABC):
@@ -132,13 +141,15 @@ class SplitCommand(WriteCommand):
 
 @dataclass(frozen=True, kw_only=True)
 class Arrays(SplitCommand):
-    """Write NumPy arrays and sparse matrices, one for each field.
+    """Write NumPy arrays, sparse matrices or columns of Parquet files.
 
     python convert.py arrays images=x.npy labels=y.npy data/x.h5 --split 0.9
     """
 
     sources: tuple[str, ...] = argument(
-        "name=x.npy, y.npz, name=z.npz::x, name=m.npz of scipy.sparse, or name=x.h5::/x", metavar="SOURCE"
+        "name=x.npy, y.npz, name=z.npz::x, name=m.npz of scipy.sparse, name=x.h5::/x; or x.parquet or a quoted pattern "
+        "of such files, or name=x.parquet::column",
+        metavar="SOURCE",
     )
     layout: Literal["nhwc"] | None = flag("of fields with four axes: write them as (N, C, H, W)")
     dtype: NumberType | None = flag(
@@ -153,12 +164,22 @@ class Arrays(SplitCommand):
             cure = "leave it out, and train with data.val=10%, the end of the series"
             raise UserError(f"--split would draw single numbers of a series at random; {cure}")
         check_exist(*(split_name(source)[1] for source in self.sources))
+        if self.dtype and any(is_parquet(split_name(source)[1]) for source in self.sources):
+            raise UserError("--dtype has no meaning for Parquet files, whose columns have types; drop it")
 
     def run(self) -> None:
         from fastgpu.convert.arrays import open_arrays
         from fastgpu.convert.program import write
+        from fastgpu.rows import contract
 
-        rows = open_arrays(self.sources, channels_last=self.layout == "nhwc", split_by=self.split_by, dtype=self.dtype)
+        rows: contract.Dataset
+        how: dict[str, Any] = {"channels_last": self.layout == "nhwc", "split_by": self.split_by}
+        if any(is_parquet(split_name(source)[1]) for source in self.sources):
+            from fastgpu.convert.parquet_rows import open_parquet  # polars is of the extra `convert`
+
+            rows = open_parquet(self.sources, **how)
+        else:
+            rows = open_arrays(self.sources, dtype=self.dtype, **how)
         write(rows, replace(self, keep_order=self.keep_order or bool(self.dtype)))
 
 

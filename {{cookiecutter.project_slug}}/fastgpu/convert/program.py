@@ -29,7 +29,7 @@ def write(
     split = Split(seed=asked.seed, limit=asked.limit, is_in_order=asked.keep_order)
     if isinstance(asked, command.SplitCommand):
         split = split._replace(shares=asked.split, by=asked.split_by)
-    known: list[str] = []
+    known = [*left_out]
     if isinstance(source, Mapping):
         parts = limit_parts(source, split)
     else:

@@ -8,7 +8,7 @@ both alike: all reasons are listed, and no file is written, or the other rows ar
 A reason begins with where the row comes from, as `where` gives it and `fastgpu_source` keeps it:
 
     photos/cat/1.jpg              an image file
-    labels.csv:7                  a line of a table; the first one is 1
+    labels.csv:7                  a line of a table with a wrong value; the first one is 1
     part-0.parquet: row 7         a row of a file; the first one is 0, whatever row group it is in
     shard-0.tar::cat/1.jpg        a member of an archive
     mine:Photos called with photos: row 7     an item of a Dataset
@@ -17,6 +17,7 @@ It continues with what is wrong: ` cannot be read: ` and the error, or `: label 
 """
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -32,6 +33,7 @@ from fastgpu.process.files import not_found
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.rows import Field, RaggedArray
+from fastgpu.storage.store import HDF5Dataset
 
 
 class Reader(ItemSource):
@@ -50,13 +52,19 @@ class Reader(ItemSource):
     """Whether `images` are the bytes of image files."""
 
     def __init__(
-        self, name: str, n_rows: int, labels: np.ndarray | None = None, *, broken: dict[int, str] | None = None
+        self,
+        name: str,
+        n_rows: int | np.ndarray,
+        labels: np.ndarray | None = None,
+        *,
+        broken: dict[int, str] | None = None,
     ):
-        """name: where the rows come from, for messages. labels: (rows,) or (rows, K). broken: see above."""
+        """name: where the rows come from, for messages. n_rows: their number, or (blocks,) numbers of rows that are
+        read together. labels: (rows,) or (rows, K). broken: see above."""
         self.name = name
         self.labels = labels
         self.attributes = {}
-        self.block_rows = np.ones(n_rows, np.int32)
+        self.block_rows = np.ones(n_rows, np.int32) if isinstance(n_rows, int) else n_rows.astype(np.int32)
         self.broken = {} if broken is None else broken
         self.known_broken = dict(self.broken)
         """The rows of `broken` that were known when the reader was made."""
@@ -108,7 +116,7 @@ class Reader(ItemSource):
     @cached_property
     def fields(self) -> dict[str, Field]:  # type: ignore[override]
         """The types of the fields, as the first whole row has them. Raises UserError if all rows are broken."""
-        n_rows = len(self.block_rows)
+        n_rows = int(self.block_rows.sum())
         first = next(filter(None, (self._try(row, {}) for row in range(n_rows))), None)
         if not first:
             raise none_whole(self.name, self.broken)
@@ -151,7 +159,13 @@ class Reader(ItemSource):
 
 def where_from(source: Dataset, row: int) -> str:
     """Where a row comes from, whatever has it."""
-    return source.where(row) if isinstance(source, Reader) else f"{source.name}: row {row}"
+    if isinstance(source, Reader):
+        return source.where(row)
+    if isinstance(source, HDF5Dataset):
+        number = bisect_right(source.first_rows, row) - 1
+        path, group = source.files[number]
+        return f"{path}::{group}: row {row - source.first_rows[number]}"
+    return f"{source.name}: row {row}"
 
 
 @contextmanager

@@ -39,9 +39,14 @@ def split_rows(source: Dataset, asked: Split = Split()) -> dict[str, Dataset]:  
 
     Raises UserError if a split is asked for and the source is split already, or if a split gets no rows.
     """
+    # A reader looks at some rows for its fields, and may find broken ones: now, before a limit leaves rows out.
+    source.fields  # noqa: B018
+    broken = getattr(source, "broken", {})
+    is_split = any(getattr(source, name, None) is not None for name in ("splits", "split_by"))
+    if not (broken or is_split or asked.shares or asked.limit):
+        return {"": source}
     n_rows = int(source.block_rows.sum())
     is_whole = np.ones(n_rows, bool)
-    broken = getattr(source, "broken", {})
     is_whole[[*broken]] = False
     if not is_whole.any():
         raise none_whole(source.name, broken)
@@ -49,18 +54,19 @@ def split_rows(source: Dataset, asked: Split = Split()) -> dict[str, Dataset]:  
     found = _find_splits(source, asked, is_whole)
     if found is not None:
         splits[is_whole] = found
+    numbers = np.unique(splits[is_whole]).tolist()
+    if asked.shares and len(numbers) < len(asked.shares):
+        names = ", ".join(SPLITS[number] for number in numbers)
+        raise UserError(f"--split leaves rows for {names} alone: there are {is_whole.sum():,} rows")
     if asked.limit and asked.limit < n_rows:
         is_whole &= _limit_rows(source, asked, splits)
-    parts = {
-        name: source.select(Subset(source.block_rows, is_whole & (splits == number)))
-        for number, name in enumerate(SPLITS)
-        if number in splits[is_whole]
-    }
-    if asked.shares and len(parts) < len(asked.shares):
-        raise UserError(f"--split leaves rows for {', '.join(parts)} alone: there are {is_whole.sum():,} rows")
+        if not is_whole.any():
+            raise none_whole(source.name, broken)
     if found is None:
-        return {"": source if is_whole.all() else parts["train"]}
-    return parts
+        return {"": source if is_whole.all() else source.select(Subset(source.block_rows, is_whole))}
+    members = {SPLITS[number]: is_whole & (splits == number) for number in numbers}
+    _refuse_empty(members, asked)
+    return {name: source.select(Subset(source.block_rows, rows)) for name, rows in members.items()}
 
 
 def _find_splits(source: Dataset, asked: Split, is_whole: np.ndarray) -> np.ndarray | None:
@@ -93,7 +99,7 @@ def _limit_rows(source: Dataset, asked: Split, splits: np.ndarray) -> np.ndarray
     for reasons in (getattr(source, "broken", {}), getattr(source, "known_broken", {})):
         for row in [row for row in reasons if not is_taken[row]]:
             del reasons[row]
-    print(f"--limit: {asked.limit:,} of {n_rows:,} rows, {_how(asked)}")
+    _print_limit(asked, n_rows, ", of each class alike" if classes.any() else "")
     return is_taken
 
 
@@ -103,15 +109,21 @@ def limit_parts(parts: Mapping[str, Dataset], asked: Split) -> Mapping[str, Data
     if not asked.limit or asked.limit >= len(numbers):
         return parts
     is_taken = draw_rows(numbers, asked.limit, None if asked.is_in_order else asked.seed)
-    print(f"--limit: {asked.limit:,} of {len(numbers):,} rows, {_how(asked)}")
+    _print_limit(asked, len(numbers))
     taken = {name: is_taken[numbers == number] for number, name in enumerate(parts)}
-    if empty := [name for name, rows in taken.items() if not rows.any()]:
-        raise UserError(f"--limit {asked.limit} leaves no row for {', '.join(empty)}; take more")
+    _refuse_empty(taken, asked)
     return {name: part.select(Subset(part.block_rows, taken[name])) for name, part in parts.items()}
 
 
-def _how(asked: Split) -> str:
-    return "the first ones, as --keep-order is given" if asked.is_in_order else "drawn at random, of each class alike"
+def _refuse_empty(rows_of: Mapping[str, np.ndarray], asked: Split) -> None:
+    """Raise UserError if a split gets no rows. rows_of: {split: (rows,) bool}"""
+    if empty := [name for name, rows in rows_of.items() if not rows.any()]:
+        raise UserError(f"--limit {asked.limit} leaves no row for {', '.join(empty)}; take more")
+
+
+def _print_limit(asked: Split, n_rows: int, of_classes: str = "") -> None:
+    how = "the first ones, as --keep-order is given" if asked.is_in_order else f"drawn at random{of_classes}"
+    print(f"--limit: {asked.limit:,} of {n_rows:,} rows, {how}")
 
 
 def draw_rows(strata: np.ndarray, n_rows: int, seed: int | None) -> np.ndarray:

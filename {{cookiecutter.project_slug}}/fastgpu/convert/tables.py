@@ -1,9 +1,9 @@
-"""CSV files, read by polars, and what belongs to a mistake in one: its line."""
+"""CSV files, read by polars, and what belongs to a mistake in one: its line. Labels from columns of text."""
 
 import csv
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -38,7 +38,104 @@ def read_text(path: Path) -> bytes:
         return file.read()
 
 
-class Table:
+class TextTable:
+    """Columns of text in memory. A row is broken if it has a value that the method for its column does not allow."""
+
+    broken: dict[int, str] | None
+    """{row: reason}, to which broken rows are added. None: they raise UserError."""
+
+    def __len__(self) -> int:
+        """The number of rows, with broken ones."""
+        raise NotImplementedError
+
+    def where(self, row: int) -> str:
+        """Where a row comes from, for messages."""
+        raise NotImplementedError
+
+    def column(self, name: str) -> pl.Series:
+        """The column of this name. Raises UserError unless there is one."""
+        raise NotImplementedError
+
+    def _list(self, rows: Sequence[int]) -> str:
+        """Wrong rows, in a few words."""
+        return f"wrong rows: {len(rows):,}"
+
+    @property
+    def is_whole(self) -> np.ndarray:
+        """(rows,) bool: whether a row is not broken."""
+        is_whole = np.ones(len(self), bool)
+        if self.broken:
+            is_whole[[*self.broken]] = False
+        return is_whole
+
+    def texts(self, name: str) -> pl.Series:
+        """A column of text without the spaces around it. Rows in which it is missing, null, are broken."""
+        column = self.column(name).str.strip_chars().replace("", None)
+        self.check(column, column.is_not_null(), "it is missing")
+        self.check(column, ~column.str.contains("\n", literal=True), "remove the line break or stray quote")
+        return column
+
+    def whole_numbers(self, name: str, highest: int, cure: str = "") -> np.ndarray:
+        """A column as int64. Rows with anything else than numbers from 0 to `highest` are broken. cure: for them."""
+        texts = self.texts(name)
+        numbers = texts.cast(pl.Int64, strict=False)
+        cure = f"it should be a whole number from 0 to {highest:,}{cure}"
+        self.check(texts, numbers.is_between(0, highest), cure)
+        return numbers.fill_null(0).to_numpy()
+
+    def check(self, values: pl.Series, is_right: pl.Series | np.ndarray, cure: str) -> None:
+        """Rows whose value of a column is not right are broken. cure: what is allowed. None is wrong.
+
+        If no value is right, the column is another one than was meant, and is refused.
+        """
+        is_wrong = ~_as_bool(is_right)
+        if self.broken is None or is_wrong.all():
+            self.refuse(values, is_right, cure)
+            return
+        for row in np.flatnonzero(is_wrong & self.is_whole).tolist():
+            self.broken[row] = self._describe(values, row, f"; {cure}")
+
+    def refuse(self, values: pl.Series, is_right: pl.Series | np.ndarray, cure: str) -> None:
+        """Raise UserError, with the lines of the values of a column that are not right, if there are any.
+
+        For a column that was taken for something else than it is.
+        """
+        wrong = np.flatnonzero(~_as_bool(is_right) & self.is_whole)
+        if not len(wrong):
+            return
+        listed = f" ({self._list(wrong.tolist())})" if len(wrong) > 1 else ""
+        raise UserError(self._describe(values, int(wrong[0]), f"{listed}; {cure}"))
+
+    def _describe(self, values: pl.Series, row: int, cure: str) -> str:
+        value = "" if values[row] is None else str(values[row])
+        return f"{self.where(row)}: {values.name} is {value[:40]!r}{cure}"
+
+
+class TextColumns(TextTable):
+    """Columns of text that came from no CSV."""
+
+    def __init__(
+        self,
+        columns: Mapping[str, pl.Series | Sequence[str | None]],
+        where: Callable[[int], str],
+        broken: dict[int, str] | None = None,
+    ):
+        """columns: (rows,) each. where: tells where a row comes from, by its number. broken: see `TextTable`."""
+        self.broken = broken
+        self._columns = {name: pl.Series(name, column, pl.String) for name, column in columns.items()}
+        self._where = where
+
+    def __len__(self) -> int:
+        return len(next(iter(self._columns.values())))
+
+    def where(self, row: int) -> str:
+        return self._where(row)
+
+    def column(self, name: str) -> pl.Series:
+        return self._columns[name]
+
+
+class Table(TextTable):
     """A CSV file of UTF-8 text, in memory. Its first line has one of SEPARATORS most often.
 
     A row is broken if it has more or fewer columns, or a value that the method for its column does not allow. Warns of
@@ -55,8 +152,7 @@ class Table:
         broken: dict[int, str] | None = None,
     ):
         """content: the text, if it is not that of the file. names: of the first columns, if there is no header. The
-        others are then called by their numbers, from 1 on. broken: {row: reason}, to which broken rows are added. None:
-        they raise UserError, with their lines."""
+        others are then called by their numbers, from 1 on. broken: see `TextTable`."""
         self.path = path
         self.broken = broken
         with explain_errors(path, "CSV in UTF-8 (Korean: iconv -f CP949 -t UTF-8; close quotes, double stray ones)"):
@@ -75,16 +171,7 @@ class Table:
             warn(f"{path}: {n_long:,} rows have line breaks in quotes; a stray quote swallows lines: double it")
 
     def __len__(self) -> int:
-        """The number of rows, with broken ones."""
         return len(self._rows)
-
-    @property
-    def is_whole(self) -> np.ndarray:
-        """(rows,) bool: whether a row is not broken."""
-        is_whole = np.ones(len(self), bool)
-        if self.broken:
-            is_whole[[*self.broken]] = False
-        return is_whole
 
     def _read(self) -> pl.DataFrame:
         """The rows. Those that have more or fewer columns than the first line are broken."""
@@ -109,15 +196,8 @@ class Table:
                 self.broken[row] = reason
         return rows
 
-    def texts(self, name: str) -> pl.Series:
-        """A column of text without the spaces around it. Rows in which it is missing, null, are broken."""
-        column = self.column(name).str.strip_chars().replace("", None)
-        self.check(column, column.is_not_null(), "it is missing")
-        self.check(column, ~column.str.contains("\n", literal=True), "remove the line break or stray quote")
-        return column
-
     def column(self, name: str) -> pl.Series:
-        """The column of this name, unmodified. Raises UserError unless there is one, and rows."""
+        """The column of this name. Raises UserError unless there is one, and rows."""
         n_found = self.names.count(name)
         if n_found == 1 and len(self._rows):
             return self._rows[:, self.names.index(name)].alias(name)
@@ -136,44 +216,14 @@ class Table:
             )
         raise UserError(f"{self.path} has {found}; {cure}")
 
-    def whole_numbers(self, name: str, highest: int, cure: str = "") -> np.ndarray:
-        """A column as int64. Rows with anything else than numbers from 0 to `highest` are broken. cure: for them."""
-        texts = self.texts(name)
-        numbers = texts.cast(pl.Int64, strict=False)
-        cure = f"it should be a whole number from 0 to {highest:,}{cure}"
-        self.check(texts, numbers.is_between(0, highest), cure)
-        return numbers.fill_null(0).to_numpy()
-
-    def check(self, values: pl.Series, is_right: pl.Series | np.ndarray, cure: str) -> None:
-        """Rows whose value of a column is not right are broken. cure: what is allowed. None is wrong."""
-        if self.broken is None:
-            self.refuse(values, is_right, cure)
-            return
-        for row in np.flatnonzero(~_as_bool(is_right)).tolist():
-            if row not in self.broken:
-                self.broken[row] = self._describe(values, row, f"; {cure}")
-
-    def refuse(self, values: pl.Series, is_right: pl.Series | np.ndarray, cure: str) -> None:
-        """Raise UserError, with the lines of the values of a column that are not right, if there are any.
-
-        For a column that was taken for something else than it is.
-        """
-        wrong = np.flatnonzero(~_as_bool(is_right) & self.is_whole)
-        if not len(wrong):
-            return
-        rows = wrong[:MAX_LISTED].tolist()
-        lines = [str(self._line_of[row]) for row in rows]
-        more = f" and {len(wrong) - len(rows):,} more" if len(wrong) > len(rows) else ""
-        listed = f" (wrong lines: {', '.join(lines)}{more})" if len(wrong) > 1 else ""
-        raise UserError(self._describe(values, rows[0], f"{listed}; {cure}"))
-
-    def _describe(self, values: pl.Series, row: int, cure: str) -> str:
-        value = "" if values[row] is None else str(values[row])
-        return f"{self.where(row)}: {values.name} is {value[:40]!r}{cure}"
-
     def where(self, row: int) -> str:
         """Where a row comes from, for messages: the file and its line."""
         return f"{self.path}:{self._line_of[row]}"
+
+    def _list(self, rows: Sequence[int]) -> str:
+        lines = [str(self._line_of[row]) for row in rows[:MAX_LISTED]]
+        more = f" and {len(rows) - len(lines):,} more" if len(rows) > len(lines) else ""
+        return f"wrong lines: {', '.join(lines)}{more}"
 
     @cached_property
     def _line_of(self) -> list[int]:
@@ -193,7 +243,7 @@ def _as_bool(values: pl.Series | np.ndarray) -> np.ndarray:
     return values.fill_null(False).to_numpy() if isinstance(values, pl.Series) else values
 
 
-def parse_labels(table: Table, names: Sequence[str]) -> tuple[np.ndarray, dict[str, Any]]:
+def parse_labels(table: TextTable, names: Sequence[str]) -> tuple[np.ndarray, dict[str, Any]]:
     """(labels, attributes) of one or more columns of text:
 
         one column of whole numbers or of names     classes, int64 (N,), and `class_names`
@@ -237,7 +287,7 @@ def parse_labels(table: Table, names: Sequence[str]) -> tuple[np.ndarray, dict[s
     return np.stack(attributes, axis=1).astype(np.uint8), {"class_names": list(names)}
 
 
-def refuse_other_labels(table: Table, texts: pl.Series) -> None:
+def refuse_other_labels(table: TextTable, texts: pl.Series) -> None:
     """Raise UserError, with the first lines, for labels that look like names of classes and are none: numbers with
     commas or one unit, and several labels in a cell."""
     has_comma = texts.str.contains(NUMBER_WITH_COMMAS)

@@ -30,8 +30,12 @@ from fastgpu.storage.layout import BLOCK_BYTES
 
 POOL_BYTES, POOL_BLOCKS = 1 << 30, 512
 """Rows that are shuffled together, whichever is more; but never more than a quarter of the free memory."""
+GROUP_POOL_BYTES, GROUP_POOL_BLOCKS = 256 << 20, 64
+"""The same for readers of row groups, which may be large: 64 of them hold a fair sample of the classes."""
 SINGLE_ROW_POOL_BYTES = 64 << 20
 """The same for sources with blocks of one row, which any size of pool shuffles completely."""
+POOL_ROWS_IN_ORDER = 1 << 20
+"""Maximum rows of a pool that is not shuffled. The plan of a pool takes more memory than rows as small as tokens."""
 
 
 class Writing(NamedTuple):
@@ -93,9 +97,8 @@ def write_files(
         for name, part in parts.items():
             with h5py.File(partial[name], "r+", locking=False) as file:
                 write_attributes(file, facts)
-                ids = np.concatenate(whole[name].row_ids)
                 if hasattr(part, "sources"):
-                    write_sources(file, part.sources(ids))
+                    write_sources(file, part.sources(np.concatenate(whole[name].row_ids)))
             flush(partial[name])  # now, since the disk may refuse: all files get their names, or none
     broken_list(target).unlink(missing_ok=True)  # of an earlier try
     skipped.unlink(missing_ok=True)  # of rows that were here before
@@ -125,7 +128,7 @@ class _WholeRows:
         self.broken: dict[int, str] = getattr(part, "broken", {})
         """{row: reason}, to which reading adds."""
         self.row_ids: list[np.ndarray] = []
-        """The numbers of the rows, in their order."""
+        """The numbers of the rows, in their order, if the part has sources: arrays may have billions of rows."""
         self.n_came = 0
         """Number of rows that were read, with broken ones."""
         self.n_odd: Counter[str] = Counter()
@@ -137,15 +140,17 @@ class _WholeRows:
             columns, row_ids = pool.rows.numpy(), pool.plan.row_ids
             is_whole = ~np.isin(row_ids, [*self.broken])
             for name, column in columns.items():
-                n_odd_R = _count_odd(column) * is_whole
+                odd_rows = _find_odd(column)
+                odd_rows = odd_rows[is_whole[odd_rows]]
                 if self._is_finite:
-                    for row in row_ids[n_odd_R > 0].tolist():
+                    for row in row_ids[odd_rows].tolist():
                         self.broken[row] = f"{where_from(self._part, row)}: {name} is NaN or infinite"
-                    is_whole &= n_odd_R == 0
-                elif n_odd := int(n_odd_R.sum()):
-                    self.n_odd[name] += n_odd
+                    is_whole[odd_rows] = False
+                elif len(odd_rows):
+                    self.n_odd[name] += len(odd_rows)
             self.n_came += len(row_ids)
-            self.row_ids.append(row_ids[is_whole])
+            if hasattr(self._part, "sources"):
+                self.row_ids.append(row_ids[is_whole])
             yield columns if is_whole.all() else {name: _keep(column, is_whole) for name, column in columns.items()}
 
     def losses(self) -> Counter[str]:
@@ -155,21 +160,17 @@ class _WholeRows:
         return Counter(loss for row in rows for loss in losses.get(row, ()))
 
 
-def _count_odd(column: np.ndarray | RaggedArray) -> np.ndarray:
-    """(n,) number of values of each row that are NaN or infinite."""
-    values = column.values if isinstance(column, RaggedArray) else column
-    n_odd = np.zeros(len(column), np.int64)
-    if values.dtype.kind != "f":
-        return n_odd
+def _find_odd(column: np.ndarray | RaggedArray) -> np.ndarray:
+    """The place of the row of each value that is NaN or infinite: once for each."""
+    values = column
+    if isinstance(values, RaggedArray):
+        values = values.values[values.offsets[0] : values.offsets[-1]]
+    if values.dtype.kind != "f" or (is_finite := np.isfinite(values)).all():
+        return np.zeros(0, np.int64)
+    places = np.nonzero(~is_finite)[0]
     if isinstance(column, RaggedArray):
-        start, stop = int(column.offsets[0]), int(column.offsets[-1])
-        values = values[start:stop]
-    if not (is_finite := np.isfinite(values)).all():
-        places = np.nonzero(~is_finite)[0]  # of values in all dimensions
-        if isinstance(column, RaggedArray):
-            places = np.searchsorted(column.offsets - start, places, side="right") - 1
-        n_odd += np.bincount(places, minlength=len(column))
-    return n_odd
+        places = np.searchsorted(column.offsets - column.offsets[0], places, side="right") - 1
+    return places
 
 
 def _keep(column: np.ndarray | RaggedArray, is_kept: np.ndarray) -> np.ndarray | RaggedArray:
@@ -184,8 +185,13 @@ def _keep(column: np.ndarray | RaggedArray, is_kept: np.ndarray) -> np.ndarray |
 def _read(source: Dataset, how: Writing, name: str) -> Generator[Pool]:
     """Pools of the rows in their order, read by the feed of training. name: for the bar of progress."""
     block_bytes = int(source.block_rows.max()) * source.row_bytes
-    pool_bytes = max(POOL_BYTES, POOL_BLOCKS * block_bytes) if block_bytes > source.row_bytes else SINGLE_ROW_POOL_BYTES
+    pool_bytes, pool_blocks = (
+        (GROUP_POOL_BYTES, GROUP_POOL_BLOCKS) if isinstance(source, Reader) else (POOL_BYTES, POOL_BLOCKS)
+    )
+    pool_bytes = max(pool_bytes, pool_blocks * block_bytes) if block_bytes > source.row_bytes else SINGLE_ROW_POOL_BYTES
     pool_rows = max(1, min(len(source), min(pool_bytes, free_host_bytes() // 4) // source.row_bytes))
+    if how.seed is None:
+        pool_rows = min(pool_rows, POOL_ROWS_IN_ORDER)
     batch_size = max(1, BLOCK_BYTES // source.row_bytes)
     pool_batches = -(-pool_rows // batch_size)
     order = BlockSampler(source, batch_size, pool_batches=pool_batches, seed=how.seed, drop_last=False)

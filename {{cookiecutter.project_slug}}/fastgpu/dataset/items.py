@@ -39,7 +39,7 @@ def to_column(
     Raises UserError if a row is not of the type and shape of the first row of the Dataset: it would be cut or wrapped.
     """
     kinds = {*map(type, values)}
-    with suppress(*NO_ARRAY):  # values that do not fit are told below
+    with suppress(*NO_ARRAY):  # values that do not fit are reported below
         if kinds == {int} and field == Field(np.dtype(np.int64), ()):  # as most labels are
             return np.array(values, np.int64)
         if kinds == {Tensor} and not field.is_ragged:

@@ -35,9 +35,9 @@ from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.rows import Ragged, RaggedArray, Rows
 
 ASK_BYTES = 4 << 20
-"""Rows that a worker is asked for at a time, ..."""
+"""Bytes of a request to a worker."""
 ASKS_PER_POOL = 64
-"""... but at most 1/64 of a pool and at least one batch, so that every worker has work."""
+"""A request is at most 1/64 of a pool, so that every worker has work, but at least one batch."""
 N_SAMPLES = 8
 """Items that are compared to find out which fields have any number of values."""
 MAX_ROWS = 2**31 - 1
@@ -129,7 +129,7 @@ class ItemDataset(ItemSource):
         """For each field, what the Dataset gives for these rows. See `read_items`."""
         items = read_items(self._item, keys, drawn)
         if {*map(type, items)} == {dict}:  # as most items are
-            with suppress(KeyError):  # told below
+            with suppress(KeyError):  # reported below
                 return [[item[name] for item in items] for name in self._names.values()]
         return [*zip(*map(self._in_order, items), strict=True)]
 
@@ -207,7 +207,7 @@ class ItemDataset(ItemSource):
 
 
 def rows_per_ask(source: Dataset, order: BlockSampler) -> int:
-    """Rows that a worker is asked for at a time."""
+    """Number of rows of a request to a worker."""
     of_pool = max(order.batch_size, order.max_pool_rows // ASKS_PER_POOL)
     return max(1, min(of_pool, ASK_BYTES // source.row_bytes))
 

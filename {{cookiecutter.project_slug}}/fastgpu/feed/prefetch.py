@@ -47,8 +47,8 @@ from fastgpu.rows.rows import RaggedArray, Rows
 from fastgpu.storage.store import HDF5Dataset
 
 WAITS = 100
-"""`loader.timeout_s` is waited for in so many parts, since clocks go on while a run is suspended (Ctrl-Z, `scontrol
-suspend`): when it wakes up, one of the parts has passed, and the others are left."""
+"""The timeout is split into this many waits, so that a suspended process (Ctrl-Z, `scontrol suspend`) loses at most one
+of them."""
 POLL_S = 0.01
 CLOSE_S = 3.0
 """How long closing waits for the end of the threads. Those that hang are left behind."""
@@ -258,8 +258,9 @@ class PrefetchLoader(PoolLoader):
         out = slot.host.numpy()
         # Rows in the page cache are gathered in the order of the pool, others read in that of the file.
         jobs = source.gathers(plan, out, n_rows) if isinstance(source, HDF5Dataset) else []
-        read = partial(_read_items, source, slot) if isinstance(source, ItemSource) else partial(source.read, plan)
-        jobs = jobs or [partial(read, reads, out) for reads in plan.reads.split(n_rows)]
+        if isinstance(source, ItemSource):  # makes rows one at a time: several threads may share a block
+            jobs = [partial(_read_items, source, slot, reads, out) for reads in plan.reads.singly().split(n_rows)]
+        jobs = jobs or [partial(source.read, plan, reads, out) for reads in plan.reads.split(n_rows)]
         slot.n_jobs = len(jobs)
         done = _Done(slot)
         for job in jobs:
@@ -301,7 +302,7 @@ class PrefetchLoader(PoolLoader):
 def _read_items(source: ItemSource, slot: _Slot, reads: Reads, out: Mapping[str, Out]) -> None:
     """Read items, and write their fields to `out`; ragged ones are kept in `slot`."""
     plan = slot.plan
-    # A block is a row, so each run is one, too.
+    # Each run is a row.
     columns = source.read_rows(reads.runs.starts, plan.seed, plan.epoch, plan.repeats[reads.places])
     ragged = {name: column for name, column in columns.items() if isinstance(column, RaggedArray)}
     for name in columns.keys() - ragged.keys():

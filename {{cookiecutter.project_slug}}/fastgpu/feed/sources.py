@@ -205,6 +205,8 @@ def _mixed(data: Data, source: Dataset, seed: int) -> Dataset:
         groups = groups._replace(groups=of_row)
     if len(lost := np.setdiff1d(np.arange(len(groups.names)), groups.groups)):
         name = groups.names[lost[0]]
+        if data.val_share is None:
+            raise UserError(f"data.train: {name} has no {data.window} neighbouring steps (data.window); leave it out")
         raise UserError(f"data.val is {data.val}, which leaves no row of {name} to train on; use a smaller share")
     return source.select(Mixture(groups, source.block_rows, data.batch_size, seed))
 

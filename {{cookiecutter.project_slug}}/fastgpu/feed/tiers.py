@@ -56,7 +56,8 @@ def measure_memory(sources: Sequence[Dataset], device: torch.device, n_local: in
 
 
 def choose_tier(data: Data, sources: Sequence[Dataset], memory: Memory) -> Tier:
-    """auto: the nearest tier of which the rows fill at most half. All tiers give the same batches: ranks may differ.
+    """auto: the fastest tier with twice as much free memory as the rows take. Ranks may differ: all tiers give the same
+    batches.
 
     sources: the training rows, then those to validate on. Raises UserError if the rows cannot be kept as asked.
     """
@@ -86,7 +87,7 @@ def _why_not_kept(source: Dataset, data: Data) -> str:
         return f"each epoch decodes other parts of the images of {source.name} (data.min_crop_scale)"
     for name, field in source.fields.items():
         if field.is_ragged and name not in source.stored_lengths:
-            return f"nobody knows how many values {name} of {source.name} have before they are read"
+            return f"the lengths of {name} of {source.name} are unknown until they are read"
         if field.is_ragged and source.stored_lengths[name].sum(dtype=np.int64) > MAX_VALUES:
             return f"{source.name} has more than {MAX_VALUES:,} values of {name}"
     return ""

@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 from PIL import Image
@@ -43,11 +44,32 @@ def list_images(root: Path) -> list[str]:
             seen.add(target)
         images = [name for name in sorted(files) if is_image(name)]
         paths += [os.path.relpath(Path(place, name), root) for name in images]
-        for name in files:
-            if not is_image(name):
-                others["hidden files" if name.startswith(".") else Path(name).suffix.lower() or name] += 1
+        others.update(kind_of(name) for name in files if not is_image(name))
+    tell_left_out(root, others)
+    return paths
+
+
+def select_images(paths: Iterable[str], others: Counter[str]) -> list[str]:
+    """The image files among paths, such as those in an archive. Counts the others by kind, as `list_images` does."""
+    images: list[str] = []
+    for path in paths:
+        *folders, name = path.split("/")
+        hidden = next((folder for folder in folders if folder.startswith(".")), "")
+        if is_image(name) and not hidden:
+            images.append(path)
+        else:
+            others[hidden or kind_of(name)] += 1
+    return images
+
+
+def tell_left_out(source: str | Path, others: Counter[str]) -> None:
+    """Print how many files of each kind are left out, if any."""
     if others:
         kinds = ", ".join(f"{count:,} {kind}" for kind, count in others.most_common(10))
         taken = "formats that Pillow reads by itself, such as JPEG and PNG, are taken"
-        print(f"left out of {root}: {kinds} ({taken})")
-    return paths
+        print(f"left out of {source}: {kinds} ({taken})")
+
+
+def kind_of(name: str) -> str:
+    """What files of this name are called where they are counted."""
+    return "hidden files" if name.startswith(".") else Path(name).suffix.lower() or name

@@ -14,7 +14,7 @@ KINDS = (
     (rb"PK\x03\x04.*/data\.pkl", 'a file of torch.save: np.save("x.npy", x) of its tensors makes one that is read'),
     (rb"PK\x03\x04.*(\[Content_Types\]|xl/)", "an Excel file: save it as CSV"),
     (rb"MATLAB 5", 'a MATLAB 5 file: np.save("x.npy", scipy.io.loadmat("FILE")["x"]) for each variable'),
-    (rb"PAR1", 'a Parquet file: polars.read_parquet("FILE").write_csv("x.csv")'),
+    (rb"PAR1", "a Parquet file: `python convert.py arrays` or `images` takes x.parquet"),
     (rb"\x80[\x02-\x05]", 'a pickle, which can run programs: if it is yours, save its arrays by np.save("x.npy", x)'),
     (rb"PK\x03\x04|\x1f\x8b|BZh|\xfd7zXZ|\x28\xb5\x2f\xfd|.{257}ustar", "a packed file or an archive: unpack it"),
     (rb"version https://git-lfs", "a pointer of Git LFS: `git lfs pull` fetches the file"),

@@ -20,7 +20,7 @@ __all__ = ["Launch", "SharedError", "UserError", "exit_with_message", "warn"]
 
 CONTROL = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 13), *range(14, 32), *range(127, 160))}
 ESCAPES = CONTROL | {0xDC00 + byte: f"\\x{byte:02x}" for byte in range(128, 256)}
-"""How text is shown: terminals obey control characters, and bytes of a file name that are no text are surrogates."""
+"""Translation table for output: control characters, and bytes of a file name that are no text, become `\\xNN`."""
 # What may be secret in a URL: `user:password@`, and for http a name alone; and what follows the ?, up to a `::/group`.
 # No URL has a quotation mark or a backslash, which stands before one in JSON.
 USER = re.compile(r"(?<=://)[^\s/?#@'\"]*:(?!\d+/)[^\s?#@'\"]*@|(?<=http://)[^\s/?#@'\"]+@|(?<=https://)[^\s/?#@'\"]+@")
@@ -35,7 +35,7 @@ all ranks when one exits. With a first rank that was 0.3 s late, no message came
 
 
 class UserError(ValueError):
-    """An error that a person can fix. It names key or path, value, what is allowed and cure."""
+    """An error that the user can fix. The message names the key or path, the value, what is allowed, and the fix."""
 
 
 class SharedError(UserError):

@@ -22,7 +22,7 @@ class _Terminal(io.TextIOWrapper):
 
 
 def start_tool() -> None:
-    """Set up a program that writes files, and shows names of files and classes, whatever these hold.
+    """Set up a command-line tool: it cleans up when it is stopped, and prints untrusted names safely.
 
     SIGTERM and SIGHUP end it by an exception, so that files that are not complete are removed. Standard output and
     error show what terminals obey or cannot encode as `\\x1b`.

@@ -22,7 +22,7 @@ LONG_ROW_BYTES = 4096
 OFFSET_DTYPE = np.dtype(np.int32)
 """Type of offsets of ragged rows on the device: torch's embedding_bag wants that of the values."""
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-"""Types that torch cannot index, and those as which their bytes are moved."""
+"""{unsigned type that torch cannot index: the signed type of the same width, as which it is moved}"""
 MAX_VALUES = np.iinfo(OFFSET_DTYPE).max
 """Maximum number of ragged values that lie together on a device."""
 

@@ -23,9 +23,12 @@ def find_chunks(name: str, data: h5py.Dataset, chunk_rows: int, file_size: int) 
     chunks = np.zeros((len(first_rows), 3), np.int64)
     value_bytes = data.id.get_type().get_size()
     has_filters = data.id.get_create_plist().get_nfilters() > 0
+    truncated = UserError(f"{name}: the file is truncated: copy or write it again")
 
     def note(chunk: h5py.h5d.StoreInfo) -> None:
-        # In a damaged file, these may be any numbers.
+        # In a damaged file, these may be any numbers, or there may be none.
+        if chunk.byte_offset is None:
+            raise truncated
         offset = min(chunk.byte_offset, file_size)
         n_bytes = chunk.size if has_filters else math.prod(data.chunks) * value_bytes
         chunks[chunk.chunk_offset[0] // chunk_rows] = offset, n_bytes, chunk.filter_mask
@@ -37,7 +40,7 @@ def find_chunks(name: str, data: h5py.Dataset, chunk_rows: int, file_size: int) 
         chunks[:, 0] = offset + first_rows * row_bytes
         chunks[:, 1] = np.diff(first_rows, append=len(data)) * row_bytes
     if (chunks[:, 0] + chunks[:, 1]).max(initial=0) > file_size:
-        raise UserError(f"{name}: the file is truncated: copy or write it again")
+        raise truncated
     return chunks
 
 

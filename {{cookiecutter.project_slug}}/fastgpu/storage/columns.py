@@ -102,7 +102,7 @@ class RaggedColumn:
 
 
 class Codec(Protocol):
-    """Makes rows of one shape of encoded ones, as ImageCodec in images/column.py does. `str` says how, in words."""
+    """Decodes rows of one shape, as ImageCodec in images/column.py does. `str` describes it for people."""
 
     field: Field
     """The type of the decoded rows."""

@@ -25,9 +25,9 @@ PAGE_BYTES = 4096
 """Reads around the page cache begin and end at multiples of this. No common disk asks for more."""
 HUGE_PAGE_BYTES = 2 << 20
 FEW_FILES, OWN_FILES, MANY_FILES = 1 / 16, 1 / 4, 3 / 4
-"""Shares of the descriptors that a process may have. Files of the first share may have several each, for a mapping or
-for h5py; up to the second one, each reader thread opens them for itself. Files beyond the third one are refused: the
-rest is for checkpoints and for connections between ranks."""
+"""Fractions of the limit of open files. Up to the first one, a file may have several descriptors, for a mapping or for
+h5py; up to the second one, each reader thread opens a file for itself. Files beyond the third one are refused: the rest
+is for checkpoints and for connections between ranks."""
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 KNOWS_PAGE_CACHE = hasattr(os, "RWF_NOWAIT") and hasattr(os, "posix_fadvise")
 """Whether the system tells what is in the page cache, as Linux does. Others read everything by system calls."""

@@ -105,6 +105,8 @@ def open_parts(asked: Request, path: str, groups: Sequence[str], *, is_first: bo
     parts = []
     for group, (name, columns, attributes) in zip(groups, opened, strict=True):
         where = f"{asked.key}: {name}"
+        if asked.by_step:
+            _check_order(asked.fields, columns, attributes, where)
         rows, recordings = _cut_recordings(columns, where) if asked.by_step else (columns, one_recording(0))
         parts.append(Part(name, path, group, file, *_cut_blocks(rows, where), attributes, recordings))
     return parts
@@ -145,6 +147,17 @@ def _open_steps(root: h5py.Group, name: str, where: str, file: OpenFile) -> Any:
     if data.ndim == 0 and dtype_of(data).kind in "buif":
         return InMemory(np.array(data[()], ndmin=1))
     return open_layout(f"{where}: {name}", data, file)
+
+
+def _check_order(
+    fields: Mapping[str, str], opened: Mapping[str, Any], attributes: Mapping[str, Any], where: str
+) -> None:
+    """Raise UserError if convert.py has shuffled the steps. Of ragged rows, also if their values are named as one
+    series, whole recordings are shuffled, whose order does not matter."""
+    is_ragged = any(isinstance(opened[field], RaggedColumn) or "/" in name for field, name in fields.items())
+    if not is_ragged and str(attributes.get("row_order", "")).startswith("random"):
+        cure = "write the file with --keep-order, or use data.window=0"
+        raise UserError(f"{where} has its rows in random order, and data.window needs those of a series; {cure}")
 
 
 def _cut_recordings(opened: Mapping[str, Any], where: str) -> tuple[dict[str, Any], Recordings]:

@@ -38,6 +38,8 @@ CHUNKS_PER_BLOCK = 4
 """A block has the windows of about so many compressed chunks, and decodes one more, at its end."""
 MAX_BLOCKS = 10_000_000
 """So many blocks are planned in a second. More would take gigabytes of memory."""
+MAX_WINDOWS = 1 << 31
+"""So many windows of an epoch have numbers whose squares are whole numbers of 64 bits."""
 LONG_WINDOW_BYTES = 16 << 10
 """Windows of this size are copied one by one. Of shorter ones, those of a block are read together, then cut."""
 Steps = HDF5Dataset | ArrayDataset
@@ -73,6 +75,11 @@ class WindowDataset(Dataset):
         n_windows = int(self._n_windows.sum())
         self._shifts = lru_cache(2)(self._draw_shifts)
         self.name = f"{steps.name} ({n_windows:,} windows of {n_steps:,} steps)"
+        if n_windows > MAX_WINDOWS:
+            raise UserError(
+                f"{self.name}: data.stride is {stride}, and an epoch has at most {MAX_WINDOWS:,} windows; use a larger "
+                "data.stride: each epoch begins its windows elsewhere"
+            )
         size = self._windows_per_block(n_windows)
         if (n_blocks := int((-(-self._n_windows // size)).sum())) > MAX_BLOCKS:
             raise UserError(

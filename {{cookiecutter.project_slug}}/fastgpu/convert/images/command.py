@@ -5,14 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from fastgpu.convert.command import SplitCommand
+from fastgpu.convert.command import PARQUET, SplitCommand
 from fastgpu.process.commands import argument, flag
 from fastgpu.process.launch import UserError
 from fastgpu.process.tools import check_exist
 
 MAX_SIDE = 1 << 14
 """Pixels of a side of an image."""
-ARCHIVES = (".zip", ".tar", ".tgz", ".gz")
+ARCHIVES = (".tar", ".zip")
+PACKED = (".gz", ".tgz", ".bz2", ".xz", ".zst")
 
 
 def size(text: str) -> tuple[int, int]:
@@ -32,12 +33,15 @@ class ImageCommand(SplitCommand):
 
 @dataclass(frozen=True, kw_only=True)
 class Images(ImageCommand):
-    """Write image files: folders of classes, a CSV of paths, or masks.
+    """Write images of folders, a CSV of paths, Parquet, tar or zip, or with masks.
 
     python convert.py images photos/ data/photos.h5 --size 128 --split 0.9
     """
 
-    source: Path = argument("folder with a sub-folder for each class, CSV file, or folder of the images of --masks")
+    source: Path = argument(
+        "folder with a sub-folder for each class, CSV file, folder of the images of --masks; or a file or quoted "
+        "pattern: Parquet (images in a column), tar (WebDataset, or folders of classes), zip (folders of classes)"
+    )
     split_by: str = flag(
         "column whose values, such as patients, --split keeps together; without --split, it says train, val or test. "
         "Of a folder: a regular expression of a part of the paths, such as 'p\\d+'",
@@ -45,7 +49,10 @@ class Images(ImageCommand):
         default="",
         metavar="COLUMN",
     )
-    columns: str | None = flag("of the CSV: the path and its labels; default: path,label", metavar="NAMES")
+    columns: str | None = flag(
+        "path or image, and its labels: of a CSV (default: path,label), of Parquet, or suffixes in a tar (jpg,cls)",
+        metavar="NAMES",
+    )
     size: tuple[int, int] | None = flag(
         "height and width of the rows; default: those of the images", type=size, metavar="HxW"
     )
@@ -58,9 +65,10 @@ class Images(ImageCommand):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_exist(self.source)
-        if self.source.is_file() and self.source.suffix.lower() in ARCHIVES:
-            raise UserError(f"{self.source} is an archive; unpack it and name the folder")
+        if not self.source.is_dir() and self.suffix in PACKED:
+            raise UserError(f"{self.source} is compressed, so that no file in it can be read alone; unpack it")
         idle = ["columns", "no_header"] if self.source.is_dir() else ["masks"]
+        idle += ["no_header"] if self.suffix in (*ARCHIVES, *PARQUET) else []
         idle += ["masks", "resize"] if self.keep_encoded else []
         idle += [] if self.masks else ["binary_masks", "masks_fit"]
         if given := [f"--{name.replace('_', '-')}" for name in idle if getattr(self, name)]:
@@ -71,9 +79,16 @@ class Images(ImageCommand):
             raise UserError("--size should be one number, of the shorter side, with --keep-encoded")
         if self.masks:
             check_exist(self.masks)
+        if self.columns and len(self.columns.split(",")) < 2:
+            raise UserError(f"--columns is {self.columns}; it should be two names or more: of the image and its labels")
+
+    @property
+    def suffix(self) -> str:
+        """That of the source, in small letters."""
+        return self.source.suffix.lower()
 
     def run(self) -> None:
-        from fastgpu.convert.images.readers import ImageFiles, ImageFolder, ImageTable, Masks
+        from fastgpu.convert.images.readers import ImageFiles, ImageFolder, ImageReader, ImageTable, Masks
         from fastgpu.convert.program import write
         from fastgpu.images.parts import Preprocessing
 
@@ -81,16 +96,25 @@ class Images(ImageCommand):
             "encoded": self.keep_encoded,
             "prepared": Preprocessing(self.size, self.resize or "shorter"),
         }
-        source: ImageFiles
+        source: ImageReader
+        columns = [name.strip() for name in (self.columns or "").split(",") if name.strip()]
         if self.masks:
             source = Masks(self.source, self.masks, is_binary=self.binary_masks, drawn_on=self.masks_fit, **how)
         elif self.source.is_dir():
             source = ImageFolder(self.source, **how)
+        elif self.suffix in PARQUET:
+            from fastgpu.convert.images.parquet import ParquetImages
+
+            source = ParquetImages(self.source, columns=columns, split_by=self.split_by, **how)
+        elif self.suffix in ARCHIVES:
+            from fastgpu.convert.images.archives import ImageArchives
+
+            source = ImageArchives(self.source, columns=columns, split_by=self.split_by, **how)
         else:
-            columns = (self.columns or ("1,2" if self.no_header else "path,label")).split(",")
+            columns = columns or (["1", "2"] if self.no_header else ["path", "label"])
             has_header = not self.no_header
             source = ImageTable(self.source, columns=columns, split_by=self.split_by, has_header=has_header, **how)
-        if self.source.is_dir() and self.split_by:
+        if isinstance(source, ImageFiles) and self.source.is_dir() and self.split_by:
             source.split_by_pattern(self.split_by, source.paths)
         write(source, self)
 

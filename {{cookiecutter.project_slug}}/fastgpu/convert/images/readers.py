@@ -21,7 +21,7 @@ from fastgpu.convert.reader import Reader
 from fastgpu.convert.splits import SPLIT_OF_WORD, read_splits
 from fastgpu.convert.writer import CODECS
 from fastgpu.imagefiles.folders import is_image, list_images
-from fastgpu.imagefiles.pixels import EXIF_ON_ITS_SIDE, EXIF_ORIENTATION, UprightImage, decode, fit, open_upright
+from fastgpu.imagefiles.pixels import EXIF_ON_ITS_SIDE, EXIF_ORIENTATION, UprightImage, decode, fit
 from fastgpu.images.decode import open_whole
 from fastgpu.images.parts import Box, Preprocessing
 from fastgpu.process.content import open_regular
@@ -41,37 +41,39 @@ PIXELS = rf"^(?:{PIXEL}\s+)*{PIXEL}$"
 """Whole numbers from 0 to 255 with spaces between them."""
 
 
-class ImageFiles(Reader):
-    """Image files, and their labels if they have any.
+class ImageReader(Reader):
+    """Images, and their labels if they have any. A subclass has `read_file`, and is complete when it calls this.
 
-    source: their folder, or a file in it that lists them. paths: from that folder on. prepared: without a size, images
-    have that of the first one. encoded: rows are the bytes of the files, for each epoch to decode; if `prepared` has a
-    size, images whose shorter side is longer become JPEG files of it.
+    prepared: without a size, images have that of the first one. encoded: rows are the bytes of the files, for each
+    epoch to decode; if `prepared` has a size, images whose shorter side is longer become JPEG files of it. Other
+    arguments are those of `Reader`.
     """
 
     def __init__(
         self,
-        source: Path,
-        paths: Sequence[str],
+        name: str,
+        n_rows: int | np.ndarray,
         labels: np.ndarray | None = None,
         *,
         prepared: Preprocessing = Preprocessing(),  # noqa: B008 (immutable)
         encoded: bool = False,
         broken: dict[int, str] | None = None,
     ):
-        super().__init__(str(source), len(paths), labels, broken=broken)
-        self.paths = paths
-        self.folder = source if source.is_dir() else source.parent
+        super().__init__(name, n_rows, labels, broken=broken)
         self.prepared = prepared
         self.encoded = encoded
         if not encoded:
             _, height, width = self.fields["images"].shape
             self.attributes["preprocessing"] = prepared._replace(size=(height, width)).to_json()
 
+    def read_file(self, row: int) -> bytes:
+        """The image file of a row. Raises an exception of any kind if it cannot be read."""
+        raise NotImplementedError
+
     def __getitem__(self, row: int) -> dict[str, Any]:
         """Raises an exception of any kind if the row is broken."""
         self.refuse(row)
-        return self.item(row, open_upright(Path(self.folder, self.paths[row])))
+        return self.item(row, UprightImage(np.frombuffer(self.read_file(row), np.uint8)))
 
     def item(self, row: int, image: UprightImage) -> dict[str, Any]:
         """The fields of a row, of its image file. Raises an exception of any kind."""
@@ -83,27 +85,56 @@ class ImageFiles(Reader):
         self.losses[row] = losses
         return {"images": values} if self.labels is None else {"images": values, "labels": self.labels[row]}
 
+
+class ImageFiles(ImageReader):
+    """Image files in a folder.
+
+    source: the folder, or a file in it that lists them. paths: from that folder on. how: see `ImageReader`.
+    """
+
+    def __init__(self, source: Path, paths: Sequence[str], labels: np.ndarray | None = None, **how: Any):
+        self.paths = paths
+        self.folder = source if source.is_dir() else source.parent
+        super().__init__(str(source), len(paths), labels, **how)
+
+    def read_file(self, row: int) -> bytes:
+        return read_file(Path(self.folder, self.paths[row]))
+
     def where(self, row: int) -> str:
         return os.path.join(self.folder, self.paths[row])  # noqa: PTH118 (ten times as fast)
 
 
 class ImageFolder(ImageFiles):
-    """root/<class>/**, or root/{train,val,test}/<class>/**. how: `prepared` and `encoded` of `ImageFiles`."""
+    """root/<class>/**, or root/{train,val,test}/<class>/**. how: `prepared` and `encoded` of `ImageReader`."""
 
     def __init__(self, root: str | Path, **how: Any):
-        paths = [path.split("/") for path in list_images(Path(root))]
-        depth = int({path[0].lower() for path in paths if len(path) > 1} <= SPLIT_OF_WORD.keys())
-        inside = [path for path in paths if len(path) > depth + 1]
-        if not inside:
-            cure = "list others in a CSV of path,label"
+        paths = list_images(Path(root))
+        others = [suffix for suffix in (".parquet", ".tar") if any(Path(root).glob(f"*{suffix}"))]
+        cure = f"name its files: '{root}/*{others[0]}'" if others else "list others in a CSV of path,label"
+        found = ClassFolders(str(root), paths, cure)
+        super().__init__(Path(root), [paths[place] for place in found.places], found.labels, **how)
+        self.attributes["class_names"] = found.class_names
+        self.splits = found.splits
+
+
+class ClassFolders:
+    """Labels, and splits if there are any, of images by the folders that they are in: see `ImageFolder`.
+
+    Prints how many are in no such folder. Raises UserError, with this cure, if none is.
+    """
+
+    def __init__(self, root: str, paths: Sequence[str], cure: str):
+        parts = [path.split("/") for path in paths]
+        depth = int({part[0].lower() for part in parts if len(part) > 1} <= SPLIT_OF_WORD.keys())
+        self.places = [place for place, part in enumerate(parts) if len(part) > depth + 1]
+        """Of the paths that are in the folder of a class."""
+        if not self.places:
             raise UserError(f"{root} has no images in sub-folders, one for each class; {cure}")
-        if len(inside) < len(paths):
-            print(f"images beside the class folders of {root}, which are left out: {len(paths) - len(inside):,}")
-        classes, labels = np.unique([path[depth] for path in inside], return_inverse=True)
-        super().__init__(Path(root), ["/".join(path) for path in inside], labels, **how)
-        self.attributes["class_names"] = classes.tolist()
-        if depth:
-            self.splits = read_splits(str(root), [path[0] for path in inside])
+        if len(self.places) < len(paths):
+            print(f"images beside the class folders of {root}, which are left out: {len(paths) - len(self.places):,}")
+        classes, self.labels = np.unique([parts[place][depth] for place in self.places], return_inverse=True)
+        self.class_names: list[str] = classes.tolist()
+        self.splits = read_splits(root, [parts[place][0] for place in self.places]) if depth else None
 
 
 class Masks(ImageFiles):
@@ -315,6 +346,12 @@ def turn_upright(values_HW: np.ndarray, orientation: int) -> np.ndarray:
     image = Image.fromarray(values_HW)
     image.getexif()[EXIF_ORIENTATION] = orientation
     return np.array(ImageOps.exif_transpose(image))
+
+
+def read_file(path: Path) -> bytes:
+    """The content of a file. Raises ValueError for a FIFO."""
+    with open_regular(path) as file:
+        return file.read()
 
 
 def keep(image: UprightImage, side: int | None = None) -> np.ndarray:

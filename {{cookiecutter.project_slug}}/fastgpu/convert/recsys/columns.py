@@ -1,46 +1,40 @@
 """The columns of a table of events as numbers: ids of users and items, ratings, times."""
 
-from pathlib import Path
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import numpy as np
 import polars as pl
 
+from fastgpu.convert.parquet import ParquetFiles
 from fastgpu.convert.recsys.times import DATES, Clock
+from fastgpu.convert.tables import TextTable
 from fastgpu.process.launch import UserError
 
 Unrated = Literal["refuse", "drop", "keep"]
 NO_RATING = ("", "nan", "na", "n/a", "null", "none", "\\n")
 """What stands for a missing rating, in small letters."""
+TEXT = (pl.String, pl.Categorical, pl.Enum)
 FORMATS = ("%Y-%m-%d", "%Y-%m-%dT%H:%M:%S%.f", "%Y-%m-%dT%H:%M:%S%.f%#z", "%Y-%m-%dT%H:%M", "%Y-%m-%dT%H:%M%#z")
 
 
-class Source(Protocol):
-    """A table of any format."""
+class ParquetTable(TextTable):
+    """Columns of Parquet files, which may be numbers and dates, too."""
 
-    path: Path
-    names: list[str]
+    def __init__(self, source: str, broken: dict[int, str] | None):
+        """source: a file or a pattern. broken: see `TextTable`."""
+        self.broken = broken
+        self._files = ParquetFiles(source)
+        self.names = [*self._files.schema]
 
-    @property
-    def is_whole(self) -> np.ndarray:
-        """(rows,) bool: whether a row is not broken."""
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def where(self, row: int) -> str:
+        return self._files.where(row)
 
     def column(self, name: str) -> pl.Series:
-        """A column. Raises UserError if there is none, or no row."""
-
-    def check(self, values: pl.Series, is_right: pl.Series | np.ndarray, cure: str) -> None:
-        """Rows whose value of a column is not right are broken."""
-
-    def refuse(self, values: pl.Series, is_right: pl.Series | np.ndarray, cure: str) -> None:
-        """Raise UserError if a value of a column is not right."""
-
-
-def check(table: Source, values: pl.Series, is_right: pl.Series, cure: str) -> None:
-    """Rows whose value is not right are broken. If none is right, the column is another one than was meant."""
-    if is_right.any():
-        table.check(values, is_right, cure)
-    else:
-        table.refuse(values, is_right, cure)
+        self._files.check([name])
+        return self._files.column(name)
 
 
 class Ids(NamedTuple):
@@ -75,12 +69,11 @@ class Texts(NamedTuple):
         return Ids(number_of_code[codes], ids.unique().sort().to_numpy(), kind)
 
 
-def read_ids(table: Source, name: str) -> Texts:
+def read_ids(table: TextTable, name: str) -> Texts:
     """A column of ids without the spaces around them. Rows in which it is missing are broken."""
     column = table.column(name)
-    if not (column.dtype.is_integer() or column.dtype in (pl.String, pl.Categorical, pl.Enum)):
-        cure = "ids are whole numbers or text: cast it, such as pl.col(...).cast(pl.Int64) of polars"
-        raise UserError(f"{table.path}: {name} is {column.dtype}; {cure}")
+    if not (column.dtype.is_integer() or column.dtype in TEXT):
+        _refuse_type(column, "whole numbers or text")
     column = column.cast(pl.String).fill_null("")
     codes = column.cast(pl.Categorical).to_physical().to_numpy()
     event_of_code = np.zeros(int(codes.max()) + 1, np.int64)
@@ -88,8 +81,8 @@ def read_ids(table: Source, name: str) -> Texts:
     texts = column[event_of_code].str.strip_chars()  # also of codes that other columns have
     has_break = texts.str.contains("\n", literal=True)
     if (texts == "").any() or has_break.any():
-        check(table, column, pl.Series(~(texts == "").to_numpy()[codes]), "it is missing")
-        check(table, column, pl.Series(~has_break.to_numpy()[codes]), "remove the line break or stray quote")
+        table.check(column, pl.Series(~(texts == "").to_numpy()[codes]), "it is missing")
+        table.check(column, pl.Series(~has_break.to_numpy()[codes]), "remove the line break or stray quote")
     return Texts(codes, texts)
 
 
@@ -102,19 +95,21 @@ class Likes(NamedTuple):
     """(events,) bool: whether there is no rating, or one that stands for none."""
 
 
-def read_likes(table: Source, name: str, above: float, unrated: Unrated) -> Likes:
+def read_likes(table: TextTable, name: str, above: float, unrated: Unrated) -> Likes:
     """A column of ratings. Those below 0 stand for none, as -1 often does, unless the limit is below 0, too.
 
     Rows with anything else than a number are broken. Raises UserError for no rating if unrated is "refuse".
     """
     column = table.column(name)
-    values = column.str.strip_chars() if column.dtype == pl.String else column
+    if not (column.dtype.is_numeric() or column.dtype in (*TEXT, pl.Boolean)):
+        _refuse_type(column, "numbers")
+    values = column.cast(pl.String).str.strip_chars() if column.dtype in TEXT else column
     ratings = values.cast(pl.Float64, strict=False).to_numpy()  # NaN if it is missing or no number
     odd = np.flatnonzero(~np.isfinite(ratings))
     is_missing = values[odd].cast(pl.String).fill_null("").str.to_lowercase().is_in(NO_RATING)
     is_right = np.ones(len(ratings), bool)
     is_right[odd] = is_missing.to_numpy()
-    check(table, values, pl.Series(is_right), "it should be a number")
+    table.check(values, pl.Series(is_right), "it should be a number")
     is_unrated = np.isnan(ratings)
     if above >= 0:
         is_unrated |= ratings < 0
@@ -124,21 +119,27 @@ def read_likes(table: Source, name: str, above: float, unrated: Unrated) -> Like
     return Likes(np.where(is_unrated, unrated == "keep", ratings > above), is_unrated)
 
 
-def read_times(table: Source, name: str) -> tuple[np.ndarray, Clock]:
+def read_times(table: TextTable, name: str) -> tuple[np.ndarray, Clock]:
     """(events,) int64 or float64, and what they are. Rows with anything else are broken."""
     column = table.column(name)
-    values = column.str.strip_chars() if column.dtype == pl.String else column
+    if not (column.dtype.is_numeric() or column.dtype in (*TEXT, pl.Date, pl.Datetime)):
+        _refuse_type(column, "numbers, dates or text")
+    values = column.cast(pl.String).str.strip_chars() if column.dtype in TEXT else column
     if column.dtype in (pl.Date, pl.Datetime):
         times, clock = _microseconds(values.cast(pl.Datetime("us"))), Clock(name, DATES)
     else:
         times, clock = _read_numbers(values), None
-        if times.has_nulls() and column.dtype == pl.String:
+        if times.has_nulls() and column.dtype in TEXT:
             dates = _read_dates(values)
             if dates.null_count() < times.null_count():
                 times, clock = dates, Clock(name, DATES)
     cure = "it should be a number, or a date such as 2026-01-31 or 2026-01-31T12:00:00"
-    check(table, values, times.is_not_null(), cure)
+    table.check(values, times.is_not_null(), cure)
     return times.fill_null(0).to_numpy(), clock or Clock.guess(name, times.drop_nulls().to_numpy())
+
+
+def _refuse_type(column: pl.Series, allowed: str) -> None:
+    raise UserError(f"{column.name} is {column.dtype}; allowed are {allowed}: cast it, or name another column")
 
 
 def _read_numbers(values: pl.Series) -> pl.Series:

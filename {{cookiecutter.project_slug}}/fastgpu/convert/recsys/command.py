@@ -7,7 +7,7 @@ from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from fastgpu.convert.command import WriteCommand, natural, shares
+from fastgpu.convert.command import WriteCommand, is_parquet, natural, shares
 from fastgpu.process.commands import argument, flag
 from fastgpu.process.launch import UserError
 from fastgpu.process.tools import check_exist
@@ -41,17 +41,19 @@ def moments(text: str) -> tuple[float, ...] | tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Events(WriteCommand):
-    """Write users and the items they like, split by users, by time, or at the last items.
+    """Write users and the items they like, split by users or by time.
 
     Some users are held out, as Liang et al. (2018) do, unless --split-by-time or
     --leave-last-out is given. Items of a user are in the order of time, if there
     is one. Ids are whole numbers or text, and predict.py answers in them.
 
     python convert.py events ml-20m.zip data/ml-20m.h5
-    python convert.py events r.csv x.h5 --columns who,what,,when --split-by-time 0.9
+    python convert.py events r.csv x.h5 --columns u,i,,t --split-by-time 0.9
     """
 
-    source: str = argument("a CSV or Parquet file, MovieLens as published, or a sparse matrix of ones (.npz)")
+    source: str = argument(
+        "a CSV, Parquet (or a quoted pattern), MovieLens as published, or a sparse matrix of ones (.npz)"
+    )
     seed: int = flag("seed of the order; the split has that of the paper", type=natural, default=0, metavar="N")
     no_header: bool = flag("the first line is a row; columns are called 1, 2, ...", default=False)
     columns: str | None = flag(
@@ -107,6 +109,8 @@ class Events(WriteCommand):
         if self.is_matrix and (any(each is not None for each in of_tables) or self.no_header or self.leave_last_out):
             found = "has neither ratings nor times: only --held-out and --min-items choose what is written of it"
             raise UserError(f"{self.source} {found}; keep what counts: matrix = matrix > 3")
+        if self.no_header and is_parquet(self.source):
+            raise UserError(f"--no-header is for a CSV; the columns of {self.source} have names")
         if not self.has_ratings:
             for name, value in (("--above", self.above), ("--unrated", self.unrated)):
                 if value is not None:

@@ -14,8 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from fastgpu.convert.broken import none_whole
+from fastgpu.convert.command import is_parquet
 from fastgpu.convert.reader import explain_errors
-from fastgpu.convert.recsys.columns import Source, Unrated, read_ids, read_likes, read_times
+from fastgpu.convert.recsys.columns import ParquetTable, Unrated, read_ids, read_likes, read_times
 from fastgpu.convert.recsys.log import Log, rank
 from fastgpu.convert.recsys.times import Clock
 from fastgpu.convert.tables import Table, read_text
@@ -70,6 +71,7 @@ def read_events(
     times, clock = read_times(table, time) if time else (None, None)
     likes = read_likes(table, rating, above, unrated) if rating else None
     is_whole = table.is_whole
+    del table  # its text takes more memory than all numbers
     if broken and not is_whole.any():
         raise none_whole(str(source), broken)
 
@@ -115,8 +117,12 @@ def name_columns(columns: Sequence[str]) -> tuple[str, str, str, str]:
     return user, item, rating, time
 
 
-def open_table(source: Path, names: Sequence[str], *, has_header: bool, broken: dict[int, str] | None) -> Source:
+def open_table(
+    source: Path, names: Sequence[str], *, has_header: bool, broken: dict[int, str] | None
+) -> Table | ParquetTable:
     """A table of any format. names: of the four columns of MovieLens without a header. broken: see `Table`."""
+    if is_parquet(str(source)):
+        return ParquetTable(str(source), broken)
     content = _read(source)
     known: Sequence[str] = ()
     if has_header and (line := WITHOUT_HEADER.fullmatch(content.partition(b"\n")[0])):
