@@ -138,7 +138,7 @@ OPTIONS += [
     if "class Workload" in path.read_text()
 ]
 KNOWN_KEYS = {"workload", *keys()} | {key for options in OPTIONS for key in keys(options, "model.")}
-FILE_SUFFIX = re.compile("py|h5|hdf5|yaml|yml|json|jsonl|html|npy|npz|txt|md|pt|pt2|onnx|safetensors|png|csv")
+FILE_SUFFIX = re.compile("py|h5|hdf5|bin|yaml|yml|json|jsonl|html|npy|npz|txt|md|pt|pt2|onnx|safetensors|png|csv")
 HISTORY = ("CHANGELOG.md", "bench/results/", "tests/goldens/", "tests/faults/")
 """These name keys of before, and wrong ones."""
 NOT_KEYS = {"model.freeze", "model.freez", "model.dropuot", "train.build"}
