@@ -33,7 +33,7 @@ from support.projects import (
     use_loader,
     write_text,
 )
-from support.ranks import copy_project, printed_by
+from support.ranks import copy_project, printed_by, run_train
 from support.rows import write_rows
 from support.runs import metrics_of, newest, same_after_a_kill, step_of, weights_of
 from workloads.recsys import rank
@@ -508,3 +508,44 @@ def test_scheduler_of_torch_is_resumed(folder):
     rates = {point["step"]: point["train/lr"] for point in metrics_of(run) if "train/lr" in point}
     assert rates == pytest.approx({step: 3e-3 * 0.999**step for step in rates})
     assert weights_of(run, "scheduler")["last_epoch"] == 63
+
+
+TABLE = """
+import torch
+from torch import nn
+
+from workloads import minimal
+
+
+class Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.EmbeddingBag(60, 4, sparse=True)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.head(self.table((2 * x).long() % 10 + 10 * torch.arange(6)))
+
+
+class Workload(minimal.Workload):
+    def model(self):
+        return Table()
+"""
+
+
+@pytest.mark.slow
+def test_large_table_with_sparse_gradients_is_resumed(folder):
+    """The changes of the page train it on two ranks, with clipping and accumulation; without them it is one line."""
+    project = copy_project(folder)
+    (project / "workloads/table.py").write_text(TABLE)
+    refused = run_train("workload=table", cwd=project, root=project)
+    assert refused.returncode == 2
+    assert "error: table.weight is of an embedding with sparse=True, and AdamW of make_optimizer" in refused.stderr
+    for name, diff in zip(
+        ("train.py", "fastgpu/process/config.py"), section_of_code_page("Large embedding tables"), strict=True
+    ):
+        (project / name).write_text(use_diff((project / name).read_text(), diff))
+    words = ("workload=table", "optim.name=adagrad", "optim.lr=0.3", "optim.accumulation_steps=2")
+    assert same_after_a_kill(folder, "last-00000[5-9]", *words, *INSIDE)
+    errors = [point["val/mse"] for point in metrics_of(folder / "runs/killed") if "val/mse" in point]
+    assert errors[-1] < 0.9 * errors[0]

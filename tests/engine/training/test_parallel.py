@@ -1,4 +1,5 @@
 import sys
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -12,6 +13,7 @@ from fastgpu.process.config import Dist, Optim
 from fastgpu.process.seeds import reseed
 from fastgpu.process.world import World
 from fastgpu.training.parallel import mean_over_ranks, wrap_in_ddp
+from fastgpu.training.step import prepare_optimizer
 from support.ranks import ALONE, CPU, in_world
 
 TWO = World(0, 2, 2, CPU)
@@ -55,9 +57,27 @@ def train_sparse(world: World) -> list[float]:
     return model[0].weight.flatten().tolist()
 
 
+def train_table(world: World, *, sparse: bool) -> list[list[float]]:
+    """The weights after two steps of two micro-batches by Adagrad, with a row that both ranks look up."""
+    model = nn.Sequential(nn.Embedding(5, 2, sparse=sparse), nn.Linear(2, 1))
+    ddp = wrap_in_ddp(model, Dist(), world)
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    prepare_optimizer(model, optimizer)
+    for _ in range(2):
+        for micro_batch in range(2):
+            ddp.require_backward_grad_sync = micro_batch == 1
+            ddp(torch.tensor([world.rank, 3, 3 * micro_batch])).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model[0].weight.tolist()
+
+
 @pytest.mark.slow
 def test_parallel_sparse_gradients():
     assert in_world(2, train_sparse) == [[0.5, 0.5, 1, 1]] * 2
+    first, second = in_world(2, partial(train_table, sparse=True))
+    assert first == second
+    torch.testing.assert_close(first, in_world(2, partial(train_table, sparse=False))[0])
 
 
 class Unused(nn.Sequential):
@@ -98,10 +118,17 @@ def test_messages_of_training(compare_messages, monkeypatch):
     model = nn.Linear(1, 1)
     adam = Mock(side_effect=RuntimeError("apex.optimizers.FusedAdam requires\ncuda"))
     monkeypatch.setitem(sys.modules, "apex.optimizers", SimpleNamespace(FusedAdam=adam))
+    table = nn.Sequential(nn.Embedding(2, 1, sparse=True))
+    gpus = World(0, 2, 2, torch.device("cuda", 0))
     steps = [{"train/loss": torch.ones(())}, {"train/loss": torch.ones(()), "train/norm": torch.ones(())}]
     compare_messages(
         {
             "SyncBatchNorm on CPUs": lambda: wrap_in_ddp(nn.SyncBatchNorm(1), Dist(), TWO),
+            "sparse gradients, and AdamW": lambda: prepare_optimizer(table, make_optimizer(table, Optim())),
+            "sparse gradients, and fused SGD": lambda: prepare_optimizer(
+                table, make_optimizer(table, Optim(name="sgd"))
+            ),
+            "sparse gradients on several GPUs": lambda: wrap_in_ddp(table, Dist(), gpus),
             "Apex is not installed": lambda: wrap_in_ddp(model, Dist(strategy="apex"), TWO),
             "Apex refuses": lambda: make_optimizer(model, Optim(name="fused_adam")),
             "a number that only some steps have": lambda: mean_over_ranks(steps, ALONE),

@@ -14,6 +14,8 @@ from fastgpu.rows.rows import Rows
 
 APEX_OPTIMIZERS = {"fused_adam": "FusedAdam", "fused_lamb": "FusedLAMB"}
 """{optim.name: class in apex.optimizers}: AdamW, and LAMB (You et al., arXiv:1904.00962)."""
+DENSE_OPTIMIZERS = ("Adam", "AdamW", *APEX_OPTIMIZERS.values())
+"""Classes that take no sparse gradients. Fused ones of any class take none, either."""
 
 
 class MixedPrecision(NamedTuple):
@@ -81,10 +83,33 @@ def prepare_optimizer(model: nn.Module, *optimizers: torch.optim.Optimizer) -> N
     Call it once, before a torch scheduler is made.
     """
     for optimizer in optimizers:
+        _check_sparse(model, optimizer)
         for group in optimizer.param_groups:
             group.setdefault("initial_lr", group["lr"])  # a scheduler may have set it, and changed the rate
             group["made_with"] = {name: value for name, value in group.items() if name != "params"}
     check_groups(model, optimizers)
+
+
+def _check_sparse(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise SharedError if the optimizer has a weight with sparse gradients, and takes none."""
+    kind = type(optimizer).__name__
+    refusing = [group for group in optimizer.param_groups if kind in DENSE_OPTIMIZERS or group.get("fused")]
+    refused = {id(each) for group in refusing for each in group["params"]}
+    for name, weight in sparse_weights(model).items():
+        if id(weight) in refused:
+            raise SharedError(
+                f"{name} is of an embedding with sparse=True, and {kind} of make_optimizer takes no sparse gradients: "
+                "use sparse=False, or the optimizer of docs/code.md, Large embedding tables"
+            )
+
+
+def sparse_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    """{name: weight} of the embeddings that are trained by sparse gradients, which have the rows of one step only."""
+    return {
+        f"{name}.weight".lstrip("."): module.weight
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad
+    }
 
 
 def check_groups(model: nn.Module, state: Iterable[object]) -> None:
