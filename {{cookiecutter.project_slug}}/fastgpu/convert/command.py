@@ -141,7 +141,7 @@ class SplitCommand(WriteCommand):
 
 @dataclass(frozen=True, kw_only=True)
 class Arrays(SplitCommand):
-    """Write NumPy arrays and sparse matrices, one for each field, or columns of Parquet files.
+    """Write NumPy arrays, sparse matrices or columns of Parquet files.
 
     python convert.py arrays images=x.npy labels=y.npy data/x.h5 --split 0.9
     """

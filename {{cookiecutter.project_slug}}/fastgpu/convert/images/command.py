@@ -33,7 +33,7 @@ class ImageCommand(SplitCommand):
 
 @dataclass(frozen=True, kw_only=True)
 class Images(ImageCommand):
-    """Write image files: folders of classes, a CSV of paths, Parquet, tar shards, or masks.
+    """Write image files: of folders, a CSV, Parquet, tar or zip, or masks.
 
     python convert.py images photos/ data/photos.h5 --size 128 --split 0.9
     """
