@@ -459,6 +459,21 @@ def test_windows_of_a_share_of_one_series_are_its_end(tmp_path):
     assert val == set(range(880, 1000))
 
 
+def test_windows_of_a_share_say_which_steps_are_lost(tmp_path, capsys):
+    series = write_series(tmp_path / "x.h5", [100] * 10)
+    for share, lost in (
+        ("20%", ""),
+        ("25%", "100 of its steps"),
+        ("27%", "30 of its steps"),
+        ("23%", "30 of its steps"),
+    ):
+        train, val = open_windows(series, 60, 1, val=share)
+        assert ("which cuts a recording: " in (printed := capsys.readouterr().out)) == bool(lost)
+        assert lost in printed
+        n_steps = len(used_steps(read_windows(train))) + len(used_steps(read_windows(val, seed=None)))
+        assert n_steps == 1000 - int(lost.partition(" ")[0] or 0)
+
+
 def test_windows_of_a_share_depend_on_no_seed(tmp_path):
     series = write_series(tmp_path / "x.h5", [100] * 10)
     data = Data(train=series.train, val="25%", fields=series.fields, window=10, stride=10)
