@@ -103,7 +103,7 @@ def _check_sparse(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def sparse_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+def sparse_weights(model: nn.Module) -> dict[str, Tensor]:
     """{name: weight} of the embeddings that are trained by sparse gradients, which have the rows of one step only."""
     return {
         f"{name}.weight".lstrip("."): module.weight
