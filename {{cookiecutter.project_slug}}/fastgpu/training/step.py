@@ -6,7 +6,7 @@ from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fastgpu.process.config import Auto, Optim, Precision
 from fastgpu.process.launch import SharedError, UserError
