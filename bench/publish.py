@@ -246,22 +246,33 @@ BESIDE = [
 
 def first_screen() -> str:
     """What README.md shows of the results: this project beside DataLoaders, and beside its peers. Medians only."""
-    machine = newest("loader")[0][0]["machine"]
-    where = f"{machine['cores']} cores of an {machine['cpu'].replace('(R)', '')}"
-    columns = [f"images/s, {where}", "DataLoader, by items", "by batches", "this template", "times as fast"]
+    machines = [newest(what)[0][0]["machine"] for what in ("idle", "loader", "encoded")]
+    cores = " or ".join(dict.fromkeys(machine["cores"] for machine in machines))
+    columns = [f"images/s, {cores} cores", "DataLoader, by items", "by batches", "this template", "times as fast"]
     text = Table("", columns, [usual.cells() for usual in USUAL]).markdown()
     beside = []
     for words, what, case, own, name in BESIDE:
         ((result, page),) = newest(what)
         theirs = [speeds(result, case, (name.format(peer),)) for peer in PEERS]
         cells = [times_as_fast(speeds(result, case, (own,)), rates) if rates else "" for rates in theirs]
+        if not any(cells):
+            continue  # not measured yet
         beside.append([f"[{words}](bench/results/{page}.md)", *cells])
     text += "\n" + Table("", ["times as fast as", *PEERS.values()], beside).markdown()
     return (
         f"{text}\nThe faster of the two DataLoaders counts, and of a peer the fastest way; nearly all of them shuffle "
         "fully, this template in pools. The pages say what else differs. Medians of three rounds, files in the page "
-        f"cache; torch {machine['torch']}, {machine['date'][:10]}.\n"
+        f"cache; {_list_machines(machines)}.\n"
     )
+
+
+def _list_machines(machines: Sequence[Mapping[str, str]]) -> str:
+    """Where and when the pages of a table were measured. They may be of several days and machines."""
+    cpus = " and ".join(dict.fromkeys(f"an {machine['cpu'].replace('(R)', '')}" for machine in machines))
+    days = sorted({machine["date"][:10] for machine in machines})
+    versions = ", ".join(sorted({machine["torch"] for machine in machines}))
+    several = "; the page behind each row names its machine" if len(days) > 1 or " and " in cpus else ""
+    return f"{cpus}, torch {versions}, {' to '.join(days[:: max(1, len(days) - 1)])}{several}"
 
 
 def gpu_words(folder: Path = RESULTS) -> dict[str, str]:

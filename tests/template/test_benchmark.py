@@ -1,6 +1,7 @@
 """The benchmarks: a wrong row is found, numbers follow their formulas, and each command runs."""
 
 import json
+import runpy
 import sys
 import time
 from pathlib import Path
@@ -12,7 +13,6 @@ import numpy as np
 import order
 import publish
 import pytest
-import run
 import tables
 import timeline
 import windows
@@ -22,7 +22,11 @@ from data import DataSpec
 from peers import FIXED, PEERS, Task, fixed_batch, h5py_batches, h5py_rows
 from scipy.stats import chisquare
 
+from support import ROOT
 from support.ranks import printed_by
+
+SUITES = runpy.run_path(str(ROOT / "bench/run.py"))["SUITES"]
+"""{name of a page: its data sets and contenders}"""
 
 IMAGES = np.pad(np.arange(4, dtype=np.uint8).reshape(4, 1, 1, 1), ((0, 0), (0, 0), (0, 1), (0, 1)))
 
@@ -99,14 +103,14 @@ def test_benchmark_readme_shows_the_newest(tmp_path):
 
 @pytest.mark.parametrize("usual", publish.USUAL, ids=lambda usual: usual.text)
 def test_benchmark_readme_names_contenders(usual):
-    names = run.SUITES[usual.what].names
+    names = SUITES[usual.what].names
     for kind in (usual.items, *usual.batches, usual.ours):
         assert [name for name in names if name.startswith(kind)], kind
 
 
 @pytest.mark.parametrize(("what", "own", "name"), [(what, own, name) for _, what, _, own, name in publish.BESIDE])
 def test_benchmark_readme_names_peers(what, own, name):
-    names = run.SUITES[what].names
+    names = SUITES[what].names
     assert own in names
     assert [each for peer in PEERS for each in names if each.startswith(name.format(peer))]
 

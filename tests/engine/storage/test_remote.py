@@ -155,6 +155,17 @@ def test_remote_windows_equal_local_ones(bucket, tmp_path, options, length, stri
     assert train.n_requests == val.n_requests > 0
 
 
+def test_remote_windows_of_groups_by_a_pattern(bucket, tmp_path):
+    local = write_series(tmp_path / "x.h5", [300, 500, 400], chunks=(100,))
+    series = local._replace(train=f"{put(bucket, tmp_path / 'x.h5')}::/g*")
+    for source, seed in zip(open_windows(series, 16, 5, val="20%"), (5, None), strict=True):
+        places_of(read_windows(source, seed=seed), local)
+    weights = {f"{put(bucket, tmp_path / 'x.h5')}::/g{pattern}": 1.0 for pattern in ("[01]", "2")}
+    train, _ = open_windows(series._replace(train=weights), 16, 5, val=series.train, batch_size=16)
+    places = places_of(read_windows(train), local)
+    assert (places[:, 0] == 2).sum() * 2 == len(places)
+
+
 @pytest.mark.parametrize("length", [16, 20_000])
 @pytest.mark.parametrize("fault", ["flipped", "replaced"])
 def test_remote_windows_have_no_damaged_bytes(bucket, tmp_path, fault, length):

@@ -18,7 +18,7 @@ from fastgpu.rows.order import BlockSampler
 from fastgpu.storage import layout as layout_module
 from fastgpu.storage.file import OpenFile
 from support.ranks import CPU
-from support.rows import PLAN, config_of, reads_of
+from support.rows import PLAN, config_of, read_rows, reads_of
 from support.windows import (
     SEED,
     Series,
@@ -116,7 +116,7 @@ def test_windows_are_the_slices_of_h5py(series_of, layout, length, stride):
 
 @pytest.mark.usefixtures("either_cached_or_not")
 @pytest.mark.parametrize(("length", "stride"), [(16, 1), (64, 64), (2000, 900)])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["contiguous", "gzip and shuffle", "big-endian", "several files"])
 def test_windows_in_the_page_cache_or_not(tmp_path, layout, length, stride):
     series = LAYOUTS[layout](tmp_path)
     places_of(read_windows(open_windows(series, length, stride)[0]), series)
@@ -459,6 +459,21 @@ def test_windows_of_a_share_of_one_series_are_its_end(tmp_path):
     assert val == set(range(880, 1000))
 
 
+def test_windows_of_a_share_say_which_steps_are_lost(tmp_path, capsys):
+    series = write_series(tmp_path / "x.h5", [100] * 10)
+    for share, lost in (
+        ("20%", ""),
+        ("25%", "100 of its steps"),
+        ("27%", "30 of its steps"),
+        ("23%", "30 of its steps"),
+    ):
+        train, val = open_windows(series, 60, 1, val=share)
+        assert ("which cuts a recording: " in (printed := capsys.readouterr().out)) == bool(lost)
+        assert lost in printed
+        n_steps = len(used_steps(read_windows(train))) + len(used_steps(read_windows(val, seed=None)))
+        assert n_steps == 1000 - int(lost.partition(" ")[0] or 0)
+
+
 def test_windows_of_a_share_depend_on_no_seed(tmp_path):
     series = write_series(tmp_path / "x.h5", [100] * 10)
     data = Data(train=series.train, val="25%", fields=series.fields, window=10, stride=10)
@@ -532,7 +547,7 @@ def test_windows_of_a_damaged_chunk(tmp_path, tier, length, stride):
 
 @pytest.mark.parametrize("options", [{}, {"chunks": (500,), "compression": "gzip"}], ids=["plain", "gzip"])
 @pytest.mark.parametrize(("length", "stride"), [(16, 1), (16, 16), (4200, 100)])
-@pytest.mark.parametrize("when", [0, 1, 2, 3])
+@pytest.mark.parametrize("when", [0, 1])
 @pytest.mark.usefixtures("either_cached_or_not")
 def test_windows_of_a_file_changed_while_read(tmp_path, monkeypatch, options, length, stride, when):
     """Before or after a look at the file: each read is between two of them."""
@@ -549,7 +564,7 @@ def test_windows_of_a_file_changed_while_read(tmp_path, monkeypatch, options, le
 
     monkeypatch.setattr(OpenFile, "check_unchanged", check)
     with pytest.raises(UserError, match=r"was changed while in use; restore the file"):
-        read_windows(train)
+        read_rows(train)  # in this thread: the end of a mapped file must not go while another one copies it
     assert len(n_checks) > when
 
 

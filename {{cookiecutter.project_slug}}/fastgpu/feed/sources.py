@@ -184,6 +184,10 @@ def _hold_out_steps(asked: str, data: Data, rows: WindowDataset) -> tuple[Datase
                 f"{asked}, which leaves no {rows.length} neighbouring steps (data.window) of {rows.name} to {purpose} "
                 "on; use another share, or a smaller window"
             )
+    if n_lost := sum(int(part.runs.counts[part.runs.counts < rows.length].sum()) for part in parts):
+        warn(
+            f"{asked}, which cuts a recording: {n_lost:,} of its steps are too few for a window of {rows.length} steps"
+        )
     train, val = (WindowDataset(rows.steps, part, rows.length, rows.stride) for part in parts)
     return train, val
 

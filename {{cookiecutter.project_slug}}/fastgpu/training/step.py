@@ -6,7 +6,7 @@ from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fastgpu.process.config import Auto, Optim, Precision
 from fastgpu.process.launch import SharedError, UserError
@@ -103,7 +103,7 @@ def _check_sparse(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             )
 
 
-def sparse_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+def sparse_weights(model: nn.Module) -> dict[str, Tensor]:
     """{name: weight} of the embeddings that are trained by sparse gradients, which have the rows of one step only."""
     return {
         f"{name}.weight".lstrip("."): module.weight

@@ -33,7 +33,7 @@ class ImageCommand(SplitCommand):
 
 @dataclass(frozen=True, kw_only=True)
 class Images(ImageCommand):
-    """Write images of folders, a CSV of paths, Parquet, tar or zip, or with masks.
+    """Write image files: of folders, a CSV, Parquet, tar or zip, or masks.
 
     python convert.py images photos/ data/photos.h5 --size 128 --split 0.9
     """
