@@ -93,7 +93,7 @@ class Workload(workloads.Workload):
             "last_value_": past_BTF[:, -1:],
             "last_season_": past_BTF[:, -season:][:, steps % season],
         }
-        sums = {}
+        sums: dict[str, Tensor] = {}
         for name, forecast in forecasts.items():
             errors = self.errors(forecast, future_BHF)
             sums |= {f"{name}mse": errors.square().mean((1, 2)).sum(), f"{name}mae": errors.abs().mean((1, 2)).sum()}
@@ -118,12 +118,15 @@ class Forecast(nn.Module):
     Forecasting?"), with a hidden layer beside the linear one. It begins as the forecast "the last value".
     """
 
+    std_F: Tensor
+
     def __init__(self, n_read: int, horizon: int, hidden_dim: int, std_F: Tensor):
         super().__init__()
         self.register_buffer("std_F", std_F)
         self.linear = nn.Linear(n_read, horizon)
-        self.hidden = nn.Sequential(nn.Linear(n_read, hidden_dim), nn.GELU(), nn.Linear(hidden_dim, horizon))
-        for layer in (self.linear, self.hidden[-1]):
+        last = nn.Linear(hidden_dim, horizon)
+        self.hidden = nn.Sequential(nn.Linear(n_read, hidden_dim), nn.GELU(), last)
+        for layer in (self.linear, last):
             nn.init.zeros_(layer.weight)
             nn.init.zeros_(layer.bias)
 
