@@ -76,8 +76,8 @@ def main() -> None:
         writer = csv.writer(file)
         writer.writerow(("user", "item", "time"))
         start = datetime.datetime(2025, 1, 1)
-        for days, user, item in sorted(events):
-            time = start + datetime.timedelta(days=days)
+        for after_days, user, item in sorted(events):
+            time = start + datetime.timedelta(days=after_days)
             writer.writerow((f"u{user:04}", f"item-{item:03}", time.isoformat(" ", "seconds")))
     print(f"events.csv: {len(events):,} events of {N_USERS:,} users and {N_ITEMS:,} items")
 
