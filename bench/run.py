@@ -60,7 +60,7 @@ class Suite(NamedTuple):
 SUITES = {
     "loader": Suite(
         [*contenders.LOADERS, *peers.LOADERS],
-        (DataSpec("celeba", 12_000, (3, 218, 178), 256), DataSpec("cifar", 200_000, (3, 32, 32), 1024)),
+        (DataSpec("celeba", 10_000, (3, 218, 178), 256), DataSpec("cifar", 200_000, (3, 32, 32), 1024)),
         data.make,
         paced=(contenders.OURS, contenders.PLAIN_H5PY, contenders.H5PY_BATCHES, contenders.RAM_BATCHES),
         cold=(contenders.OURS, contenders.PLAIN_H5PY, contenders.H5PY_BATCHES),

@@ -20,7 +20,7 @@ import numpy as np
 import template  # noqa: F401  makes the project importable
 import torch
 
-from fastgpu.convert.recsys.interactions import UserRows, draw_hidden, make_csr, split_hidden
+from fastgpu.convert.recsys.interactions import UserRows, draw_hidden, make_csr
 from fastgpu.convert.writing import Writing, write_files
 from fastgpu.dataset.items import Columns
 from fastgpu.rows.rows import Ragged, RaggedArray
@@ -87,7 +87,9 @@ def make_interactions(
     is_train = rows < n_train
     train = make_csr(rows[is_train], items[is_train], n_train)
     val_rows = rows[~is_train] - n_train
-    val = split_hidden(val_rows, items[~is_train], draw_hidden(val_rows, seed), n_users - n_train)
+    val_items, hidden = items[~is_train], draw_hidden(val_rows, seed)
+    masks = {"items": ~hidden, "held_out": hidden}
+    val = {name: make_csr(val_rows[mask], val_items[mask], n_users - n_train) for name, mask in masks.items()}
 
     counts_1I = np.bincount(train.values, minlength=n_items)[None]
     scores = {

@@ -206,6 +206,19 @@ def test_windows_repeat_one_value_of_a_recording(tmp_path, tier, kind):
         np.testing.assert_array_equal(found, labels[places[:, 0]])
 
 
+def test_windows_of_recordings_without_steps(tmp_path, capsys):
+    """Groups of no step, and of one, are left out, also if they have a value for the recording."""
+    lengths = (0, 100, 1, 50, 0)
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        for number, n_steps in enumerate(lengths):
+            file[f"demo_{number}/x"] = np.arange(n_steps)
+            file[f"demo_{number}/y"] = number
+    data = Data(train=f"{tmp_path}/x.h5::/demo_*", val="10%", fields={"x": "x", "y": "y"}, window=10)
+    train, _ = open_splits(data, Loader(), seed=0)
+    assert "3 of 5 recordings" in capsys.readouterr().out
+    assert {*train.column("y").tolist()} <= {1, 3}
+
+
 def test_windows_of_groups_by_a_pattern(tmp_path):
     """In the order of their numbers, as those of files are in the order of their names."""
     series = write_series(tmp_path / "x.h5", [30, 40, 50])

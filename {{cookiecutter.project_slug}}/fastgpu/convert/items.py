@@ -1,5 +1,6 @@
 """The items of a torch Dataset, some of which may be broken: see `Reader` for what becomes of those."""
 
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,10 @@ class Items(ItemDataset):
     They are zeros, or have no values.
     """
 
-    def __init__(self, *arguments: Any, **options: Any):
-        self.broken: dict[int, str] = {}
-        super().__init__(*arguments, **options)
+    @cached_property
+    def broken(self) -> dict[int, str]:
+        """{row: why it is broken} of the rows that were read."""
+        return {}
 
     def _read_samples(self, rows: np.ndarray) -> tuple[dict[str, list[np.ndarray]], set[str]]:
         """See `ItemDataset`. If some of these rows are broken, those that are not tell the types."""

@@ -14,6 +14,9 @@ from fastgpu.storage.layout import BLOCK_BYTES
 class ArrayDataset(Dataset):
     """Arrays of equal length as rows in blocks."""
 
+    unit_rows = 1
+    """See `HDF5Dataset`: nothing is compressed."""
+
     def __init__(
         self,
         name: str,

@@ -108,16 +108,21 @@ def open_parts(asked: Request, path: str, groups: Sequence[str], *, is_first: bo
         if asked.by_step:
             _check_order(asked.fields, columns, attributes, where)
         rows, recordings = _cut_recordings(columns, where) if asked.by_step else (columns, one_recording(0))
-        parts.append(Part(name, path, group, file, *_cut_blocks(rows, where), attributes, recordings))
+        if not asked.by_step:
+            _check_lengths(rows, where)
+        parts.append(Part(name, path, group, file, *_cut_blocks(rows), attributes, recordings))
     return parts
 
 
-def _cut_blocks(opened: Mapping[str, Any], where: str) -> tuple[dict[str, Any], np.ndarray]:
-    """The columns, of which small ones are in memory now, and the number of rows in each block."""
+def _check_lengths(opened: Mapping[str, Any], where: str) -> None:
     lengths = {field: len(column) for field, column in opened.items()}
-    n_rows = min(lengths.values())
-    if n_rows < max(1, *lengths.values()):
+    if min(lengths.values()) < max(1, *lengths.values()):
         raise UserError(f"{where} has fields of lengths {lengths}; give each as many rows, and at least one")
+
+
+def _cut_blocks(opened: Mapping[str, Any]) -> tuple[dict[str, Any], np.ndarray]:
+    """The columns, of which small ones are in memory now, and the number of rows in each block."""
+    n_rows = len(next(iter(opened.values())))
     largest = max(opened.values(), key=lambda column: column.field.row_bytes)
     # Small fields are kept in memory, so that a block costs one read: of the largest field.
     columns = {
@@ -138,6 +143,10 @@ def _in_memory(column: Any) -> Any:
     return InMemory(column.read_all(), column.field.n_items)
 
 
+class _OfRecording(InMemory):
+    """A single number, which is the value of a whole recording."""
+
+
 def _open_steps(root: h5py.Group, name: str, where: str, file: OpenFile) -> Any:
     """A field whose rows are steps. A dataset that is named itself is one series, even if its group cuts it into rows;
     a single number is the value of a whole recording."""
@@ -145,7 +154,7 @@ def _open_steps(root: h5py.Group, name: str, where: str, file: OpenFile) -> Any:
     if not isinstance(data, h5py.Dataset):
         return _open_column(root, name, where, file)
     if data.ndim == 0 and dtype_of(data).kind in "buif":
-        return InMemory(np.array(data[()], ndmin=1))
+        return _OfRecording(np.array(data[()], ndmin=1))
     return open_layout(f"{where}: {name}", data, file)
 
 
@@ -171,15 +180,22 @@ def _cut_recordings(opened: Mapping[str, Any], where: str) -> tuple[dict[str, An
         if not np.array_equal(ragged[first].indptr, ragged[field].indptr):
             raise UserError(f"{where}: {first} and {field} have recordings of other lengths; give both the same indptr")
     columns = {field: column.values if field in ragged else column for field, column in opened.items()}
-    n_steps = len(columns[first]) if ragged else max(map(len, columns.values()))
+    of_steps = [column for column in columns.values() if not isinstance(column, _OfRecording)]
+    if not of_steps:
+        raise UserError(f"{where}: {', '.join(columns)} have one value for the recording; name a field of steps, too")
+    n_steps = len(columns[first]) if ragged else max(map(len, of_steps))
     ends = ragged[first].indptr if ragged else np.array([0, n_steps])
     n_recordings = len(ends) - 1
-    values = {field: column for field, column in columns.items() if len(column) == n_recordings != n_steps}
+    values = {
+        field: column
+        for field, column in columns.items()
+        if isinstance(column, _OfRecording) or len(column) == n_recordings != n_steps
+    }
     lengths = {field: len(column) for field, column in columns.items()}
-    if n_steps == 0 or any(len(columns[field]) != n_steps for field in columns.keys() - values.keys()):
+    if any(len(column) != (n_recordings if field in values else n_steps) for field, column in columns.items()):
         raise UserError(
-            f"{where} has fields of lengths {lengths}; give each as many steps, and at least one, or one value for "
-            f"each of its {n_recordings:,} recordings"
+            f"{where} has fields of lengths {lengths}; give each as many steps, or one value for each of its "
+            f"{n_recordings:,} recordings"
         )
     arrays = {
         field: column.rows if isinstance(column, InMemory) else column.read_all() for field, column in values.items()

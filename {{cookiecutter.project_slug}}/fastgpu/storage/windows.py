@@ -58,7 +58,7 @@ class WindowDataset(Dataset):
         if not (n_places > 0).any():
             raise UserError(
                 f"{steps.name}: data.window is {length}, but its longest recording has "
-                f"{recordings.runs.counts.max(initial=0):,} steps; use a smaller window"
+                f"{recordings.runs.counts.max(initial=0):,} steps; use longer ones, or a smaller window"
             )
         n_steps = int(recordings.runs.counts.sum())
         self.recordings = recordings.part(recordings.runs.starts, np.where(n_places > 0, recordings.runs.counts, 0))
@@ -75,29 +75,23 @@ class WindowDataset(Dataset):
         n_windows = int(self._n_windows.sum())
         self._shifts = lru_cache(2)(self._draw_shifts)
         self.name = f"{steps.name} ({n_windows:,} windows of {n_steps:,} steps)"
-        if n_windows > MAX_WINDOWS:
-            raise UserError(
-                f"{self.name}: data.stride is {stride}, and an epoch has at most {MAX_WINDOWS:,} windows; use a larger "
-                "data.stride: each epoch begins its windows elsewhere"
-            )
         size = self._windows_per_block(n_windows)
-        if (n_blocks := int((-(-self._n_windows // size)).sum())) > MAX_BLOCKS:
+        n_blocks = int((-(-self._n_windows // size)).sum())
+        if n_windows > MAX_WINDOWS or n_blocks > MAX_BLOCKS:
             raise UserError(
-                f"{self.name}: data.stride is {stride}, which takes {n_blocks:,} blocks of windows, and at most "
-                f"{MAX_BLOCKS:,} can be shuffled; use a larger data.stride: each epoch begins its windows elsewhere"
+                f"{self.name}: data.stride is {stride}, which makes {n_blocks:,} blocks of windows; an epoch has at "
+                f"most {MAX_WINDOWS:,} windows in {MAX_BLOCKS:,} blocks: use a larger data.stride, as each epoch "
+                "begins its windows elsewhere"
             )
         self.block_rows = _cut_blocks(self._n_windows, size)
 
     def _windows_per_block(self, n_windows: int) -> int:
-        chunk_bytes = self._unit_rows * self.steps.row_bytes
-        read_bytes = max(BLOCK_BYTES, CHUNKS_PER_BLOCK * chunk_bytes if self._unit_rows > 1 else 0)
+        unit_rows = self.steps.unit_rows
+        chunk_bytes = unit_rows * self.steps.row_bytes
+        read_bytes = max(BLOCK_BYTES, CHUNKS_PER_BLOCK * chunk_bytes if unit_rows > 1 else 0)
         share = min(1, self.stride / self.length)  # of the bytes of these windows, those that are read
         n_bytes = max(OVERLAP_BYTES, chunk_bytes, int(read_bytes * share))
         return max(1, min(n_bytes // self.row_bytes, n_windows // MIN_BLOCKS))
-
-    @property
-    def _unit_rows(self) -> int:
-        return self.steps.unit_rows if isinstance(self.steps, HDF5Dataset) else 1
 
     @property
     def part_rows(self) -> list[int]:
@@ -150,9 +144,8 @@ class WindowDataset(Dataset):
             return numbers, starts + j * self.stride
         shifts = self._shifts(plan.seed, plan.epoch)[numbers]
         # This is (j * P + v) // n, where j * P might overflow.
-        return numbers, starts + j * self._whole[numbers] + (j * self._rest[numbers] + shifts) // self._n_windows[
-            numbers
-        ]
+        moved = (j * self._rest[numbers] + shifts) // self._n_windows[numbers]
+        return numbers, starts + j * self._whole[numbers] + moved
 
     def over(self, stored: Dataset) -> "WindowDataset":
         assert isinstance(stored, ArrayDataset)
@@ -183,13 +176,14 @@ class WindowDataset(Dataset):
             self.steps.read_ranges(plan, zip(first_steps.tolist(), places, strict=True), steps)
             return
         rows = [_bytes_of(out[name]) for name in self.steps.fields]
-        self.steps.check_unchanged(reads_from := first_steps[np.cumsum(reads.runs.counts) - 1])
+        last_steps = first_steps[np.cumsum(reads.runs.counts) - 1]  # one of each run tells its file
+        self.steps.check_unchanged(last_steps)
         done = 0
         for part in reads.split(max(1, BLOCK_BYTES // self.row_bytes)):
             n_rows = len(part.places)
             self._read_together(plan, part, first_steps[done : done + n_rows], out=rows)
             done += n_rows
-        self.steps.check_unchanged(reads_from)
+        self.steps.check_unchanged(last_steps)
 
     def _read_together(
         self, plan: PoolPlan, reads: Reads, first_steps: np.ndarray, *, out: Sequence[np.ndarray]

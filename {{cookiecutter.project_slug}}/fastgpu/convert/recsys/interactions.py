@@ -145,12 +145,6 @@ def draw_hidden(rows: np.ndarray, seed: int) -> np.ndarray:
     return hidden
 
 
-def split_hidden(rows: np.ndarray, items: np.ndarray, hidden: np.ndarray, n_rows: int) -> Columns:
-    """The visible events as `items` and the hidden ones as `held_out`. rows, items, hidden: (events,)."""
-    masks = {"items": ~hidden, "held_out": hidden}
-    return {name: make_csr(rows[mask], items[mask], n_rows) for name, mask in masks.items()}
-
-
 def make_csr(rows: np.ndarray, items: np.ndarray, n_rows: int, ranks: np.ndarray | None = None) -> RaggedArray:
     """Pairs (row, item) as `n_rows` rows of items, in each row in the order of their ranks, or else ascending."""
     order = items if ranks is None else ranks
