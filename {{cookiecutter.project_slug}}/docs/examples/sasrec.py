@@ -124,7 +124,7 @@ class SASRec(nn.Module):
         for block in self.blocks:
             x_BLD = block(x_BLD)
         if last_B is not None:  # the logits of one place are enough to recommend
-            x_BLD = x_BLD[torch.arange(len(x_BLD), device=x_BLD.device), last_B]
+            x_BLD = x_BLD[torch.arange(x_BLD.shape[0], device=x_BLD.device), last_B]
         logits: Tensor = self.norm(x_BLD) @ self.items.weight[: self.n_items].T
         return logits
 
