@@ -177,11 +177,11 @@ Selection = Subset | Mixture
 
 
 def hold_out(block_rows: np.ndarray, n_val: int) -> tuple[Subset, Subset]:
-    """(rows to train on, `n_val` rows to validate on): each row is in one of them.
+    """(rows to train on, `n_val` rows to validate on): each row is in one of the two subsets.
 
-    Which rows they are depends on the arguments only: runs with other seeds are validated on the same rows, and none of
-    them is ever trained on. Each of at least 1,024 sections of the file gives neighbouring rows, so that the share is
-    fair whatever the order of the rows, and reads stay long.
+    The subsets depend on the arguments only: runs with other seeds are validated on the same rows, and never train on
+    them. Each of at least 1,024 sections of the file gives neighbouring rows, so that the share is fair for any order
+    of the rows, and reads stay long.
     """
     n_rows = int(np.sum(block_rows))
     rng = np.random.default_rng(0)
