@@ -144,6 +144,6 @@ class PoolLoader(Loader):
             yield shuffled.view_as(by_rank).transpose(0, 1).flatten()
 
     def _passes(self, epoch: int, number: int, n_pools: int = 1) -> int:
-        """Passes over `n_pools` pools from this one on. They follow from its number in the run, so no state is saved."""
+        """Passes over `n_pools` pools from this one on, which follow from its number in the run: no state is saved."""
         start = epoch * self.order.pools_per_epoch + number
         return (start + n_pools) * self._milli_echo // 1000 - start * self._milli_echo // 1000

@@ -1,4 +1,4 @@
-"""Chooses a value for each `auto` that decides how rows move, and checks that the numbers of the config fit together."""
+"""Chooses a value for each `auto` that decides how rows move, and checks that the config's numbers fit together."""
 
 from math import lcm
 
