@@ -109,8 +109,8 @@ class Workers:
             answer = pipe.recv()
         except (OSError, EOFError):
             raise UserError(
-                f"one of the {self._key} ({len(self.processes)}) was killed or crashed reading {self._name}: "
-                f"if memory ran out use fewer; {self._key}=0 shows its error"
+                f"one of {len(self.processes)} workers ({self._key}) was killed or crashed while it read {self._name}: "
+                f"if memory ran out, use fewer; {self._key}=0 shows its error"
             ) from None
         finally:
             self._idle.put(pipe)

@@ -71,7 +71,7 @@ class PoolLoader(Loader):
         self.order = order
         self._milli_echo = round(1000 * echo)
         if self._milli_echo > 1000 and not order.drop_last:
-            raise ValueError("batches are echoed of a sampler with drop_last=True only: all of them are full")
+            raise ValueError("an echo above 1 needs full batches: use a sampler with drop_last=True")
 
     @property
     def fingerprint(self) -> Mapping[str, object]:

@@ -112,5 +112,5 @@ class Readers:
             return "decoding; try to decode once, into pixels without compression, or more CPUs"
         cure = f"try loader.num_readers={2 * n_readers}"
         if self._n_requests > n_before:
-            return f"the network, from which each block comes once, to data.cache; {cure}"
+            return f"the network; each block is fetched only once, to data.cache; {cure}"
         return f"reading; {cure}, or a faster disk"

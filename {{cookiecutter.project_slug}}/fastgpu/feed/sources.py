@@ -145,7 +145,7 @@ def _warn_of_shared_rows(data: Data, train: Dataset, tag: str, val: Dataset) -> 
     if shared:
         warn(
             f"{_key_of(tag)} ({named}) has rows of {', '.join(sorted(names[file][0] for file in shared))} that are "
-            "trained on, too: its metrics are too good; name each file once, and hold rows out by data.val=10%"
+            "trained on, too: its metrics are too good; name each file once, and hold rows out with data.val=10%"
         )
 
 

@@ -75,8 +75,8 @@ def choose_tier(data: Data, sources: Sequence[Dataset], memory: Memory) -> Tier:
         raise UserError(f"data.tier is {tier}, but {reason}; use data.tier=disk")
     if isinstance(train, ItemDataset):
         warn(
-            f"data.tier is {tier}: the items of {train.name} are read once, so what they draw at random is the same "
-            "in each epoch; data.tier=disk reads them anew"
+            f"data.tier is {tier}: the items of {train.name} are read once, so their random numbers are the same "
+            "in each epoch; data.tier=disk reads them in each epoch"
         )
     return tier
 

@@ -31,7 +31,7 @@ class YamlLoader(yaml.SafeLoader):
         """The tree of the text, in which aliases of a value share its node."""
         node: yaml.Node | None = super().get_single_node()
         if node and _count_nodes(node, {}) > MAX_NODES:
-            raise yaml.YAMLError(f"stands for more than {MAX_NODES:,} keys and values; write fewer, and fewer aliases")
+            raise yaml.YAMLError(f"expands to more than {MAX_NODES:,} keys and values; write fewer, and fewer aliases")
         return node
 
 
@@ -79,7 +79,7 @@ def read_yaml(text: str, place: str, kind: Any, prefix: str = "") -> tuple[Any, 
         node = loader.get_single_node()
         for key, at in _keys_in(node, prefix):
             if key in lines:
-                raise yaml.MarkedYAMLError(problem=f"{key} stands twice, first in line {lines[key]}", problem_mark=at)
+                raise yaml.MarkedYAMLError(problem=f"{key} occurs twice, first in line {lines[key]}", problem_mark=at)
             lines[key] = at.line + 1
         _read_names(loader, node, kind)
         value = loader.construct_document(node) if node else None

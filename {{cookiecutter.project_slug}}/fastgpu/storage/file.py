@@ -75,7 +75,7 @@ class OpenFile:
         # Descriptors are numbered from 0. If there are many files, the later files have only one descriptor each.
         number = self._raw.fileno()
         if number > (limit := _limit_of_files(number)) * MANY_FILES:
-            cure = "raise it by ulimit -n, or write some hundred files each into one: python convert.py repack"
+            cure = "raise it with ulimit -n, or merge some hundred files into each new file: python convert.py repack"
             raise UserError(f"{self.path} is one file too many for the limit of {limit} open files; {cure}")
         self._is_among_few = number <= limit * FEW_FILES
         if around_page_cache and O_DIRECT and self._is_among_few:

@@ -43,5 +43,5 @@ def check_meaning(key: str, first: Described, other: Described, *, labels: bool 
     if prepared and otherwise and prepared != otherwise:
         warn(
             f"{key}: the images of {other.name} were prepared with {otherwise}, those of {first.name} with {prepared}: "
-            "they may show other parts"
+            "they may be cropped differently"
         )

@@ -166,7 +166,7 @@ def _check_order(
     is_ragged = any(isinstance(opened[field], RaggedColumn) or "/" in name for field, name in fields.items())
     if not is_ragged and str(attributes.get("row_order", "")).startswith("random"):
         cure = "write the file with --keep-order, or use data.window=0"
-        raise UserError(f"{where} has its rows in random order, and data.window needs those of a series; {cure}")
+        raise UserError(f"{where} has its rows in random order, but data.window needs the order of a series; {cure}")
 
 
 def _cut_recordings(opened: Mapping[str, Any], where: str) -> tuple[dict[str, Any], Recordings]:
@@ -175,7 +175,7 @@ def _cut_recordings(opened: Mapping[str, Any], where: str) -> tuple[dict[str, An
     first, *others = ragged or [""]
     for field, column in ragged.items():
         if column.field.codec:
-            raise UserError(f"{where}: {field} has encoded images, of which there are no windows; use data.window=0")
+            raise UserError(f"{where}: {field} has encoded images, which cannot be cut into windows; use data.window=0")
     for field in others:
         if not np.array_equal(ragged[first].indptr, ragged[field].indptr):
             raise UserError(f"{where}: {first} and {field} have recordings of other lengths; give both the same indptr")

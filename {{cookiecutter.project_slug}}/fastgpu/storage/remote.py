@@ -200,7 +200,7 @@ class RemoteFile(OpenFile):
                 self._copy.write(pages, begin, offset, count)
         except OSError as error:
             if not RemoteFile.has_warned:
-                warn(f"data.cache cannot be written ({error}): what it does not have is fetched in each epoch")
+                warn(f"data.cache cannot be written ({error}): blocks that it lacks are fetched in each epoch")
             RemoteFile.has_warned = True
             return False
         return True

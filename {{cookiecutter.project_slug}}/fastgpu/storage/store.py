@@ -243,7 +243,7 @@ def _pool_statistics(parts: Sequence[Part]) -> dict[str, Any]:
     names = ("mean", "std")
     known = [[part.attributes[name] for name in names] for part in parts if {*names} <= part.attributes.keys()]
     if 0 < len(known) < len(parts):
-        warn(f"{len(known)} of {len(parts)} files have attributes mean and std; those of {parts[0].name} hold for all")
+        warn(f"{len(known)} of {len(parts)} files have attributes mean and std; the values of {parts[0].name} are used")
     if len(known) < len(parts) or all(each == known[0] for each in known):
         return {}
     means, stds = np.array(known, np.float64).swapaxes(0, 1)
