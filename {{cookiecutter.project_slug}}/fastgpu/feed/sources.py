@@ -149,9 +149,9 @@ def _warn_of_shared_rows(data: Data, train: Dataset, tag: str, val: Dataset) -> 
         )
 
 
-def _names_of_files(named: object, rows: Dataset) -> dict[tuple[Path, str], list[str]]:
+def _names_of_files(named: object, source: Dataset) -> dict[tuple[Path, str], list[str]]:
     """{(resolved path, group) of each file: names under which the config has it}"""
-    stored = rows.whole or rows
+    stored = source.whole or source
     files = stored.files if isinstance(stored, HDF5Dataset) else [(str(named), "/")]
     names: dict[tuple[Path, str], list[str]] = {}
     for path, group in files:
@@ -160,34 +160,33 @@ def _names_of_files(named: object, rows: Dataset) -> dict[tuple[Path, str], list
     return names
 
 
-def _hold_out(asked: str, data: Data, rows: Dataset) -> tuple[Dataset, Dataset]:
+def _hold_out(asked: str, data: Data, source: Dataset) -> tuple[Dataset, Dataset]:
     """(training rows, validation rows) of a share of data.train. asked: the key and its value, for messages."""
     if data.val_fields:
         raise UserError(f"{asked}, a share of data.train, so data.val_fields should be {{}}")
-    if isinstance(rows, WindowDataset):
-        return _hold_out_steps(asked, data, rows)
-    n_rows = len(rows)
+    if isinstance(source, WindowDataset):
+        return _hold_out_steps(asked, data, source)
+    n_rows = len(source)
     n_val = round((data.val_share or 0) * n_rows)
     if not 0 < n_val < n_rows:
-        raise UserError(f"{asked}, which is {n_val} of the {n_rows} rows of {rows.name}; use another share")
-    shares = hold_out(rows.block_rows, n_val)
-    train, val = (rows.select(share, f"{rows.name} ({len(share):,} of its rows)") for share in shares)
+        raise UserError(f"{asked}, which is {n_val} of the {n_rows} rows of {source.name}; use another share")
+    subsets = hold_out(source.block_rows, n_val)
+    train, val = (source.select(subset, f"{source.name} ({len(subset):,} of its rows)") for subset in subsets)
     return train, val
 
 
-def _hold_out_steps(asked: str, data: Data, rows: WindowDataset) -> tuple[Dataset, Dataset]:
-    parts = hold_out_steps(rows.recordings, data.val_share or 0)
-    for part, purpose in zip(parts, ("train", "validate"), strict=True):
-        if part.runs.counts.max(initial=0) < rows.length:
+def _hold_out_steps(asked: str, data: Data, windows: WindowDataset) -> tuple[Dataset, Dataset]:
+    length, name = windows.length, windows.name
+    split = hold_out_steps(windows.recordings, data.val_share or 0)
+    for recordings, purpose in zip(split, ("train", "validate"), strict=True):
+        if recordings.runs.counts.max(initial=0) < length:
             raise UserError(
-                f"{asked}, which leaves no {rows.length} neighbouring steps (data.window) of {rows.name} to {purpose} "
-                "on; use another share, or a smaller window"
+                f"{asked}, which leaves no {length} neighbouring steps (data.window) of {name} to {purpose} on; "
+                "use another share, or a smaller window"
             )
-    if n_lost := sum(int(part.runs.counts[part.runs.counts < rows.length].sum()) for part in parts):
-        warn(
-            f"{asked}, which cuts a recording: {n_lost:,} of its steps are too few for a window of {rows.length} steps"
-        )
-    train, val = (WindowDataset(rows.steps, part, rows.length, rows.stride) for part in parts)
+    if n_lost := sum(int(each.runs.counts[each.runs.counts < length].sum()) for each in split):
+        warn(f"{asked}, which cuts a recording: {n_lost:,} of its steps are too few for a window of {length} steps")
+    train, val = (WindowDataset(windows.steps, recordings, length, windows.stride) for recordings in split)
     return train, val
 
 

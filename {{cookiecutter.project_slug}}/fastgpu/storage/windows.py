@@ -149,9 +149,9 @@ class WindowDataset(Dataset):
 
     def over(self, stored: Dataset) -> "WindowDataset":
         assert isinstance(stored, ArrayDataset)
-        part = copy(self)
-        part.steps = stored
-        return part
+        other = copy(self)
+        other.steps = stored
+        return other
 
     def gather(self, plan: PoolPlan, stored: Rows, out: Rows) -> Rows:
         """The windows of a pool. stored: all steps, each step once, for any stride."""
@@ -179,9 +179,9 @@ class WindowDataset(Dataset):
         last_steps = first_steps[np.cumsum(reads.runs.counts) - 1]  # one step of each run identifies its file
         self.steps.check_unchanged(last_steps)
         done = 0
-        for part in reads.split(max(1, BLOCK_BYTES // self.row_bytes)):
-            n_rows = len(part.places)
-            self._read_together(plan, part, first_steps[done : done + n_rows], out=rows)
+        for some in reads.split(max(1, BLOCK_BYTES // self.row_bytes)):
+            n_rows = len(some.places)
+            self._read_together(plan, some, first_steps[done : done + n_rows], out=rows)
             done += n_rows
         self.steps.check_unchanged(last_steps)
 
