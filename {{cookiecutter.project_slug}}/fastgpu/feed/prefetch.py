@@ -48,7 +48,7 @@ from fastgpu.storage.store import HDF5Dataset
 
 WAITS = 100
 """The timeout is split into this many waits, so that a suspended process (Ctrl-Z, `scontrol suspend`) loses at most one
-of them."""
+wait."""
 POLL_S = 0.01
 CLOSE_S = 3.0
 """Maximum time that closing waits for the end of the threads. Threads that hang are left behind."""

@@ -57,8 +57,7 @@ class Readers:
             # While one thread of a worker copies rows to their places, the worker reads for the other thread. Without
             # workers, the loop itself reads: a Dataset may belong to its thread, as a connection to SQLite does.
             self.n_threads = 2 * source.n_workers
-        # When all rows are on this machine, so many threads would wait for CPUs instead of the network. A number that
-        # `auto` has not chosen is kept.
+        # When all rows are on this machine, 64 threads would wait for CPUs. A number that is not from `auto` is kept.
         is_chosen_for_network = n_readers == NETWORK_READERS and not source.is_local
         self._n_later = min(self.n_threads, cpus_of_rank(n_local)) if is_chosen_for_network else self.n_threads
         self._lock = threading.Lock()

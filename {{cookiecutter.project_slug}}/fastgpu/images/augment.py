@@ -86,7 +86,7 @@ def mixup(x_BCHW: Tensor, target_BK: Tensor, alpha: float, rng: torch.Generator)
     """
     B = len(x_BCHW)
     device = x_BCHW.device
-    # A Beta variable is g1 / (g1 + g2) of two Gamma variables. torch.distributions would take no generator.
+    # A Beta variable is g1 / (g1 + g2) of two Gamma variables. torch.distributions takes no generator.
     gamma_2B = torch._standard_gamma(torch.full((2, B), alpha, device=device), generator=rng)
     share_B = gamma_2B[0] / gamma_2B.sum(0).clamp(min=1e-30)
     partner_B = torch.randperm(B, generator=rng, device=device)

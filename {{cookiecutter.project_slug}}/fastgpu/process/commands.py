@@ -1,4 +1,4 @@
-"""Command lines: a dataclass for each command, whose fields are its arguments.
+"""Command lines: a dataclass for each command. Its fields are the arguments of the command.
 
     @dataclass(frozen=True, kw_only=True)
     class Report:

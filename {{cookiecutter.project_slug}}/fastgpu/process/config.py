@@ -2,7 +2,7 @@
 
 The docstring below a field is what docs/config.md says about it. Functions take the sections they need. The section
 `model` belongs to the workload, which declares its settings itself (see workloads/__init__.py). This module does not
-import torch, so a typing error in the config is reported at once.
+import torch, so a typing error in the config is reported immediately.
 """
 
 import json

@@ -37,7 +37,7 @@ class HangWarning:
 
     def _run(self) -> None:
         while (waited_s := time.monotonic() - self.seen_s) < 0.85 * self._timeout_s:
-            # If the device is idle, no rank is awaited: the loop waits for rows or a disk.
+            # If the device is idle, it waits for no rank: the loop waits for rows or a disk.
             if waited_s > 0.5 * self._timeout_s and self._stream.query():
                 self.seen_s = time.monotonic()
             time.sleep(self._timeout_s / 20)
@@ -179,9 +179,8 @@ def init_distributed(
         yield world
         return
     # The store of torchrun outlives a restart and still holds the addresses of dead ranks: 18 of 30 restarts failed
-    # without this prefix, and none of 24 with the prefix and the orderly end below. Nodes may count restarts
-    # differently; for several nodes TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each attempt its own store (launch/ sets
-    # it).
+    # without this prefix, and none of 24 with the prefix and the orderly end below. Several nodes may count restarts
+    # differently; there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, set by launch/, gives each attempt its own store.
     prefix = f"attempt{launch.attempt}" if launch.local_world_size == launch.world_size else "attempt"
     timeout = timedelta(seconds=settings.timeout_s)
     gpu = device if device.type == "cuda" else None

@@ -122,7 +122,7 @@ class BlockSampler(DistributedSampler):
         stops = np.minimum(starts + n_padded, (ranks + 1) * self.n_rows // self.canonical_ranks)
         n_rows, n_real_rows = n_ranks * n_padded, int((stops - starts).sum())
 
-        # Each canonical rank shuffles only its own places, so every batch has as many rows of each as before.
+        # Each canonical rank shuffles only its own places, so every batch keeps its number of rows of each rank.
         places = _interleave(stops - starts, self._rows_each)
         if self.shuffle:
             rngs = [self._rng(epoch, rank, number) for rank in ranks.tolist()]

@@ -18,7 +18,7 @@ from fastgpu.process.launch import UserError
 from fastgpu.rows.selection import Runs
 
 LONG_ROW_BYTES = 4096
-"""Ragged rows with a mean size from here on are copied one by one, shorter rows with one indexed copy."""
+"""Ragged rows of this mean size or more are copied one by one, shorter rows with one indexed copy."""
 OFFSET_DTYPE = np.dtype(np.int32)
 """Type of the offsets of ragged rows on the device: torch's embedding_bag requires the type of the values."""
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}

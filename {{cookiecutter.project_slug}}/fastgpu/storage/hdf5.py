@@ -119,7 +119,7 @@ def find(root: h5py.Group, name: str, kind: type[Member], where: str) -> Member:
 
 
 def _groups_with(root: h5py.Group, name: str, kind: type[Member], where: str) -> Iterator[str]:
-    """The top-level groups of a file that have a member of this name and kind. None if `root` is a group itself."""
+    """The top-level groups of a file that have a member of this name and kind. Empty if `root` is a group itself."""
     for group in root if root.name == "/" and not name.startswith("/") else ():
         with suppress(UserError):  # the bytes of the member are in another file
             if isinstance(group, str) and isinstance(look_up(root, f"{group}/{name}", where), kind):

@@ -1,7 +1,7 @@
 """The rows of one HDF5 dataset, and three ways to read them.
 
-h5py is asked once for the places of the chunks (chunks.py). `open_layout` then chooses one of three classes, whose
-costs are in docs/data-path.md: `PlainRows`, `CompressedRows`, or `Layout`, which reads through the HDF5 library.
+h5py is asked once for the places of the chunks (chunks.py). `open_layout` then chooses one of three classes:
+`PlainRows`, `CompressedRows`, or `Layout`, which reads through the HDF5 library. docs/data-path.md has their costs.
 """
 
 import hashlib
@@ -86,7 +86,7 @@ class Layout:
         return out
 
     def view(self, start: int, n_rows: int) -> np.ndarray | None:
-        """(bytes,) uint8: a view of neighbouring rows in the mapped file, in the format of a pool; None without a view.
+        """(bytes,) uint8: a view of neighbouring rows in the mapped file, in the format of a pool. None: impossible.
 
         Call `check_unchanged` of the file after you have used the view.
         """

@@ -9,7 +9,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 
 class AveragedModel(nn.Module):
-    """A copy of a model, `module`, whose weights are a moving average: decay x average + (1 - decay) x weights.
+    """A copy of a model, `module`. Its weights are a moving average: decay x average + (1 - decay) x weights.
 
     With a decay of 0, `module` is the model itself. Running statistics (buffers of floats) are averaged like weights,
     other buffers are copied. After n updates the decay is at most n / (n + 9), so that the initial weights do not
