@@ -82,8 +82,8 @@ def build(cfg: Config, splits: feed.Splits, world: World) -> Training:
     cfg = chosen.resolved(model=options, train={"precision": precision.name})
     world.check_same(identify_job(cfg.flat(), splits, loader.fingerprint))
 
-    # The average copies the model, so it comes before DDP. Only what the steps call is compiled:
-    # `model`, which has the same weights, is validated and saved as it is.
+    # The average copies the model, so it comes before DDP. Only the module of the steps is compiled:
+    # `model`, which has the same weights, is validated and saved uncompiled.
     ema = training.AveragedModel(model, cfg.train.ema)  # with a decay of 0, it is the model itself
     ddp = training.wrap_in_ddp(model, cfg.dist, world)
     if cfg.train.compile:
@@ -176,13 +176,13 @@ def validate(t: Training, run: Run, board: TensorBoard, world: World) -> bool:
     at, model, workload = run.progress, t.ema.module, t.workload
     metrics: dict[str, float] = {}
     for tag, loader in t.val_loaders.items():
-        # They are counted over the run: while the numbers follow each other, the loader reads ahead.
+        # Validations are counted over the run: if the numbers are consecutive, the loader reads ahead.
         batches = run.guard(loader.batches(at.validations))
         found = training.evaluate(model, workload, batches, world, precision=t.precision, should_stop=run.should_stop)
         if found is None:
             return False
         metrics |= {f"{tag}/{name}": value for name, value in found.items()}
-    metrics |= run.save(metrics)  # as the last one, and if it is the best one as that
+    metrics |= run.save(metrics)  # the last checkpoint and, if the metric is the best so far, the best
     advice, epoch_steps = feed.bottleneck(t.loader), t.loader.steps_per_epoch(at.epoch)
     board.write_validation(at.epoch, at.step, metrics, advice, epoch_steps=epoch_steps)
     return True
@@ -209,14 +209,14 @@ def train(t: Training, world: World) -> int:
         TensorBoard(run.folder, cfg.flat(), world, step=at.step) as board,
         Monitor(world, {"use of buckets": feed.counters}) as monitor,
     ):
-        # What is built by now lives to the end: the garbage collector need not visit it again.
+        # All objects so far live to the end: the garbage collector need not visit them again.
         gc.collect(1)  # young garbage only: a whole pass takes 0.15 s
         gc.freeze()
         # A signal has cut the validation of this step short, so a resumed run begins with it.
         stop = run.should_validate() and not validate(t, run, board, world)
         while not (stop or run.is_over()):
             n_steps = loader.steps_per_epoch(at.epoch)
-            training.check_groups(t.model, state.values())  # a part may have been set free
+            training.check_groups(t.model, state.values())  # a frozen part may train from now on
             # The batches come on the device. A resumed run begins with the step after its last one.
             # If the loader fails, `guard` saves the last step.
             batches = run.guard(loader.batches(at.epoch, start=at.epoch_step), n_steps)
@@ -231,13 +231,13 @@ def train(t: Training, world: World) -> int:
                 board.count(at.step, done)
 
                 # All ranks get here after the same steps, and get the same answers: whether a signal
-                # came to any of them. So all do what follows, or none: if one rank alone left it out,
-                # by a `continue` of its own, the others would wait for it.
+                # came to any rank. So all ranks do what follows, or none: if one rank skipped it, with
+                # a `continue` of its own, the others would wait for it.
                 stop = run.should_stop()
                 validates, saves = run.should_validate(), run.should_save()
 
                 # The host runs ahead of the device, and waits for it only here, for the metrics.
-                # Whatever is no step comes after a point of the log, so no interval counts it.
+                # Saves and validations come after a point of the log, so no interval counts them.
                 is_break = at.epoch_step == 0 or stop or validates or saves
                 if is_break or len(metrics) == cfg.log.every_steps:
                     means = training.mean_over_ranks(metrics, world)

@@ -60,7 +60,7 @@ def test_sets_the_first_or_the_named_one_decides(folder, monkeypatch, capsys, be
     assert (card["val_rows"].keys(), card["n_val_rows"]) == ({"day", "night"}, {"day": 100, "night": 60})
     n_rows = {"day": 100, "night": 60}[decides]
     printed = capsys.readouterr().out
-    assert f"warning: {n_rows} validation rows choose the best checkpoint" in printed
+    assert f"warning: the best checkpoint is chosen on {n_rows} validation rows" in printed
     assert "val/day/mse " in printed.splitlines()[-2]
     assert summary(read_run(run))[f"best {name}"] == card["metrics"][name]
 

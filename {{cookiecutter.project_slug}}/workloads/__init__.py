@@ -29,31 +29,31 @@ class Workload(Protocol):
     """Your settings, typed fields with defaults: the section `model` of config.yaml."""
 
     options: Section
-    """Their values. Declare `options: Options`, so that mypy knows them; set it in `__init__`."""
+    """Values of the settings. Declare `options: Options` for mypy, and set it in `__init__`."""
 
     best: Best
-    """The metric that selects the best checkpoint, and which of its values are better.
+    """The metric that selects the best checkpoint, and whether higher or lower values are better.
 
-    Of validations with equal values, the later one is better, unless its metric `loss` is higher. With
-    several validation sets it is that of the first one; `night/top1_pct` is that of the set night.
+    If two validations have equal values, the later one is better, unless its metric `loss` is
+    higher. With several sets, the first set decides; `night/top1_pct` names the set night instead.
     """
 
     inputs: tuple[str, ...] = ()
-    """The fields that `predict` needs, which predict.py reads; with --evaluate it reads all fields."""
+    """The fields that `predict` needs. predict.py reads only these; with --evaluate, all fields."""
 
     @abstractmethod
     def __init__(self, options: Section, train: Dataset, val: Dataset):
         """Set `options`, and raise UserError if the rows are not of the expected kind.
 
-        With several validation sets, a workload is made with each, and that of the first set trains.
+        With several validation sets, a workload is made with each set; the first workload trains.
 
-        predict.py passes sources without rows: ask for a `column` only if `len(train)`. They have
-        the fields and attributes of the training rows; what `card` returned is among the latter.
+        predict.py passes Datasets without rows: ask for a `column` only if `len(train)`. They have
+        the fields and attributes of the training rows, and the values of `card` as attributes.
         """
 
     @abstractmethod
     def model(self) -> nn.Module:
-        """Build a new network on the CPU. Its input is rows of the file, unchanged."""
+        """Build a new network on the CPU. Its input is unchanged rows of the file."""
 
     @abstractmethod
     def transform(self, batch: Rows, rng: Generator) -> Rows:
@@ -61,7 +61,7 @@ class Workload(Protocol):
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Rows) -> Tensor:
-        """The mean loss of a batch, a scalar on the device. An .item() would make the host wait."""
+        """The mean loss, a scalar on the device. Do not call .item(): the host would wait."""
 
     @abstractmethod
     def score(self, model: nn.Module, batch: Rows) -> Mapping[str, Tensor]:
@@ -74,25 +74,25 @@ class Workload(Protocol):
     def predict(self, model: nn.Module, batch: Rows) -> Mapping[str, Tensor]:
         """{column: (B,) or (B, k)} for a batch of `inputs`, for predict.py. Training needs none.
 
-        Two columns are written by rank: `probability`, (B, classes), as the best classes, with the
-        names in the attribute `class_names`; and `scores`, (B, items), as the best items, with
-        those in `item_ids`. An item with the score -inf is left out.
+        Of two columns, predict.py writes the best: of `probability`, (B, classes), the best
+        classes, named by the attribute `class_names`; of `scores`, (B, items), the best items,
+        named by `item_ids`. An item with the score -inf is left out.
         """
         raise UserError("the workload has no method predict; workloads/__init__.py describes it")
 
     @abstractmethod
     def card(self) -> dict[str, Any]:
-        """What the model takes from the training data, such as the number of classes, as JSON.
+        """JSON values that the model takes from the training data, such as the number of classes.
 
-        model.json keeps it. Together with the options, and with the fields and attributes of the
-        training rows, it has to be enough to build the model again.
+        They are saved in model.json. Together with the options, and with the fields and attributes
+        of the training rows, they have to be enough to build the model again.
         """
 
 
 def make(config: Config, train: Dataset, val: Mapping[str, Dataset]) -> Workload:
     """Build the workload that the config names. Raises UserError if options or rows do not fit.
 
-    val: the rows of each validation set. One workload is made with each, which checks them; the first one is returned.
+    val: the rows of each validation set. A workload is made with each set, to check its rows; the first is returned.
     """
     kind = load(config.workload)
     options = read_options(config, kind.Options)

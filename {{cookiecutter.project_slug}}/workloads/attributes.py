@@ -18,9 +18,9 @@ from workloads import images
 
 
 class Workload(images.Workload):
-    """Trains on `images`, as images.py takes them, and `labels`: integers 0 and 1, (N, K).
+    """Trains on `images`, in the formats of images.py, and `labels`: integers 0 and 1, (N, K).
 
-    If the training data has the attribute `class_names`, the attributes have these names.
+    The names of the attributes are the `class_names` of the training data, if it has them.
     """
 
     best: workloads.Best = ("accuracy_pct", "higher")
@@ -63,7 +63,7 @@ class Workload(images.Workload):
         return {"accuracy_pct": float(100 * sums["hits"] / sums["n"]), "loss": float(sums["loss"] / sums["n"])}
 
     def predict(self, model: nn.Module, batch: Rows) -> dict[str, Tensor]:
-        """The probability of each attribute, (B,), by its name."""
+        """{name of an attribute: its probability, (B,)}."""
         probability_BK = model(batch["images"]).float().sigmoid()
         return dict(zip(self.names, probability_BK.unbind(1), strict=True))
 

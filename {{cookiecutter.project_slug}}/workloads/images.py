@@ -39,19 +39,19 @@ class Workload(workloads.Workload):
         blocks: Annotated[int, Limits(ge=1, le=1000)] = 1
         """Residual blocks in each stage."""
         timm: str = ""
-        """Name of a network of timm, such as resnet50, to use in place of the one here."""
+        """Name of a timm network, such as resnet50, to use instead of the ResNet here."""
         pretrained: bool = False
-        """Start with the weights that timm has for its network."""
+        """Start with timm's pretrained weights."""
         flip: bool = False
         """Mirror images left-right at random (not for digits or text)."""
         crop_padding: CountOrZero = 1
         """Pad by this many pixels, then crop at random. 0: off."""
         min_crop_scale: Annotated[float, Limits(gt=0, le=1)] = 1.0
-        """Enlarge a random part of at least this share of the area. Photos: 0.08 to 0.35. 1: off."""
+        """Resize a random crop of at least this share of the area. Photos: 0.08 to 0.35. 1: off."""
         cutout_size: CountOrZero = 0
-        """Side of a random square that is filled with the mean, in pixels. 0: off."""
+        """Side, in pixels, of a random square that is filled with the mean. 0: off."""
         mixup_alpha: Annotated[float, Limits(ge=0)] = 0.0
-        """Blend each row with another one, in a share of Beta(mixup_alpha, mixup_alpha). 0: off."""
+        """Blend each row with another row, by a share from Beta(mixup_alpha, mixup_alpha). 0: off."""
         label_smoothing: Annotated[float, Limits(ge=0, lt=1)] = 0.0
         """Share of the target that is spread over all classes."""
 
@@ -74,7 +74,7 @@ class Workload(workloads.Workload):
             check_labels(source, self.n_outputs - 1, "class_names, n_classes or the labels of data.train")
 
     def set_up(self, options: Options, train: Dataset) -> None:
-        """Set what depends on options and images. Raises UserError if these do not fit."""
+        """Set the attributes that depend on options and images. Raises UserError if they do not fit."""
         self.options = options
         images = train.fields["images"]
         self.shape_CHW = (1, *images.shape)[-3:]
@@ -83,16 +83,16 @@ class Workload(workloads.Workload):
         side = min(self.shape_CHW[1:])
         if max(options.crop_padding, options.cutout_size) >= side:
             raise UserError(f"images are {side} pixels high or wide; model.crop_padding and cutout_size should be less")
-        # predict.py, which has no rows, loads the weights of a checkpoint instead.
+        # predict.py has no rows, and loads the weights of a checkpoint instead.
         self.is_pretrained = options.pretrained and len(train) > 0
-        # normalize() makes the first layer of a network, a new one at each call.
+        # normalize() makes a new first layer of a network at each call.
         self.normalize = partial(Normalize, train.attributes, self.shape_CHW[0], images.dtype)
         layer = self.normalize()
         mean_C = (-layer.shift / layer.scale).flatten()
         self.fill_C = augment.to_dtype(mean_C, getattr(torch, images.dtype.name))
 
     def model(self) -> nn.Module:
-        """Images of the file, unchanged -> logits (B, K)."""
+        """Unchanged images of the file -> logits (B, K)."""
         o = self.options
         if o.timm:
             network = timm_network(o.timm, self.shape_CHW[0], self.n_outputs, is_pretrained=self.is_pretrained)
@@ -115,7 +115,7 @@ class Workload(workloads.Workload):
             self.fill_C = self.fill_C.to(x_BCHW.device)  # copied in the first step
             x_BCHW = augment.cutout(x_BCHW, o.cutout_size, self.fill_C, rng)
         if o.mixup_alpha:
-            # Labels (B, K), as attributes.py has them, are blended as they are.
+            # Labels (B, K), as in attributes.py, are blended directly.
             target_BK = labels if labels.ndim > 1 else F.one_hot(labels.long(), self.n_outputs)
             x_BCHW, labels = augment.mixup(x_BCHW, target_BK.float(), o.mixup_alpha, rng)
         return Rows({"images": x_BCHW, "labels": labels})
@@ -135,7 +135,7 @@ class Workload(workloads.Workload):
         return {"top1": hits_B5[:, 0].sum(), "top5": hits_B5.sum(), "loss": loss}
 
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
-        """Percentages and the mean loss. top5_pct needs more than five classes to mean anything."""
+        """Percentages and the mean loss. top5_pct has a meaning only for more than five classes."""
         mean = {name: float(sums[name] / sums["n"]) for name in ("top1", "top5", "loss")}
         top5 = {"top5_pct": 100 * mean["top5"]} if self.n_outputs > 5 else {}
         return {"top1_pct": 100 * mean["top1"], **top5, "loss": mean["loss"]}
@@ -152,7 +152,7 @@ class Workload(workloads.Workload):
 
 
 class Normalize(nn.Module):
-    """(x - mean) / std of each channel, as floats: the first layer of networks for files of images.
+    """(x - mean) / std of each channel, as floats: the first layer of a network for stored images.
 
     Without the attributes `mean` and `std`, bytes are mapped to -1 to 1 and floats are unchanged.
     """
@@ -168,7 +168,7 @@ class Normalize(nn.Module):
         for name, default in defaults.items():
             given = attributes.get(name, default)
             value = torch.empty(0)
-            with suppress(TypeError, ValueError, RuntimeError):  # it is text, for example
+            with suppress(TypeError, ValueError, RuntimeError):  # for example, it is text
                 value = torch.as_tensor(given, dtype=torch.float32).flatten()
             is_finite = bool(value.isfinite().all()) and (name == "mean" or bool((value > 0).all()))
             if len(value) not in (1, n_channels) or not is_finite:
@@ -228,7 +228,7 @@ def resnet(shape_CHW: tuple[int, ...], classes: int, width: int, blocks: int) ->
         side //= 4
     features = width
     for stage in range(4):
-        if stage and side < 8:  # halved, it would have fewer than 4 pixels
+        if stage and side < 8:  # a half would be less than 4 pixels
             break
         side //= 2 if stage else 1
         for number in range(blocks):
@@ -244,7 +244,7 @@ def timm_network(name: str, channels: int, classes: int, *, is_pretrained: bool)
         network: nn.Module = create(name, pretrained=is_pretrained, in_chans=channels, num_classes=classes)
     except (ImportError, RuntimeError, OSError) as error:
         cure = "pip install -c constraints.txt -e '.[timm]', or see timm.list_models()"
-        if "torchvision::" in str(error):  # its build for CUDA does not load beside a torch for CPUs
+        if "torchvision::" in str(error):  # a torchvision for CUDA does not load beside a torch for CPUs
             cure = "torchvision is not from the index of torch: the head of constraints.txt says how to install it"
         raise UserError(f"model.timm is {name}: {error}; {cure}") from None
     return network

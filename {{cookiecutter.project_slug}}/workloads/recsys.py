@@ -28,7 +28,7 @@ from fastgpu.rows import Dataset, Ragged, Rows
 NDCG_AT = 100
 RECALL_AT = (20, 50)
 MANY_ITEMS = 1_000_000
-"""With more, and few of them in rows, items are likely ids of another kind."""
+"""If there are more items, and few of them occur in rows, item numbers are likely ids."""
 
 
 class Workload(workloads.Workload):
@@ -41,7 +41,7 @@ class Workload(workloads.Workload):
         """Settings of this workload: the section `model` of config.yaml."""
 
         hidden_dim: CountOrZero = 600
-        """Width of the layers next to the latent one. 0: no such layers."""
+        """Width of the hidden layers beside the latent layer. 0: no hidden layers."""
         latent_dim: Count = 200
         """Dimensions of the latent vector of a user."""
         dropout: Annotated[float, Limits(ge=0, lt=1)] = 0.5
@@ -51,7 +51,7 @@ class Workload(workloads.Workload):
         kl_weight: Annotated[float, Limits(ge=0)] = 0.2
         """Final weight of the divergence from the prior (Mult-VAE)."""
         kl_anneal_steps: CountOrZero = 0
-        """Steps (times optim.accumulation_steps) in which the weight rises from 0. Paper: 200,000."""
+        """Steps (times optim.accumulation_steps) in which kl_weight rises from 0. Paper: 200,000."""
 
     options: Options
     best: workloads.Best = (f"ndcg_at_{NDCG_AT}", "higher")
@@ -102,7 +102,7 @@ class Workload(workloads.Workload):
 def check_items(train: Dataset, val: Dataset, *, in_order: bool = False) -> int:
     """The number of items. Raises UserError if the rows are not items of users, or not of the same items.
 
-    in_order: refuse files in which convert.py found no times, because the items of a user are in no order there.
+    in_order: refuse files in which convert.py found no times, because the items of a user are then in no order.
     """
     for source, name in ((train, "items"), (val, "items"), (val, "held_out")):
         field = source.fields.get(name)
@@ -129,8 +129,8 @@ def check_items(train: Dataset, val: Dataset, *, in_order: bool = False) -> int:
 class AutoEncoder(nn.Module):
     """Items -> tanh(hidden) -> latent -> tanh(hidden) -> logits.
 
-    hidden_dim=0 leaves out the hidden layers. While training, the variational model (Mult-VAE)
-    samples the latent vector; the other one (Mult-DAE) uses its mean.
+    hidden_dim=0 leaves out the hidden layers. In training, the variational model (Mult-VAE) samples
+    the latent vector; the denoising model (Mult-DAE) has no sampling.
     """
 
     passes: Tensor
@@ -182,13 +182,13 @@ class AutoEncoder(nn.Module):
 
 
 def multinomial_nll(logits_BI: Tensor, items: Ragged) -> Tensor:
-    """Mean over the rows of -sum over their items of log softmax(logits)."""
+    """The mean over the rows of -sum of log softmax(logits) over the items of a row."""
     loss: Tensor = _MultinomialNLL.apply(logits_BI, items.rows, items.values, items.offsets.diff())
     return loss
 
 
 class _MultinomialNLL(torch.autograd.Function):
-    """Needs one (B, I) buffer for the gradient, where log_softmax and a gather need three."""
+    """One (B, I) buffer for the gradient is enough; log_softmax and a gather would need three."""
 
     @staticmethod
     def forward(  # noqa: PLR0917 (torch calls it like this)
@@ -212,7 +212,7 @@ class _MultinomialNLL(torch.autograd.Function):
 
 
 class Ranking(NamedTuple):
-    """Metrics of each user, which are meaningless for users without held-out items."""
+    """Metrics of each user. They are meaningless for users without held-out items."""
 
     recall: Mapping[int, Tensor]
     """{k: (B,)}"""
@@ -221,13 +221,13 @@ class Ranking(NamedTuple):
     has_held_out: Tensor
     """(B,) bool: whether the user has held-out items."""
     n_lost: Tensor
-    """Number of held-out items that are among the seen ones, or listed twice: never found."""
+    """Number of held-out items that are also seen items, or listed twice: they are never found."""
 
 
 def ranking_sums(
     scores_BI: Tensor, seen: Ragged, held_out: Ragged, *, recall_at: Sequence[int], ndcg_at: int
 ) -> dict[str, Tensor]:
-    """The metrics of `rank` as `score` returns them: sums over the users with held-out items, and their number."""
+    """The metrics of `rank` in the form of `score`: sums over the users with held-out items, and their number."""
     ranking = rank(scores_BI, seen, held_out, recall_at=recall_at, ndcg_at=ndcg_at)
     values = {f"ndcg_at_{ndcg_at}": ranking.ndcg}
     values |= {f"recall_at_{k}": ranking.recall[k] for k in recall_at}
@@ -254,8 +254,8 @@ def unseen(scores_BI: Tensor, seen: Ragged) -> Tensor:
 def rank(scores_BI: Tensor, seen: Ragged, held_out: Ragged, *, recall_at: Sequence[int], ndcg_at: int) -> Ranking:
     """Measure how well scores rank the held-out items of each user, without a host sync.
 
-    Ranked are the items that the user has not seen. Hits are held-out items among the k best. Of h
-    held-out items,
+    Only items that the user has not seen are ranked. Hits are held-out items among the k best. For
+    a user with h held-out items,
 
         Recall@k = number of hits / min(k, h)
         NDCG@k   = sum over the hits of 1 / log2(1 + rank) / the same if all h items came first
@@ -263,7 +263,7 @@ def rank(scores_BI: Tensor, seen: Ragged, held_out: Ragged, *, recall_at: Sequen
     seen, held_out: B rows of item numbers, all different within a row. The scores of seen items are
     overwritten.
     """
-    # To assign a Python number, torch would copy it to the device, and the host would wait for it.
+    # A Python number would be copied to the device, and the host would wait for the copy.
     scores_BI.index_put_((seen.rows, seen.values), scores_BI.new_full((), -torch.inf))
     is_held_out_BI = torch.zeros_like(scores_BI, dtype=torch.bool)
     is_held_out_BI.index_put_((held_out.rows, held_out.values), is_held_out_BI.new_ones(()))
@@ -277,7 +277,7 @@ def rank(scores_BI: Tensor, seen: Ragged, held_out: Ragged, *, recall_at: Sequen
 
     ranks = torch.arange(1, ndcg_at + 1, dtype=scores_BI.dtype, device=scores_BI.device)
     gain_K = 1 / (1 + ranks).log2()
-    # Sums of the first gains. `cumsum` of a GPU is an error if run.deterministic=true.
+    # Sums of the first gains. On a GPU, `cumsum` is an error if run.deterministic=true.
     ideal_K = gain_K.double().expand(ndcg_at, ndcg_at).tril().sum(1).to(gain_K.dtype)
     ideal_B = ideal_K[n_held_out_B.clamp(1, ndcg_at) - 1]
     hits_BK = hits_BK[:, :ndcg_at]

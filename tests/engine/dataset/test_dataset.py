@@ -431,7 +431,7 @@ def test_dataset_module_that_fails_is_one_line(write_module, text, reason):
     [
         ("raise", 0, OSError, r"row 70 cannot be opened\nin row 70 of Numbered$"),
         ("raise", 2, UserError, r"^Numbered: OSError: .* in row 70 of Numbered \(datasets.py:\d+\); .*$"),
-        ("die", 2, UserError, r"one of the loader.num_workers \(2\) was killed or crashed reading Numbered"),
+        ("die", 2, UserError, r"one of 2 workers \(loader.num_workers\) was killed or crashed while it read Numbered"),
     ],
 )
 def test_workers_pass_on_errors_as_one_line(kind, n_workers, error, message):

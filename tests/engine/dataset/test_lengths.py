@@ -80,7 +80,7 @@ def test_lengths_unknown_need_the_disk_tier(tier):
 @pytest.mark.parametrize(("tier", "is_told"), [("host", True), ("disk", False), ("auto", False)])
 def test_lengths_kept_freeze_random_draws_with_a_warning(tier, is_told, capsys):
     choose_tier(items_of(Made(torch.tensor), "images"), tier)
-    told = "data.tier is host: the items of mine are read once, so what they draw at random is the same in each epoch"
+    told = "data.tier is host: the items of mine are read once, so their random numbers are the same in each epoch"
     assert (told in capsys.readouterr().out) == is_told
 
 

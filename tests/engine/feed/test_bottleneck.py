@@ -60,7 +60,7 @@ def test_bottleneck_slow_disk(dense_file, monkeypatch):
     assert bottleneck_of(source).startswith("reading; try loader.num_readers=4")
     counts = count()
     monkeypatch.setattr(HDF5Dataset, "n_requests", property(lambda _: next(counts)))  # as if blocks came from a bucket
-    assert bottleneck_of(source).startswith("the network, from which each block comes once, to data.cache; try loader.")
+    assert bottleneck_of(source).startswith("the network; each block is fetched only once, to data.cache; try loader.")
 
 
 def test_bottleneck_slow_images_and_compression(dense_file, tmp_path, monkeypatch):

@@ -440,7 +440,7 @@ def test_run_best_of_few_rows_is_a_warning(tmp_path, capsys, n_rows, is_told):
     rows = ArrayDataset("few", {"x": np.zeros((n_rows, 100), np.uint8)})
     with started_run(tmp_path, splits=Splits(rows, {"val": rows})):
         pass
-    line = f"warning: {n_rows} validation rows choose the best checkpoint, each counts 0.5 %; use more\n"
+    line = f"warning: the best checkpoint is chosen on {n_rows} validation rows (one row is 0.5 %); use more\n"
     assert (line in capsys.readouterr().out) == is_told
 
 

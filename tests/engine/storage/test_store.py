@@ -98,7 +98,7 @@ def test_store_reads_any_small_column_when_asked(dense_file, monkeypatch):
     assert store.stored_fingerprint == before
     monkeypatch.setattr(module, "COLUMN_BYTES", 8 * 70 - 1)
     assert store.stored_column("images") is None
-    with pytest.raises(UserError, match="images is not in memory: of HDF5 files, those of one shape up to 1 GiB"):
+    with pytest.raises(UserError, match="images is not in memory: HDF5 fields are read if they have one shape and up to 1 GiB"):
         store.column("images")
 
 
@@ -175,4 +175,4 @@ def test_store_merges_mean_and_std_of_files(dense_file, capsys):
     assert found(same, same)["mean"] == same["mean"]  # exactly: shards of one conversion
     assert capsys.readouterr().out == ""
     assert found(same, {})["mean"] == same["mean"]
-    assert "warning: 1 of 2 files have attributes mean and std; those of " in capsys.readouterr().out
+    assert "warning: 1 of 2 files have attributes mean and std; the values of " in capsys.readouterr().out

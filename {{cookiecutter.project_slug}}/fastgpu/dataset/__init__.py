@@ -1,7 +1,7 @@
-"""A torch Dataset of your own as a source of rows.
+"""Your own torch Dataset as a source of rows.
 
 draws.py    the random numbers that the items draw
 items.py    the items of the Dataset, as columns of rows
-source.py   the source: its fields
-workers.py  the processes that read it
+source.py   the Dataset as a source of rows: its fields, and how its items are read
+workers.py  the worker processes that read the items
 """

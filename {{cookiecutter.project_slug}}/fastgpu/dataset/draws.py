@@ -15,7 +15,7 @@ GENERATORS: dict[str, tuple[Callable[[int], object], Callable[[], object]]] = {
     "numpy.random": (np.random.seed, np.random.random_sample),
     "torch": (torch.default_generator.manual_seed, lambda: torch.rand(1, dtype=torch.float64).item()),
 }
-"""{module: seeds its generator, draws a number from it}. torch.manual_seed would seed GPUs, too."""
+"""{module: (seeds its generator, draws a number from the generator)}. torch.manual_seed would also seed GPUs."""
 
 
 def make_seeds(*key: int) -> tuple[int, ...]:
@@ -25,7 +25,7 @@ def make_seeds(*key: int) -> tuple[int, ...]:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed all generators with the seed of the run. After the block, they are as they were before it."""
+    """Seed all generators with the seed of the run. After the block, their states from before are restored."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     for (set_seed, _), number in zip(GENERATORS.values(), make_seeds(seed), strict=True):
         set_seed(number)
@@ -38,10 +38,11 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def read_items(read: Callable[[int], Any], keys: Sequence[tuple[int, ...]], drawn: set[str]) -> list[Any]:
-    """The items of some rows, of which each draws what follows from its own key: (row, ...).
+    """The items of some rows. The random numbers of an item follow from its own key, (row, ...).
 
-    drawn: the generators that are seeded for each row, because items have drawn from them: all three would take longer
-    than a small item. If another one is drawn from, it is added to `drawn`, and the rows are read again.
+    drawn: the generators that are seeded for each row, because items have drawn from them. Seeding all three would take
+    longer than reading a small item. If items draw from another generator, it is added to `drawn`, and the rows are
+    read again.
     """
     while True:
         for set_seed, _ in GENERATORS.values():

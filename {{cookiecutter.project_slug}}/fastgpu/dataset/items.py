@@ -14,14 +14,14 @@ from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import Field, RaggedArray
 
 NO_ARRAY = (TypeError, ValueError, RuntimeError, OverflowError)
-"""What NumPy and torch raise for values that are no array: lists of unequal length, text, tensors on a GPU."""
+"""Errors of NumPy and torch for values that are no array: lists of unequal length, text, tensors on a GPU."""
 Columns = dict[str, np.ndarray | RaggedArray]
 
 
 def field_of(arrays: Sequence[np.ndarray], *, is_ragged: bool) -> Field:
-    """The type of a field: that of the first of these values. It is ragged if only their first dimension differs.
+    """The type of a field, from the first of these values. The field is ragged if only the first dimension differs.
 
-    is_ragged: it is, even if these values are of one length.
+    is_ragged: the field is ragged even if these values have one length.
     """
     first = arrays[0]
     shapes = [array.shape for array in arrays]
@@ -34,21 +34,22 @@ def field_of(arrays: Sequence[np.ndarray], *, is_ragged: bool) -> Field:
 def to_column(
     name: str, field: Field, values: Sequence[object], row_ids: np.ndarray, *, source: str
 ) -> np.ndarray | RaggedArray:
-    """The values of these rows in their order: (n, *shape), or ragged. name, source: of field and Dataset.
+    """The values of these rows in their order: (n, *shape), or ragged. name, source: names of field and Dataset.
 
-    Raises UserError if a row is not of the type and shape of the first row of the Dataset: it would be cut or wrapped.
+    Raises UserError if a row has another type or shape than the first row of the Dataset, since its values would be cut
+    or wrapped.
     """
     kinds = {*map(type, values)}
     with suppress(*NO_ARRAY):  # values that do not fit are reported below
-        if kinds == {int} and field == Field(np.dtype(np.int64), ()):  # as most labels are
+        if kinds == {int} and field == Field(np.dtype(np.int64), ()):  # most labels
             return np.array(values, np.int64)
         if kinds == {Tensor} and not field.is_ragged:
             tensors = [value for value in values if isinstance(value, Tensor)]
-            if len({tensor.dtype for tensor in tensors}) == 1:  # stack would give the wider type
+            if len({tensor.dtype for tensor in tensors}) == 1:  # otherwise `stack` would take the wider type
                 column = torch.stack(tensors).resolve_conj().resolve_neg().numpy()
                 if (column.dtype, column.shape[1:]) == (field.dtype, field.shape):
                     return column
-    n_free = int(field.is_ragged)  # dimensions that may differ
+    n_free = int(field.is_ragged)  # number of dimensions that may differ
     arrays = []
     for value, row in zip(values, row_ids.tolist(), strict=True):
         array = to_array(value)
@@ -66,15 +67,15 @@ def to_column(
 
 
 def to_array(value: object) -> np.ndarray | None:
-    """A value of an item as NumPy sees it. None: it is no number, array or tensor of the CPU that torch knows.
+    """A value of an item as a NumPy array. None: it is no number, array or CPU tensor with a type that torch knows.
 
-    NumPy lacks bfloat16 and the floats of 8 bits. They become float32, which holds them exactly.
+    NumPy lacks bfloat16 and 8-bit floats. Such values become float32, which represents them exactly.
     """
     try:
         if isinstance(value, np.ndarray | np.generic):
             torch.from_numpy(np.empty(0, value.dtype))
             return np.asarray(value)
-        # Most labels. NumPy makes an array of one faster than torch makes a tensor.
+        # Most labels. NumPy converts an int to an array faster than torch to a tensor.
         if type(value) is int:
             return np.asarray(value, np.int64)
         tensor = torch.as_tensor(value).detach().resolve_conj().resolve_neg()
@@ -85,6 +86,6 @@ def to_array(value: object) -> np.ndarray | None:
 
 
 def describe_value(value: object) -> str:
-    """The type of a value that is no array, with what may be wrong with it."""
+    """The type of a value that is no array, with details that may explain why."""
     details = [str(getattr(value, name)) for name in ("dtype", "layout", "device") if hasattr(value, name)]
     return " ".join([type(value).__name__, *details])

@@ -1,8 +1,8 @@
 """A map-style `torch.utils.data.Dataset` as a source of rows, read by worker processes.
 
-A reader thread asks an idle worker for about 4 MiB of rows, takes them out of shared memory, and copies them to their
-places in a pool, which moves to the device as a whole. Each worker has two such threads: while one of them copies, the
-worker reads for the other.
+A reader thread asks an idle worker for about 4 MiB of rows, takes the rows out of shared memory, and copies them to
+their places in a pool, which moves to the device as a whole. Each worker has two such threads: while one thread copies,
+the worker reads for the other.
 """
 
 import sys
@@ -39,18 +39,18 @@ ASK_BYTES = 4 << 20
 ASKS_PER_POOL = 64
 """A request is at most 1/64 of a pool, so that every worker has work, but at least one batch."""
 N_SAMPLES = 8
-"""Items that are compared to find out which fields have any number of values."""
+"""Number of items that are compared to find out which fields are ragged."""
 MAX_ROWS = 2**31 - 1
-"""The numbers of blocks, which here are rows, have 32 bits."""
+"""Maximum number of rows: the numbers of blocks have 32 bits, and here each row is a block."""
 
 
 class ItemSource(Dataset):
-    """Rows that are made one at a time: a block is a row, and only a row that was made tells its length."""
+    """Rows that are read one at a time: each block has one row, and the length of a row is known after it was read."""
 
     def read_rows(self, rows: np.ndarray, seed: int, epoch: int, repeats: np.ndarray) -> Columns:
-        """{field: (n, *shape), or ragged} of these rows, (n,), in their order. It takes the place of `read`.
+        """{field: (n, *shape), or ragged} of these rows, (n,), in their order. Used instead of `read`.
 
-        seed, epoch, repeats: decide what is drawn at random. repeats: (n,) how often the epoch has had each row before.
+        seed, epoch, repeats: determine the random numbers. repeats: (n,) earlier occurrences of each row in the epoch.
         """
         raise NotImplementedError
 
@@ -58,9 +58,10 @@ class ItemSource(Dataset):
 class ItemDataset(ItemSource):
     """The rows of a map-style Dataset, as blocks of one row.
 
-    Its items are mappings, or sequences in the order of `names`, of arrays, tensors or numbers. A field whose items
-    differ in their first dimension is ragged. The attributes `class_names` (or torchvision's `classes`) and `n_classes`
-    of the Dataset are used, and arrays with the name of a field (or `targets`) if they have the values of the items.
+    Its items are mappings, or sequences in the order of `names`, of arrays, tensors or numbers. A field is ragged if
+    its values differ in their first dimension. The attributes `class_names` (or torchvision's `classes`) and
+    `n_classes` of the Dataset are used, and arrays with the name of a field (or `targets`) if they have the values of
+    the items.
     """
 
     def __init__(
@@ -68,8 +69,8 @@ class ItemDataset(ItemSource):
     ):
         """names: {field: its key in the items}. seed: of the run. Raises UserError if the items cannot be rows.
 
-        workers_key: the setting of the number of workers, for messages. One of them reads the first items, so that a
-        file that these open is not shared by all. Empty: this process reads them.
+        workers_key: the setting of the number of workers, for messages. A worker reads the first items, so that files
+        which they open are not shared by all processes. Empty: this process reads the first items.
         """
         self.name = name
         self._seed = seed
@@ -89,7 +90,7 @@ class ItemDataset(ItemSource):
         """The generators from which the first items draw random numbers."""
         with closing(self._start_workers(self._read_samples, 1 if workers_key else 0, SLOW_S)) as workers:
             arrays, self.drawn = workers.call(samples) if workers_key else self._read_samples(samples)
-        self._seeded = {*self.drawn, "torch"}  # torch.initial_seed() should be that of the row, drawn from or not
+        self._seeded = {*self.drawn, "torch"}  # an item may call torch.initial_seed(), which draws nothing
         self._first = {field: each[0] for field, each in arrays.items()}
         """The item of row 0."""
         ragged = getattr(dataset, "ragged", ())
@@ -105,7 +106,7 @@ class ItemDataset(ItemSource):
         return Rows(columns)
 
     def _read_samples(self, rows: np.ndarray) -> tuple[dict[str, list[np.ndarray]], set[str]]:
-        """{field: arrays of these rows, but for values that are none}, and the generators that they draw from."""
+        """{field: arrays of these rows, without values that are no arrays}, and the generators that they draw from."""
         drawn: set[str] = set()
         samples = {}
         with seeded(self._seed):
@@ -126,9 +127,9 @@ class ItemDataset(ItemSource):
             raise
 
     def _values(self, keys: Sequence[tuple[int, ...]], drawn: set[str]) -> list[Sequence[Any]]:
-        """For each field, what the Dataset gives for these rows. See `read_items`."""
+        """For each field, the values of these rows. See `read_items`."""
         items = read_items(self._item, keys, drawn)
-        if {*map(type, items)} == {dict}:  # as most items are
+        if {*map(type, items)} == {dict}:  # most Datasets
             with suppress(KeyError):  # reported below
                 return [[item[name] for item in items] for name in self._names.values()]
         return [*zip(*map(self._in_order, items), strict=True)]
@@ -150,7 +151,7 @@ class ItemDataset(ItemSource):
         )
 
     def with_workers(self, n_workers: int, timeout_s: float) -> "ItemDataset":
-        """The same rows, read by worker processes until `close`. Copies of the result share them. See `Workers`."""
+        """The same rows, read by worker processes until `close`. Copies of the result share the workers."""
         other = copy(self)
         other._workers = self._start_workers(self._read_here, n_workers, timeout_s)
         return other
@@ -175,26 +176,27 @@ class ItemDataset(ItemSource):
             self._workers.close()
 
     def read_rows(self, rows: np.ndarray, seed: int, epoch: int, repeats: np.ndarray) -> Columns:
-        """See `ItemSource` and `to_column`. If there are workers, one of them reads, and any thread may call this.
+        """See `ItemSource` and `to_column`. With workers, an idle worker reads, and any thread may call this.
 
-        What an item draws at random follows from its row, seed, epoch and repeat, whichever process reads it, and with
-        which others. Raises UserError if a worker died, or rows differ in type or shape.
+        The random numbers of an item follow from its row, seed, epoch and repeat. The process that reads it, and the
+        other rows of the request, have no influence. Raises UserError if a worker died, or rows differ in type or
+        shape.
         """
         if self._workers:
             columns: Columns = self._workers.call(rows, seed, epoch, repeats)
             return columns
-        with seeded(seed):  # the loop may draw, too
+        with seeded(seed):  # the training loop may use the generators, too
             return self._read_here(rows, seed, epoch, repeats)
 
     def _read_here(self, rows: np.ndarray, seed: int, epoch: int, repeats: np.ndarray) -> Columns:
-        """`read_rows` of this process."""
+        """`read_rows` without workers."""
         keys = [(row, repeat, seed, epoch) for row, repeat in zip(rows.tolist(), repeats.tolist(), strict=True)]
         columns = zip(self.fields.items(), self._values(keys, self._seeded), strict=True)
         return {name: to_column(name, field, values, rows, source=self.name) for (name, field), values in columns}
 
     def stored_column(self, name: str) -> np.ndarray | None:
-        """One field of all rows, if an attribute of the Dataset begins with the item of the first row: others are file
-        names, or classes that the items number in another way."""
+        """One field of all rows, from an attribute of the Dataset that begins with the value of row 0. Other attributes
+        may be file names, or classes with other numbers than in the items."""
         for attribute in (name, "targets") if name in self.fields else ():
             with suppress(*NO_ARRAY):
                 first = self._first[name]
@@ -207,7 +209,7 @@ class ItemDataset(ItemSource):
 
 
 def rows_per_ask(source: Dataset, order: BlockSampler) -> int:
-    """Number of rows of a request to a worker."""
+    """Number of rows in a request to a worker."""
     of_pool = max(order.batch_size, order.max_pool_rows // ASKS_PER_POOL)
     return max(1, min(of_pool, ASK_BYTES // source.row_bytes))
 
@@ -221,31 +223,31 @@ def open_dataset(
 
 
 def make_dataset(key: str, path: str | Sequence[str], *, factory: str, seed: int = 0) -> tuple[str, TorchDataset]:
-    """(its name, what `factory` makes of `path`). Raises UserError if that would be no map-style Dataset.
+    """(name, Dataset): calls `factory` with `path`. Raises UserError if the result would be no map-style Dataset.
 
-    A config may come from anybody, so it must not name a command. key: the config key of `path`, for messages. factory:
-    "package.module:Class". What it draws follows from the seed, so two calls split their rows alike.
+    A config may come from anybody, so it must not be able to run a command. key: the config key of `path`, for
+    messages. factory: "package.module:Class". Its random numbers follow from the seed, so two calls split rows alike.
     """
     module, _, name = factory.partition(":")
-    sys.path.append(str(Path.cwd()))  # torchrun names the folder of the script only
+    sys.path.append(str(Path.cwd()))  # torchrun adds only the folder of the script
     refusal = UserError(
         f"data.dataset is {factory}, which is no map-style Dataset; use a class (__getitem__ and __len__) or a "
         "function of a file beside train.py, or an installed class that is a torch.utils.data.Dataset"
     )
-    # Nothing in the standard library is a Dataset, and importing some of its modules starts a program.
+    # The standard library has no Dataset, and importing some of its modules starts a program.
     is_program = module.partition(".")[0] in {*sys.stdlib_module_names, "test"} or module.endswith(".__main__")
     if is_program and not _is_of_project(module):
         raise refusal
     try:
         with seeded(seed):
             make = getattr(import_module(module), name, None)
-    except (Exception, SystemExit) as error:  # the module of a person may do anything while it is imported
+    except (Exception, SystemExit) as error:  # a user's module may do anything while it is imported
         is_missing = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
         reason = f"{error}; name a class as package.module:Class" if is_missing else describe_error(error)
         raise UserError(f"data.dataset is {factory}: {reason}") from None
     if make is None:
         raise UserError(f"data.dataset is {factory}: {module} has no {name or 'class'}; use package.module:Class")
-    # A function is called unless it says that it returns something else, as those of this project all do.
+    # A function is called unless its annotation has another return type, as all functions of this project have.
     called: Any = make.func if isinstance(make, partial) else make
     is_function = isfunction(called) and _is_of_project(called.__module__)
     kind = get_type_hints(called).get("return", TorchDataset) if is_function else called
@@ -263,7 +265,7 @@ def make_dataset(key: str, path: str | Sequence[str], *, factory: str, seed: int
         with seeded(seed):
             dataset = make(path)
     except Exception as error:
-        if _is_of_project(called.__module__):  # its owner needs the traceback
+        if _is_of_project(called.__module__):  # the user's own code: the traceback is needed
             raise
         cure = "if it takes no path, name a function beside train.py that makes it of one"
         raise UserError(f"data.dataset: {name}({path!r}) fails: {describe_error(error)}; {cure}") from None
@@ -271,8 +273,8 @@ def make_dataset(key: str, path: str | Sequence[str], *, factory: str, seed: int
 
 
 def _is_of_project(module: str) -> bool:
-    """Whether a module or its package is of the engine, in the folder of the project or in the current one."""
+    """Whether a module belongs to the engine, or its package is in the project's folder or in the current folder."""
     top = module.partition(".")[0]
-    spec = None if top == "__main__" else find_spec(top)  # which does not import it
+    spec = None if top == "__main__" else find_spec(top)  # find_spec does not import the module
     places = (spec.submodule_search_locations or [str(spec.origin)]) if spec else []
     return top == "fastgpu" or any(Path(place).parent in (project_folder(), Path.cwd()) for place in places)

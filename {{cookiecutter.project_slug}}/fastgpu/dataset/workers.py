@@ -1,8 +1,8 @@
-"""Worker processes that read the items of a Dataset. Each waits at its end of a pipe for numbers of rows.
+"""Worker processes that read the items of a Dataset. Each worker waits at its end of a pipe for row numbers.
 
-They are forks of this process: a fork takes every Dataset unmodified, with its open files and lambdas, and gives its
-first rows after 0.06 s, where a forkserver needs 3.8 s and pickles the Dataset for each worker. In return they have to
-be started before this process uses CUDA or NCCL, neither of which survives a fork.
+Workers are forks of this process: a fork takes every Dataset unmodified, with its open files and lambdas, and returns
+its first rows after 0.06 s. A forkserver needs 3.8 s, and pickles the Dataset for each worker. But forks have to be
+started before this process uses CUDA or NCCL, because neither survives a fork.
 """
 
 import atexit
@@ -32,23 +32,23 @@ from fastgpu.process.machine import lower_priority
 from fastgpu.process.signals import STOP
 
 SLOW_S = 30.0
-"""After this time, a person is told that a worker may hang. Only `loader.timeout_s` ends the run."""
+"""After this time, a warning says that a worker may hang. Only `loader.timeout_s` ends the run."""
 START_S, START_TRIES = 10.0, 3
-"""A fork that has not begun to work after this time is killed, and made again, so often at most. Where other threads of
-this process hold a lock of Python, such as those of autograd, a fork waits for it for ever."""
+"""A fork that has not begun to work after this time is killed and started again, up to this number of tries. If another
+thread, such as a thread of autograd, holds a lock of Python during the fork, the fork waits for the lock for ever."""
 CLOSE_S = 3.0
-"""How long closing waits for the end of each worker. Those that hang are left behind."""
+"""Maximum time that closing waits for the end of each worker. Workers that hang are left behind."""
 Answer = Callable[..., object]
-"""What a worker calls with each request, which begins with the numbers of rows."""
+"""The function that a worker calls with each request. The first argument is the row numbers."""
 
 
 class Workers:
-    """Processes that read rows until `close`. They also end with the thread that made them."""
+    """Processes that read rows until `close`. They also end when the thread that started them ends."""
 
     def __init__(self, name: str, answer: Answer, infos: Sequence[WorkerInfo], timeout_s: float, *, key: str):
-        """name, key: of the Dataset, and of the setting of their number, for messages. infos: one for each process.
+        """name: of the Dataset. key: the setting of the number of workers, for messages. infos: one for each process.
 
-        timeout_s: after which a worker prints where an item hangs. Raises UserError if they cannot be started.
+        timeout_s: time after which a worker prints where an item hangs. Raises UserError if workers cannot be started.
         """
         if len(infos) > MAX_THREADS:
             raise UserError(f"{key} is {len(infos)}; use at most {MAX_THREADS}")
@@ -57,8 +57,8 @@ class Workers:
         self.processes: list[ForkProcess] = []
         self._is_warned = False
         self._idle: SimpleQueue[Connection] = SimpleQueue()
-        """Pipes to the workers that have nothing to do."""
-        # multiprocessing would send SIGTERM at the exit, which workers ignore, and wait for ever.
+        """Pipes to the idle workers."""
+        # At the exit, multiprocessing would send SIGTERM, which workers ignore, and wait for ever.
         atexit.register(self.close)
         try:
             missing = list(infos)
@@ -71,7 +71,7 @@ class Workers:
             raise UserError(f"{key} is {len(infos)}: {error.strerror}; use fewer of them") from None
 
     def _start(self, arguments: Sequence[tuple[Answer, WorkerInfo, float]]) -> list[WorkerInfo]:
-        """Start a process for each of these arguments of `_work`. Returns the infos of those that did not begin."""
+        """Start a process for each tuple of arguments of `_work`. Returns the infos of processes that did not begin."""
         fork = multiprocessing.get_context("fork")
         started = []
         for each in arguments:
@@ -84,7 +84,7 @@ class Workers:
         missing = []
         for process, pipe, info in started:
             if pipe.poll(START_S):
-                with suppress(EOFError):  # it was killed: `call` says so
+                with suppress(EOFError):  # the process was killed: `call` reports it
                     pipe.recv()
                 self._idle.put(pipe)
             else:
@@ -95,7 +95,7 @@ class Workers:
         return missing
 
     def call(self, rows: np.ndarray, *others: object) -> Any:
-        """Let an idle worker read these rows. Raises UserError if it cannot, or died. Any thread may call this."""
+        """Let an idle worker read these rows. Raises UserError if it fails or has died. Any thread may call this."""
         pipe = self._idle.get()
         try:
             pipe.send((rows, *others))
@@ -109,8 +109,8 @@ class Workers:
             answer = pipe.recv()
         except (OSError, EOFError):
             raise UserError(
-                f"one of the {self._key} ({len(self.processes)}) was killed or crashed reading {self._name}: "
-                f"if memory ran out use fewer; {self._key}=0 shows its error"
+                f"one of {len(self.processes)} workers ({self._key}) was killed or crashed while it read {self._name}: "
+                f"if memory ran out, use fewer; {self._key}=0 shows its error"
             ) from None
         finally:
             self._idle.put(pipe)
@@ -121,7 +121,7 @@ class Workers:
         return answer
 
     def close(self) -> None:
-        """Kill the workers: they may hang, or be stopped, and have nothing to save. It is safe to call this twice."""
+        """Kill the workers, which may hang, and have nothing to save. It is safe to call this twice."""
         atexit.unregister(self.close)
         for process in self.processes:
             process.kill()
@@ -130,15 +130,15 @@ class Workers:
 
 
 def _work(pipe: Connection, answer: Answer, info: WorkerInfo, timeout_s: float) -> None:
-    """The program of a worker: answer each request, if need be with an error or a line that says what is wrong."""
+    """The main function of a worker: answer each request with rows, a UserError, or a line that describes an error."""
     torch_worker._worker_info = info  # for `get_worker_info`
-    for number in STOP:  # torchrun sends them to all processes of a rank, which has a step to finish
+    for number in STOP:  # torchrun sends these signals to all processes of a rank, but the rank finishes its step
         signal.signal(number, signal.SIG_IGN)
     end_with_parent()
     lower_priority()
-    torch.set_num_threads(1)  # those of OpenMP do not survive a fork
+    torch.set_num_threads(1)  # threads of OpenMP do not survive a fork
     ForkingPickler.register(np.ndarray, _pickle_array)
-    pipe.send(None)  # it has begun
+    pipe.send(None)  # reports that the worker has begun
     while True:
         request = pipe.recv()
         faulthandler.dump_traceback_later(timeout_s, file=sys.__stderr__ or 2)  # shows where an item hangs
@@ -152,8 +152,8 @@ def _work(pipe: Connection, answer: Answer, info: WorkerInfo, timeout_s: float) 
 
 
 def describe_error(error: BaseException) -> str:
-    """An error of a person's code with its notes, its file and its line."""
-    if isinstance(error, SyntaxError):  # which names them
+    """An error in the user's code, with its notes, its file and its line."""
+    if isinstance(error, SyntaxError):  # its text has file and line
         return f"SyntaxError: {error}"
     line = " ".join("".join(format_exception_only(error)).split())
     places = [place for place in extract_tb(error.__traceback__) if not place.filename.startswith("<frozen")]
@@ -161,5 +161,5 @@ def describe_error(error: BaseException) -> str:
 
 
 def _pickle_array(array: np.ndarray) -> tuple[Callable[[Tensor], np.ndarray], tuple[Tensor]]:
-    """Send an array as a tensor: torch passes tensors on in shared memory, and not through the pipe."""
+    """Send an array as a tensor: torch passes tensors in shared memory instead of through the pipe."""
     return Tensor.numpy, (torch.from_numpy(array),)

@@ -1,11 +1,11 @@
-"""From a source of rows to pools on the device, ahead of the training loop.
+"""Moves rows from a source to pools on the device, ahead of the training loop.
 
 sources.py   opens the rows that the config names
-tiers.py     rows that are kept on the device, in host memory or on disk, with the same batches
-sizes.py     a value for each `auto` that says how the rows move
-readers.py   the work of reader threads, and where their time goes
+tiers.py     rows that stay on the device, in host memory or on disk, with the same batches
+sizes.py     chooses a value for each `auto` that decides how rows move
+readers.py   the work of reader threads, and an account of their time
 prefetch.py  the feeder, staging memory and the copy stream
-loader.py    what the training loop knows of all this: the batches of an epoch
+loader.py    the interface to the training loop: the batches of an epoch
 """
 
 from fastgpu.feed.loader import Loader, PoolLoader

@@ -1,11 +1,11 @@
-"""What the training loop knows about data: a loader gives the batches of an epoch, on the device and in training order.
+"""The interface between data and training loop: a loader yields the batches of an epoch, in order and on the device.
 
-train.py uses the four members of `Loader`. Whatever has them can take the place of the loaders of this project: a class
-around a torch DataLoader, FFCV or DALI.
+train.py uses the four members of `Loader`. Any object with these members can replace the loaders of this project, for
+example a class around a torch DataLoader, FFCV or DALI.
 
-The loaders of this project read pools: many batches, which are read, shuffled and copied to the device as a whole, and
-then cut into views. `PoolLoader` cuts them; its two subclasses read pools from files (prefetch.py), or gather them from
-rows that stay on the device (tiers.py).
+The loaders of this project read pools. A pool is many batches, which are read, shuffled and copied to the device as a
+whole, and then cut into views. `PoolLoader` cuts pools; its two subclasses read pools from files (prefetch.py), or
+gather them from rows that stay on the device (tiers.py).
 """
 
 from abc import abstractmethod
@@ -30,24 +30,24 @@ class Loader(Protocol):
 
     @property
     def fingerprint(self) -> Mapping[str, object]:
-        """What decides which rows are in the batch of a step: seed, batch size, a fingerprint of the rows, ...
+        """All values that decide the rows of a batch: seed, batch size, a fingerprint of the rows, ...
 
-        JSON values, the same on every rank, and for world sizes that see the same global batches. A run that was saved
-        inside an epoch is resumed only if they have not changed.
+        JSON values, the same on every rank, and for all world sizes that see the same global batches. A run that was
+        saved inside an epoch is resumed only if these values have not changed.
         """
 
     def steps_per_epoch(self, epoch: int) -> int:
-        """Number of batches of that epoch. It is the same on every rank, since each step averages their gradients.
+        """Number of batches in this epoch, the same on every rank, since each step averages the gradients of all ranks.
 
-        `batches` has to give as many: the position of a run depends on it.
+        `batches` has to yield exactly this number: the position of a run depends on it.
         """
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Rows]:
-        """The batches of that epoch on the device, from step `start` on, where a run is resumed.
+        """The batches of this epoch on the device, from step `start` on, where a run is resumed.
 
-        A validation is an epoch of its loader. They are numbered over the run, whether they come inside epochs or not.
-        A batch is valid until the next one is asked for: clone what you keep. Batches to train on have equally many
-        rows; the last ones of validation may have fewer, or none.
+        A validation is an epoch of its loader. Validations are numbered over the run, inside epochs or not. A batch is
+        valid until the next batch is asked for: clone tensors that you keep. Batches to train on have equal numbers of
+        rows; the last batches of a validation may have fewer rows, or none.
         """
 
     def close(self) -> None:
@@ -58,20 +58,20 @@ class PoolLoader(Loader):
     """A `Loader` that reads pools, and cuts each into batches once or several times.
 
     Data echoing (Choi et al., arXiv:1907.05550): if reading a batch takes R times as long as training on it, training R
-    times on each costs no time. In the paper echoed batches were worth almost as much as fresh ones up to a factor of
-    about 4 with random augmentation, less without.
+    times on each batch costs no time. In the paper, echoed batches were worth almost as much as fresh batches up to a
+    factor of about 4 with random augmentation, and less without.
     """
 
     def __init__(self, source: Dataset, order: BlockSampler, echo: float = 1.0):
-        """order: plans the pools. echo: passes over each pool before the next one; 2.5 means 2, 3, 2, 3, ...
+        """order: the sampler that plans the pools. echo: passes over each pool; 2.5 means 2, 3, 2, 3, ...
 
-        Raises ValueError if batches that are not all full should be echoed.
+        Raises ValueError if `echo` is above 1 and the sampler may give batches that are not full.
         """
         self.source = source
         self.order = order
         self._milli_echo = round(1000 * echo)
         if self._milli_echo > 1000 and not order.drop_last:
-            raise ValueError("batches are echoed of a sampler with drop_last=True only: all of them are full")
+            raise ValueError("an echo above 1 needs full batches: use a sampler with drop_last=True")
 
     @property
     def fingerprint(self) -> Mapping[str, object]:
@@ -83,16 +83,16 @@ class PoolLoader(Loader):
         }
 
     def prepare(self) -> None:
-        """Read the rows that stay in memory, if there are any, unless it has been done. `pools` calls it, too."""
+        """Read the rows that stay in memory, if there are any and they were not read yet. `pools` calls this, too."""
 
     @abstractmethod
     def pools(self, epoch: int, first_pool: int = 0) -> Iterator[Pool]:
-        """The pools of an epoch, beginning with that number. A pool is valid until the next one is asked for."""
+        """The pools of an epoch from `first_pool` on. A pool is valid until the next pool is asked for."""
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[Rows]:
-        # Now, and not in the first `next`, which the loop times as waiting.
+        # Prepare now, and not in the first `next`: the loop would count that time as waiting.
         self.prepare()
-        # Find the pool that has step `start`, and how many of its steps are done.
+        # Find the pool of step `start`, and the number of its steps that are done.
         number = 0
         while number < self.order.pools_per_epoch and start >= self.steps_on_pool(epoch, number):
             start -= self.steps_on_pool(epoch, number)
@@ -106,14 +106,14 @@ class PoolLoader(Loader):
         return self._passes(epoch, 0, n_pools) * self.order.pool_batches - self._passes(epoch, n_pools - 1) * n_missing
 
     def steps_on_pool(self, epoch: int, number: int) -> int:
-        """Number of batches that `echo` makes of that pool."""
+        """Number of batches that `echo` makes of this pool."""
         return self._passes(epoch, number) * self.order.batches_in(number)
 
     def echo(self, pool: Pool) -> Iterator[Rows]:
-        """The batches of a pool. The first pass gives views of it; further passes shuffle it again, and give copies."""
+        """The batches of a pool. The first pass yields views; each further pass shuffles the pool and yields copies."""
         size, n_rows, n_real = self.order.batch_size, pool.plan.n_rows, pool.plan.n_real_rows
         for begin in range(0, n_rows, size):
-            # Padding is at the end of a pool, and is cut off.
+            # Cut off the padding at the end of the pool.
             yield pool.rows.slice(min(begin, n_real), min(begin + size, n_real))
         # The sizes of ragged batches depend on the order, and the host has to know them.
         has_ragged = any(isinstance(column, Ragged) for column in pool.rows.columns.values())
@@ -122,17 +122,17 @@ class PoolLoader(Loader):
             yield from map(pool.rows.take, order.split(size))
 
     def _new_orders(self, plan: PoolPlan, device: torch.device) -> Iterator[Tensor]:
-        """(n_rows,) places of a pool, shuffled again for each pass after the first one.
+        """(n_rows,) places of a pool, shuffled again for each pass after the first pass.
 
-        Each canonical rank shuffles its own places, so every batch has as many rows of each as before, and the global
-        batches are the same for every number of ranks.
+        Each canonical rank shuffles its own places. So every batch keeps its number of rows of each canonical rank, and
+        the global batches are the same for every number of ranks.
         """
         n_more = self._passes(plan.epoch, plan.number) - 1
-        if not n_more:  # batches may be short
+        if not n_more:  # without an echo, batches may be short
             return
         n_ranks = self.order.canonical_ranks // self.order.num_replicas
         ranks = range(self.order.rank * n_ranks, (self.order.rank + 1) * n_ranks)
-        # The 1 keeps these seeds apart from those of steps.
+        # The 1 distinguishes these seeds from the seeds of steps.
         seeds = [make_seed(self.order.seed, plan.epoch, plan.number, rank, 1) for rank in ranks]
         rngs = [torch.Generator(device).manual_seed(seed) for seed in seeds]
         places = torch.arange(plan.n_rows, device=device).view(-1, n_ranks, self.order.batch_size // n_ranks)
@@ -144,6 +144,6 @@ class PoolLoader(Loader):
             yield shuffled.view_as(by_rank).transpose(0, 1).flatten()
 
     def _passes(self, epoch: int, number: int, n_pools: int = 1) -> int:
-        """Passes over pools, beginning with that one. They follow from its number in the run, so no state is saved."""
+        """Passes over `n_pools` pools from this one on, which follow from its number in the run: no state is saved."""
         start = epoch * self.order.pools_per_epoch + number
         return (start + n_pools) * self._milli_echo // 1000 - start * self._milli_echo // 1000

@@ -1,19 +1,19 @@
-"""Pools that are read ahead of the training loop, and copied to the device while it trains.
+"""Reads pools ahead of the training loop, and copies them to the device while the loop trains.
 
 A pool is many batches of rows, which are shuffled and copied together. It passes through a slot: staging memory on the
 host and, on a GPU, memory of the same size on the device. A slot has one owner at a time:
 
     feeder     takes a free slot, plans which rows of the next pool go where, and cuts the reading into jobs
-    readers    do the jobs, each of which fills a part of slot.host
+    readers    do the jobs; each job fills some rows of slot.host
     feeder     queues slot.host -> slot.device on the copy stream when the last job has ended, and hands the slot over
     loop       trains on slot.device; when it asks for the next pool, the slot is free again
 
-The device works behind the host. Two events say how far it is with a slot:
+The device works behind the host. Two events mark its progress with a slot:
 
     copied     recorded after the copy. The loop's stream waits for it before it reads slot.device, and the feeder
                before the readers overwrite slot.host.
-    used       recorded after all that the loop has queued on the pool. The copy stream waits for it before the next
-               copy to slot.device.
+    used       recorded after all work that the loop has queued on the pool. The copy stream waits for it before the
+               next copy to slot.device.
 
 The memory of the pools is allocated once. Nothing in the steady loop allocates on the device, makes the host wait for
 the device, or calls `record_stream`. On a CPU, host and device memory are the same and there are no events.
@@ -48,10 +48,10 @@ from fastgpu.storage.store import HDF5Dataset
 
 WAITS = 100
 """The timeout is split into this many waits, so that a suspended process (Ctrl-Z, `scontrol suspend`) loses at most one
-of them."""
+wait."""
 POLL_S = 0.01
 CLOSE_S = 3.0
-"""How long closing waits for the end of the threads. Those that hang are left behind."""
+"""Maximum time that closing waits for the end of the threads. Threads that hang are left behind."""
 
 
 @dataclass(eq=False)
@@ -61,15 +61,15 @@ class _Slot:
     copied: torch.cuda.Event | None = None
     used: torch.cuda.Event | None = None
     plan: PoolPlan = field(init=False)
-    """The pool that it holds, or that is read into it."""
+    """The plan of the pool that the slot holds, or that is being read into it."""
     n_jobs: int = 0
-    """Jobs that have still to read a part of it."""
+    """Number of jobs that have not ended."""
     items: list[tuple[np.ndarray, dict[str, RaggedArray]]] = field(default_factory=list)
-    """Items that were read: their places in the pool and their ragged fields, which wait for the lengths of all."""
+    """Places and ragged fields of the items that were read. They are written after the lengths of all are known."""
 
 
 class _Free(NamedTuple):
-    """Message to the feeder: the loop has taken the last batch of a slot, or none was read into it yet."""
+    """Message to the feeder: a slot is free, because the loop has taken its last batch, or at the start."""
 
     slot: _Slot
 
@@ -81,7 +81,7 @@ class _Done(NamedTuple):
 
 
 class PrefetchLoader(PoolLoader):
-    """Reads the pools of one epoch after the other, up to `loader.prefetch_pools` before the one in use.
+    """Reads the pools of all epochs in order, up to `loader.prefetch_pools` ahead of the pool in use.
 
     If nothing is read for `loader.timeout_s`, the stacks of all threads are printed, and the loop gets a HangError.
     """
@@ -96,11 +96,11 @@ class PrefetchLoader(PoolLoader):
         echo: float = 1.0,
         n_epochs: int = sys.maxsize,
     ):
-        """loader: its num_readers threads read; or its num_workers processes, for a torch Dataset (0: the loop reads).
+        """loader: its num_readers threads read; for a torch Dataset, its num_workers processes (0: the loop reads).
 
-        echo: see `PoolLoader`. n_epochs: epochs of the run: pools of the next epoch are read ahead, but not past the
-        last one, after which the threads end until another one is asked for. 0: each epoch is the last one so far.
-        Raises UserError if the processes cannot be started.
+        echo: see `PoolLoader`. n_epochs: number of epochs of the run. Pools of the next epoch are read ahead, but not
+        past the last epoch; after it the threads end, until another epoch is asked for. 0: every epoch counts as the
+        last. Raises UserError if the processes cannot be started.
         """
         super().__init__(source, order, echo)
         self._n_epochs = n_epochs
@@ -115,15 +115,15 @@ class PrefetchLoader(PoolLoader):
         self.readers = Readers(source, order, loader)
         self._threads: list[threading.Thread] = []
         self._next: tuple[int, int] | None = None  # (epoch, number) of the pools that are being read now
-        # The threads are daemons, so that one that hangs does not keep Python from ending. One that runs C++ while
-        # Python ends would abort the process, so they are asked to end before.
+        # The threads are daemons, so that a thread that hangs does not keep Python from ending. But a thread that runs
+        # C++ while Python ends would abort the process, so the threads are asked to end before.
         atexit.register(self.close)
 
     def _make_slot(self) -> _Slot:
         host = Rows.empty(self.source.fields, self.order.max_pool_rows, torch.device("cpu"), pinned=bool(self._stream))
         if self._stream is None:
             return _Slot(host, host)
-        copied = torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps; others occupy a CPU
+        copied = torch.cuda.Event(blocking=True)  # blocking: a thread that waits sleeps instead of occupying a CPU
         return _Slot(host, host.to(self._device), copied, torch.cuda.Event())
 
     def pools(self, epoch: int, first_pool: int = 0) -> Iterator[Pool]:
@@ -160,13 +160,13 @@ class PrefetchLoader(PoolLoader):
                 return
 
     def _start(self, plans: Iterator[PoolPlan]) -> None:
-        """Begin to read. Pools that an earlier start has prepared are dropped."""
+        """Begin to read. Pools from an earlier start are dropped."""
         self._end_threads(self._timeout_s)
-        if self._threads:  # they may yet write to the slots
+        if self._threads:  # threads that have not ended could still write to the slots
             raise self._hang_error
         self._closing = threading.Event()
-        # The feeder, the readers and the loop each wait at a queue of their own: for messages, or the error of a job;
-        # for jobs; for slots with a pool, or the error that ended the feeder. None ends the one that takes it.
+        # Each waits at its own queue: the feeder for messages, or the error of a job; the readers for jobs; the loop
+        # for slots with a pool, or the error that ended the feeder. None ends the thread that takes it.
         self._inbox: SimpleQueue[_Free | _Done | BaseException | None] = SimpleQueue()
         self._jobs: SimpleQueue[tuple[Callable[[], None], _Done] | None] = SimpleQueue()
         self._ready: SimpleQueue[_Slot | BaseException | None] = SimpleQueue()
@@ -187,7 +187,7 @@ class PrefetchLoader(PoolLoader):
         self._end_threads(CLOSE_S)
 
     def _end_threads(self, timeout_s: float) -> None:
-        """End the threads, and keep in `_threads` those that have not ended in that time."""
+        """End the threads. Threads that have not ended after this time stay in `_threads`."""
         if not self._threads:
             return
         self._closing.set()
@@ -196,10 +196,10 @@ class PrefetchLoader(PoolLoader):
             self._jobs.put(None)
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
-            if thread.is_alive():  # a signal may have come before all of them were started
+            if thread.is_alive():  # a signal may have come before all threads were started
                 thread.join(max(0.0, deadline - time.monotonic()))
         self._threads = [thread for thread in self._threads if thread.is_alive()]
-        if self._stream:  # copies may be under way to memory that is now free for others
+        if self._stream:  # copies may be under way to memory that will be free for other uses
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
     def _release(self, slot: _Slot) -> None:
@@ -211,12 +211,12 @@ class PrefetchLoader(PoolLoader):
         """Keep every free slot filling, and hand over the filled ones in order."""
         filling: list[_Slot] = []
         try:
-            if self._stream:  # a thread begins with GPU 0, and would open a context there on every rank
+            if self._stream:  # a new thread uses GPU 0, and would open a context there on every rank
                 torch.cuda.set_device(self._device)
             has_more = True
             while has_more or filling:
                 message = self._next_message() if filling and self.readers.n_threads else self._inbox.get()
-                # While the loader is being closed, readers leave jobs out.
+                # While the loader is being closed, readers skip jobs.
                 if message is None or self._closing.is_set():
                     break
                 match message:
@@ -248,7 +248,7 @@ class PrefetchLoader(PoolLoader):
 
     def _fill(self, slot: _Slot, plan: PoolPlan) -> None:
         if slot.copied:
-            slot.copied.synchronize()  # afterwards the readers may overwrite the staging memory
+            slot.copied.synchronize()  # after this, the readers may overwrite the staging memory
         source, n_rows = self.readers.source, self.readers.rows_per_job
         row_ids = plan.row_ids if source.stored_lengths else None
         for name, lengths in source.stored_lengths.items():
@@ -256,9 +256,9 @@ class PrefetchLoader(PoolLoader):
         slot.plan = plan
         slot.items.clear()
         out = slot.host.numpy()
-        # Rows in the page cache are gathered in the order of the pool, others read in that of the file.
+        # Rows in the page cache are gathered in the order of the pool. Other rows are read in the order of the file.
         jobs = source.gathers(plan, out, n_rows) if isinstance(source, HDF5Dataset) else []
-        if isinstance(source, ItemSource):  # makes rows one at a time: several threads may share a block
+        if isinstance(source, ItemSource):  # it reads rows one at a time, so several threads may share a block
             jobs = [partial(_read_items, source, slot, reads, out) for reads in plan.reads.singly().split(n_rows)]
         jobs = jobs or [partial(source.read, plan, reads, out) for reads in plan.reads.split(n_rows)]
         slot.n_jobs = len(jobs)
@@ -280,7 +280,7 @@ class PrefetchLoader(PoolLoader):
         self._ready.put(slot)
 
     def _write_ragged(self, slot: _Slot) -> None:
-        """Write the ragged fields of items, whose lengths are known now."""
+        """Write the ragged fields of items, after the lengths of all items are known."""
         for name in slot.items[0][1]:
             lengths = np.empty(slot.plan.n_rows, np.int32)
             for places, columns in slot.items:
@@ -291,7 +291,7 @@ class PrefetchLoader(PoolLoader):
                 column.values[column.places(places)] = columns[name].values
 
     def _set_lengths(self, slot: _Slot, name: str, lengths: np.ndarray) -> None:
-        """Write the offsets of ragged rows, and give their values more memory if they do not fit."""
+        """Write the offsets of ragged rows, and give the column more memory if the values do not fit."""
         n_values = int(lengths.sum(dtype=np.int64))
         slot.host.make_room(name, n_values, pinned=self._stream is not None)
         if slot.device.make_room(name, n_values) and self._stream:
@@ -300,9 +300,9 @@ class PrefetchLoader(PoolLoader):
 
 
 def _read_items(source: ItemSource, slot: _Slot, reads: Reads, out: Mapping[str, Out]) -> None:
-    """Read items, and write their fields to `out`; ragged ones are kept in `slot`."""
+    """Read items, and write their fields to `out`. Ragged fields are kept in `slot`."""
     plan = slot.plan
-    # Each run is a row.
+    # Each run has one row.
     columns = source.read_rows(reads.runs.starts, plan.seed, plan.epoch, plan.repeats[reads.places])
     ragged = {name: column for name, column in columns.items() if isinstance(column, RaggedArray)}
     for name in columns.keys() - ragged.keys():
@@ -312,5 +312,5 @@ def _read_items(source: ItemSource, slot: _Slot, reads: Reads, out: Mapping[str,
 
 
 def bottleneck(loader: Loader) -> str:
-    """See `Readers.bottleneck`. Empty for any other loader."""
+    """See `Readers.bottleneck`. Empty for loaders without readers."""
     return loader.readers.bottleneck() if isinstance(loader, PrefetchLoader) else ""

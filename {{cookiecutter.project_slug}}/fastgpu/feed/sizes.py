@@ -1,4 +1,4 @@
-"""How rows move on this machine: a value for each `auto` of the config, if all of its numbers fit together."""
+"""Chooses a value for each `auto` that decides how rows move, and checks that the config's numbers fit together."""
 
 from math import lcm
 
@@ -15,22 +15,22 @@ from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.selection import Mixture
 
 POOL_BYTES = 256 << 20
-"""Size of a pool if data.pool_batches is auto: 128 blocks of 2 MiB. They shuffle a file well that is in random order,
-but not one in class order."""
+"""Size of a pool if data.pool_batches is auto: 128 blocks of 2 MiB. This shuffles a file in random order well, but not
+a file in class order."""
 MAX_POOL_ROWS = 8 << 20
-"""Maximum number of rows of such a pool. To plan so many takes a third of a second, in which no row is read."""
+"""Maximum number of rows of such a pool. Planning them takes a third of a second, during which no row is read."""
 
 
 def resolve_auto(cfg: Config, splits: Splits, world: World, saved_ranks: int | None = None) -> Config:
-    """The config with a value in place of each `auto` that says how rows are ordered, kept and read.
+    """The config with a value in place of each `auto` that decides how rows are ordered, kept and read.
 
-    It is chosen for these rows and this machine. saved_ranks: canonical ranks of the run that is resumed, see
+    The values are chosen for these rows and this machine. saved_ranks: canonical ranks of the resumed run, see
     `choose_canonical_ranks`. Raises UserError if the numbers of the config do not fit together.
     """
     train, data = splits.train, cfg.data
     ranks = _ranks(cfg, world)
     _check_ranks(cfg, train, ranks, world.device)
-    pool_rows = min(len(train), POOL_BYTES // train.row_bytes, MAX_POOL_ROWS)  # of all ranks: so is the order
+    pool_rows = min(len(train), POOL_BYTES // train.row_bytes, MAX_POOL_ROWS)  # of all ranks, as the order is global
     pool_batches = max(1, pool_rows // data.batch_size) if data.pool_batches == "auto" else data.pool_batches
     n_local = max(n for _, n in ranks)
     sources = (train, *splits.val.values())
@@ -42,7 +42,7 @@ def resolve_auto(cfg: Config, splits: Splits, world: World, saved_ranks: int | N
 
 
 def _ranks(cfg: Config, world: World) -> list[tuple[int, int]]:
-    """[(ranks, ranks of each machine)]. A check, which is one process, finds what the ranks to come would refuse."""
+    """[(ranks, ranks of each machine)] to check. With run.check, one process also checks the ranks of a planned job."""
     return [(world.world_size, world.local_world_size), *(planned_ranks() if cfg.run.check else [])]
 
 
@@ -71,11 +71,11 @@ def _check_ranks(cfg: Config, train: Dataset, ranks: list[tuple[int, int]], devi
 
 
 def choose_canonical_ranks(data: Data, train: Dataset, n_ranks: int, saved: int | None = None) -> int:
-    """The parts of a global batch. Any number of ranks that divides it sees the same global batches.
+    """The number of canonical ranks. Any number of ranks that divides it sees the same global batches.
 
-    So a run keeps its number, saved, on fewer ranks. A new one is a multiple of 8 if the rows allow it, so that 1, 2, 4
-    and 8 ranks divide it. It is no larger, because each canonical rank cuts a block at each border between two pools,
-    and both pools read it.
+    So a resumed run keeps its number, `saved`, on fewer ranks. A new number is a multiple of 8 if the rows allow it, so
+    that 1, 2, 4 and 8 ranks divide it. It is no larger, because each canonical rank cuts a block at each border between
+    two pools, and both pools read this block.
     """
     if data.canonical_ranks != "auto":
         return data.canonical_ranks
@@ -87,9 +87,9 @@ def choose_canonical_ranks(data: Data, train: Dataset, n_ranks: int, saved: int 
 
 
 def describe(cfg: Config, splits: Splits, sampler: BlockSampler, world: World) -> str:
-    """Where the rows are kept, how many move at a time, and how many an epoch has. cfg: without `auto`.
+    """Where the rows are kept, how many move at a time, and how many an epoch has, in words. cfg: without `auto`.
 
-    sampler: of the training. Call it before the rows are kept: it says how much memory is free.
+    sampler: of the training rows. Call this before the rows are in memory, because it tells how much memory is free.
     """
     train, n_local = splits.train, max(n for _, n in _ranks(cfg, world))
     memory = measure_memory((train, *splits.val.values()), world.device, n_local)

@@ -1,4 +1,4 @@
-"""The source that the config names: HDF5 files, or a Dataset of your own. To read another file format, add it here."""
+"""Opens the rows that the config names: HDF5 files, or your own Dataset. To read another file format, add it here."""
 
 from collections.abc import Mapping
 from importlib import import_module
@@ -22,19 +22,19 @@ from fastgpu.storage.windows import WindowDataset, hold_out_steps, open_windows
 
 
 class Splits(NamedTuple):
-    """The rows to train on and those to validate on."""
+    """The rows to train on, and the rows to validate on."""
 
     train: Dataset
     val: Mapping[str, Dataset]
-    """{group of the metrics: rows}: `val`, or `val/<name>` of several sets."""
+    """{group of the metrics: rows}. A single set has the group `val`, several sets have `val/<name>`."""
     error: UserError | None = None
-    """Why they could not be opened, see `open_rows`. Then there are no rows."""
+    """The error of opening, see `open_rows`. If there is one, there are no rows."""
 
 
 def open_rows(config: Config) -> Splits:
-    """What `open_splits` opens. Its error is kept, so that it can be raised where all ranks end together.
+    """Call `open_splits`, and keep its error, so that it can be raised where all ranks end together.
 
-    Rows are opened before the ranks know each other: the workers of a Dataset are forks.
+    Rows are opened before the process group exists, because the workers of a Dataset are forks.
     """
     try:
         return Splits(*open_splits(config.data, config.loader, config.run.seed))
@@ -43,13 +43,12 @@ def open_rows(config: Config) -> Splits:
 
 
 def open_splits(data: Data, loader: Loader, seed: int) -> tuple[Dataset, dict[str, Dataset]]:
-    """The training rows, and the validation rows by the group of their metrics: `val`, or `val/<name>` of several sets.
+    """The training rows, and {group of the metrics: validation rows}.
 
-    Raises UserError if one cannot open them, or if they do not fit.
-
-    The worker processes of a torch Dataset are started here: call this before the process uses CUDA or NCCL. `close` of
-    the rows ends them. A share of data.train is read by the same workers. seed: of the order of rows in a mixture, and
-    of what a function of a person draws that makes a Dataset.
+    This starts the worker processes of a torch Dataset: call it before the process uses CUDA or NCCL. `close` of the
+    rows ends the workers. The same workers read a validation share of data.train. seed: of the order of rows in a
+    mixture, and of random numbers in a user's function that makes a Dataset. Raises UserError if rows cannot be opened,
+    or do not fit together.
     """
     if data.stride and not data.window:
         raise UserError(f"data.stride is {data.stride}, but data.window is 0: rows are samples; set data.window, too")
@@ -67,7 +66,7 @@ def open_splits(data: Data, loader: Loader, seed: int) -> tuple[Dataset, dict[st
 
 
 def _key_of(tag: str) -> str:
-    """The key that names a validation set, for messages: data.val, or data.val.<name>."""
+    """The config key of a validation set, for messages: data.val, or data.val.<name>."""
     return f"data.{tag.replace('/', '.')}"
 
 
@@ -95,7 +94,7 @@ def _open(key: str, named: str | list[str] | dict[str, float], data: Data, loade
     else:
         n_local = read_launch().local_world_size
         n_workers = cpus_of_rank(n_local) if loader.num_workers == "auto" else loader.num_workers
-        if n_workers and not is_train:  # the sets are read one after the other, and share the processes of one
+        if n_workers and not is_train:  # the sets are read in turn, so together they need the processes of one
             n_workers = max(1, n_workers // len(data.val_sets))
         workers_key = "loader.num_workers" if n_workers else ""
         source = items = open_dataset(key, named, fields, factory=data.dataset, seed=seed, workers_key=workers_key)
@@ -107,7 +106,7 @@ def _open(key: str, named: str | list[str] | dict[str, float], data: Data, loade
 
 def image_codecs(sizes: Mapping[str, tuple[int, int]], **options: float | None) -> dict[str, Codec]:
     """{field: codec for image files}. sizes: {field: (height, width) of its pixels}. options: of `ImageCodec`."""
-    # Only projects with an image workload have that room.
+    # Only projects with an image workload have the package fastgpu.images.
     if not sizes or not find_spec("fastgpu.images"):
         return {}
     column = import_module("fastgpu.images.column")
@@ -135,24 +134,24 @@ def _check_images(data: Data, source: Dataset) -> None:
 
 
 def _warn_of_shared_rows(data: Data, train: Dataset, tag: str, val: Dataset) -> None:
-    """Say that validation rows are trained on, as with the pattern `photos-*.h5`, which also matches photos-val.h5."""
+    """Warn if validation rows are trained on, as with the pattern `photos-*.h5`, which also matches photos-val.h5."""
     if data.val_fields not in ({}, data.fields):  # other fields of the same rows
         return
     named = data.val_sets[tag]
     names = _names_of_files(data.train, train)
     shared = names.keys() & _names_of_files(named, val).keys()
-    if share_of(named) is not None:  # a row that is held out of one copy is trained on in the other
+    if share_of(named) is not None:  # if a file is named twice, a row held out of one copy is trained on in the other
         shared = {file for file, copies in names.items() if len(copies) > 1}
     if shared:
         warn(
             f"{_key_of(tag)} ({named}) has rows of {', '.join(sorted(names[file][0] for file in shared))} that are "
-            "trained on, too: its metrics are too good; name each file once, and hold rows out by data.val=10%"
+            "trained on, too: its metrics are too good; name each file once, and hold rows out with data.val=10%"
         )
 
 
-def _names_of_files(named: object, rows: Dataset) -> dict[tuple[Path, str], list[str]]:
-    """{(path, group) of each file, whatever link or relative path leads to it: how it is named}"""
-    stored = rows.whole or rows
+def _names_of_files(named: object, source: Dataset) -> dict[tuple[Path, str], list[str]]:
+    """{(resolved path, group) of each file: names under which the config has it}"""
+    stored = source.whole or source
     files = stored.files if isinstance(stored, HDF5Dataset) else [(str(named), "/")]
     names: dict[tuple[Path, str], list[str]] = {}
     for path, group in files:
@@ -161,34 +160,33 @@ def _names_of_files(named: object, rows: Dataset) -> dict[tuple[Path, str], list
     return names
 
 
-def _hold_out(asked: str, data: Data, rows: Dataset) -> tuple[Dataset, Dataset]:
-    """asked: for what, for messages."""
+def _hold_out(asked: str, data: Data, source: Dataset) -> tuple[Dataset, Dataset]:
+    """(training rows, validation rows) of a share of data.train. asked: the key and its value, for messages."""
     if data.val_fields:
         raise UserError(f"{asked}, a share of data.train, so data.val_fields should be {{}}")
-    if isinstance(rows, WindowDataset):
-        return _hold_out_steps(asked, data, rows)
-    n_rows = len(rows)
+    if isinstance(source, WindowDataset):
+        return _hold_out_steps(asked, data, source)
+    n_rows = len(source)
     n_val = round((data.val_share or 0) * n_rows)
     if not 0 < n_val < n_rows:
-        raise UserError(f"{asked}, which is {n_val} of the {n_rows} rows of {rows.name}; use another share")
-    shares = hold_out(rows.block_rows, n_val)
-    train, val = (rows.select(share, f"{rows.name} ({len(share):,} of its rows)") for share in shares)
+        raise UserError(f"{asked}, which is {n_val} of the {n_rows} rows of {source.name}; use another share")
+    subsets = hold_out(source.block_rows, n_val)
+    train, val = (source.select(subset, f"{source.name} ({len(subset):,} of its rows)") for subset in subsets)
     return train, val
 
 
-def _hold_out_steps(asked: str, data: Data, rows: WindowDataset) -> tuple[Dataset, Dataset]:
-    parts = hold_out_steps(rows.recordings, data.val_share or 0)
-    for part, purpose in zip(parts, ("train", "validate"), strict=True):
-        if part.runs.counts.max(initial=0) < rows.length:
+def _hold_out_steps(asked: str, data: Data, windows: WindowDataset) -> tuple[Dataset, Dataset]:
+    length, name = windows.length, windows.name
+    split = hold_out_steps(windows.recordings, data.val_share or 0)
+    for recordings, purpose in zip(split, ("train", "validate"), strict=True):
+        if recordings.runs.counts.max(initial=0) < length:
             raise UserError(
-                f"{asked}, which leaves no {rows.length} neighbouring steps (data.window) of {rows.name} to {purpose} "
-                "on; use another share, or a smaller window"
+                f"{asked}, which leaves no {length} neighbouring steps (data.window) of {name} to {purpose} on; "
+                "use another share, or a smaller window"
             )
-    if n_lost := sum(int(part.runs.counts[part.runs.counts < rows.length].sum()) for part in parts):
-        warn(
-            f"{asked}, which cuts a recording: {n_lost:,} of its steps are too few for a window of {rows.length} steps"
-        )
-    train, val = (WindowDataset(rows.steps, part, rows.length, rows.stride) for part in parts)
+    if n_lost := sum(int(each.runs.counts[each.runs.counts < length].sum()) for each in split):
+        warn(f"{asked}, which cuts a recording: {n_lost:,} of its steps are too few for a window of {length} steps")
+    train, val = (WindowDataset(windows.steps, recordings, length, windows.stride) for recordings in split)
     return train, val
 
 
@@ -204,7 +202,7 @@ def _mixed(data: Data, source: Dataset, seed: int) -> Dataset:
         return source
     if isinstance(source.selection, Subset):
         members = source.selection.rows()
-        of_row = np.full_like(groups.groups, -1)  # rows that are held out are in no group
+        of_row = np.full_like(groups.groups, -1)  # held-out rows are in no group
         of_row[members] = groups.groups[members]
         groups = groups._replace(groups=of_row)
     if len(lost := np.setdiff1d(np.arange(len(groups.names)), groups.groups)):
@@ -216,7 +214,7 @@ def _mixed(data: Data, source: Dataset, seed: int) -> Dataset:
 
 
 def _group_by_file(weights: Mapping[str, float], source: Dataset) -> Groups:
-    """A group for each path, of the rows of all files that it matches."""
+    """A group for each path in `weights`, with the rows of all files that the path matches."""
     assert isinstance(source, HDF5Dataset | WindowDataset)
     n_files = [len(expand("data.train", path)) for path in weights]
     group_of_file = np.repeat(np.arange(len(n_files), dtype=np.int16), n_files)
@@ -224,7 +222,7 @@ def _group_by_file(weights: Mapping[str, float], source: Dataset) -> Groups:
 
 
 def class_labels(source: Dataset) -> np.ndarray | None:
-    """(rows,) whole numbers: the field `labels` of all rows. None: there is no such field in memory."""
+    """(rows,) whole numbers: the field `labels` of all rows. None: no such field is in memory."""
     labels = source.stored_column("labels")
     return labels if labels is not None and labels.ndim == 1 and labels.dtype.kind in "bui" else None
 

@@ -1,6 +1,6 @@
-"""Where rows are kept: they stay on the device, stay in host memory, or are read from disk in each epoch.
+"""The three tiers: rows stay on the device, stay in host memory, or are read from disk in each epoch.
 
-All three tiers give the same batches, bit for bit.
+All tiers give the same batches, bit for bit.
 """
 
 import sys
@@ -27,7 +27,7 @@ RESIDENT_SHARE = 0.5
 
 
 MAX_BATCH_ROWS = 1 << 18
-"""Rows that are read together into memory where they stay, if they are as small as tokens."""
+"""Maximum number of rows in a batch while resident rows are read. It limits batches of tiny rows, such as tokens."""
 
 
 class Memory(NamedTuple):
@@ -38,7 +38,7 @@ class Memory(NamedTuple):
     host: int
 
     def describe(self, tier: str) -> str:
-        """What the rows need, where they are kept, and what is free, in words."""
+        """The memory that the rows need, where they are kept, and the free memory, in words."""
         kept = {"device": "kept on the device", "host": "kept in RAM", "disk": "read from disk"}[tier]
         text = f"{format_bytes(self.host)} in RAM"
         if self.device != self.host:  # the device is not the CPU
@@ -47,7 +47,7 @@ class Memory(NamedTuple):
 
 
 def measure_memory(sources: Sequence[Dataset], device: torch.device, n_local: int) -> Memory:
-    """n_local: ranks that share the memory of this machine."""
+    """The memory of this rank. n_local: number of ranks that share the memory of this machine."""
     host = free_host_bytes() // n_local
     on_device = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host
     wholes = dict.fromkeys(source.whole or source for source in sources)
@@ -56,10 +56,10 @@ def measure_memory(sources: Sequence[Dataset], device: torch.device, n_local: in
 
 
 def choose_tier(data: Data, sources: Sequence[Dataset], memory: Memory) -> Tier:
-    """auto: the fastest tier with twice as much free memory as the rows take. Ranks may differ: all tiers give the same
-    batches.
+    """The tier of this rank. auto: the fastest tier with twice as much free memory as the rows need.
 
-    sources: the training rows, then those to validate on. Raises UserError if the rows cannot be kept as asked.
+    Ranks may have different tiers, because all tiers give the same batches. sources: the training rows, then the
+    validation rows. Raises UserError if the rows cannot be kept as asked.
     """
     tier, train = data.tier, sources[0]
     if tier == "disk":
@@ -67,7 +67,7 @@ def choose_tier(data: Data, sources: Sequence[Dataset], memory: Memory) -> Tier:
     reason = next(filter(None, (_why_not_kept(source, data) for source in sources)), "")
     free: Mapping[Tier, int] = {"device": memory.device, "host": memory.host}
     if tier == "auto":
-        may_stay = not reason and not isinstance(train, ItemDataset)  # whose items may be drawn anew in each epoch
+        may_stay = not reason and not isinstance(train, ItemDataset)  # its items may be random in each epoch
         return next((each for each in free if may_stay and memory.need <= RESIDENT_SHARE * free[each]), "disk")
     if memory.need > free[tier]:
         reason = f"{train.name} needs {format_bytes(memory.need)} a rank and {format_bytes(free[tier])} are free"
@@ -75,14 +75,14 @@ def choose_tier(data: Data, sources: Sequence[Dataset], memory: Memory) -> Tier:
         raise UserError(f"data.tier is {tier}, but {reason}; use data.tier=disk")
     if isinstance(train, ItemDataset):
         warn(
-            f"data.tier is {tier}: the items of {train.name} are read once, so what they draw at random is the same "
-            "in each epoch; data.tier=disk reads them anew"
+            f"data.tier is {tier}: the items of {train.name} are read once, so their random numbers are the same "
+            "in each epoch; data.tier=disk reads them in each epoch"
         )
     return tier
 
 
 def _why_not_kept(source: Dataset, data: Data) -> str:
-    """Why the rows cannot stay on the device or the host. Empty: they can."""
+    """The reason why the rows cannot stay on the device or the host. Empty: they can."""
     if source.decoding and data.min_crop_scale < 1:
         return f"each epoch decodes other parts of the images of {source.name} (data.min_crop_scale)"
     for name, field in source.fields.items():
@@ -94,41 +94,41 @@ def _why_not_kept(source: Dataset, data: Data) -> str:
 
 
 class ResidentRows:
-    """All rows of a run, in memory that its loaders share: on the device or on the host, or none on the disk tier.
+    """All rows of a run, in memory that its loaders share: on the device or the host. Empty on the disk tier.
 
     The memory is allocated now, and filled when a loader is first asked for rows, so that run.check=true is quick.
     """
 
     def __init__(self, sources: Sequence[Dataset], cfg: Config, device: torch.device):
-        """sources: of all loaders. Parts of one source share its rows. device: where the batches are needed."""
+        """sources: of all loaders. Subsets of one Dataset share its rows. device: where the batches are needed."""
         self.device = device
         self._loader = one_ahead(cfg.loader)
         self._rows: dict[Dataset, Rows] = {}
         home = device if cfg.data.tier == "device" else torch.device("cpu")
         for whole in dict.fromkeys(source.whole or source for source in sources) if cfg.data.tier != "disk" else ():
-            n_rows = int(whole.block_rows.sum())  # also those that are not selected
+            n_rows = int(whole.block_rows.sum())  # includes rows that are not selected
             self._rows[whole] = Rows.empty(whole.fields, n_rows, home, lengths=whole.stored_lengths)
         self._unread = list(self._rows)
 
     def rows(self, source: Dataset) -> Rows:
-        """The stored rows of that source, or of the one that it is a part of. They are there after `load`."""
+        """The stored rows of this Dataset, or of the full Dataset if it is a subset. They are filled by `load`."""
         return self._rows[source.whole or source]
 
     def load(self) -> None:
-        """Read the rows of all sources, unless it has been done."""
+        """Read the rows of all sources that were not read yet."""
         while self._unread:
             _read_all(self._unread[0], self._rows[self._unread[0]], self._loader)
             del self._unread[0]
 
 
 def one_ahead(loader: Loader) -> Loader:
-    """The settings with one pool ahead, which saves memory."""
+    """The settings with one pool read ahead, which saves memory."""
     return loader.model_copy(update={"prefetch_pools": 1})
 
 
 def _read_all(source: Dataset, rows: Rows, loader: Loader) -> None:
     """Read all rows of the files in their order. Two pools of host memory are enough."""
-    # A worker process of a Dataset is asked for one batch at a time: 4 MiB. The plan of a pool has its row numbers.
+    # A batch of 4 MiB is one request to a worker of a Dataset. The plan of a pool has a number for each of its rows.
     batch_size = min(len(rows), max(1, (4 << 20) // source.row_bytes), MAX_BATCH_ROWS)
     order = BlockSampler(source.block_rows, batch_size, pool_batches=16, seed=None)
     start = 0
@@ -139,13 +139,13 @@ def _read_all(source: Dataset, rows: Rows, loader: Loader) -> None:
 
 
 class ResidentLoader(PoolLoader):
-    """All rows stay on the device, where one gather makes a pool. An epoch reads neither disk nor host memory."""
+    """A loader of rows that stay on the device. One gather makes a pool; no row is read from disk or host memory."""
 
     def __init__(self, memory: ResidentRows, source: Dataset, order: BlockSampler, echo: float):
         super().__init__(source, order, echo)
         self._memory = memory
         self._rows = memory.rows(source)
-        # Memory for one pool is enough: kernels that fill and use it run in order.
+        # Memory for one pool is enough, because the kernels that fill and use it run in order.
         self._pool = Rows.empty(source.fields, order.max_pool_rows, self._rows.device)
 
     def prepare(self) -> None:
@@ -159,11 +159,11 @@ class ResidentLoader(PoolLoader):
             yield Pool(plan, self.source.gather(plan, self._rows, self._pool))
 
     def close(self) -> None:
-        """Nothing to end."""
+        """There are no threads or processes to end."""
 
 
 class HostLoader(PrefetchLoader):
-    """All rows stay in host memory, from which pools are copied to the device ahead of the loop."""
+    """A loader of rows that stay in host memory. Pools are copied from there to the device, ahead of the loop."""
 
     def __init__(
         self, memory: ResidentRows, source: Dataset, order: BlockSampler, loader: Loader, *, echo: float, n_epochs: int
@@ -171,7 +171,7 @@ class HostLoader(PrefetchLoader):
         whole = source.whole or source
         kept = ArrayDataset(source.name, memory.rows(source).numpy(), block_rows=whole.block_rows, fields=whole.fields)
         super().__init__(source.over(kept), order, memory.device, loader, echo=echo, n_epochs=n_epochs)
-        self.source = source  # its fingerprint is of the rows in the files, which arrays do not know
+        self.source = source  # the fingerprint is of the rows in the files, not of the arrays
         self._memory = memory
 
     def prepare(self) -> None:
@@ -179,19 +179,19 @@ class HostLoader(PrefetchLoader):
 
 
 def open_loader(source: Dataset, order: BlockSampler, memory: ResidentRows, cfg: Config) -> PoolLoader:
-    """A loader of these rows on the tier that the config names. cfg: without `auto`. memory: made by that config."""
+    """A loader of these rows on the tier of the config. cfg: without `auto`. memory: made with the same config."""
     echo, loader = cfg.data.echo, cfg.loader
     is_validation = not order.shuffle
-    if is_validation:  # it takes each row once, for which one pool ahead is enough
+    if is_validation:  # it takes each row once, and one pool ahead is enough
         echo, loader = 1.0, one_ahead(loader)
     if cfg.data.tier == "device":
         return ResidentLoader(memory, source, order, echo)
-    # If steps decide where the run ends, or when it validates, no epoch and no validation is known to be the last one.
-    # Then the pools that are ahead of the last one are read for nothing.
+    # If steps decide when the run ends or validates, the last epoch or validation is not known in advance. The pools
+    # that were read ahead of the end are then lost.
     by_steps = cfg.train.steps or (cfg.train.validate_every_steps and is_validation)
     n_epochs = sys.maxsize if by_steps else cfg.train.epochs
     if is_validation and len(cfg.data.val_sets) > 1:
-        n_epochs = 0  # nothing is read ahead of the next validation, so only the set that is read has threads
+        n_epochs = 0  # do not read ahead to the next validation, so that only the set in use has threads
     if cfg.data.tier == "host":
         return HostLoader(memory, source, order, loader, echo=echo, n_epochs=n_epochs)
     return PrefetchLoader(source, order, memory.device, loader, echo=echo, n_epochs=n_epochs)

@@ -1,8 +1,8 @@
-"""Images: decoded from JPEG, PNG or WebP bytes by the reader threads, and augmented in batches on the device.
+"""Images: reader threads decode JPEG, PNG or WebP bytes, and batches are augmented on the device.
 
-decode.py        one encoded image: the pixels of any part of it, resized
-parts.py         which part of an image a row shows, and how it is prepared
-column.py        a column of pixels, made of a column of encoded images
+decode.py        one encoded image: the pixels of any crop, resized
+parts.py         the crop of an image, random or at the centre, and how images were prepared
+column.py        the codec that turns a column of encoded images into a column of pixels
 augment.py       random augmentation of a batch on the device
-checks.py        whether a source has images and labels that a network can be trained on
+checks.py        checks that a network can be trained on the images and labels of a source
 """

@@ -14,7 +14,7 @@ __all__ = ["cutout", "mixup", "random_crop", "random_flip", "random_resized_crop
 
 
 def random_crop(x_BCHW: Tensor, padding: int, rng: torch.Generator) -> Tensor:
-    """Pad each image with zeros on every side, then crop it to its old size at a random place."""
+    """Pad each image with zeros on every side, then crop it to its original size at a random place."""
     B, C, H, W = x_BCHW.shape
     device = x_BCHW.device
     padded_BCHW = F.pad(x_BCHW, (padding, padding, padding, padding))
@@ -34,10 +34,10 @@ def random_flip(x_BCHW: Tensor, rng: torch.Generator) -> Tensor:
 
 
 def random_resized_crop(x_BCHW: Tensor, min_scale: float, rng: torch.Generator) -> Tensor:
-    """Crop a random part of each image and resize it to the size of the image.
+    """Take a random crop of each image and resize it to the size of the image.
 
-    The part has `min_scale` to 1 of the area and an aspect ratio of 3:4 to 4:3, but is never longer than the image
-    (Szegedy et al., arXiv:1409.4842). The pixels are those of torch's bilinear `interpolate`, align_corners=False.
+    The crop has `min_scale` to 1 of the area and an aspect ratio of 3:4 to 4:3, but is never longer than the image
+    (Szegedy et al., arXiv:1409.4842). The pixels equal torch's bilinear `interpolate` with align_corners=False.
     """
     B, C, H, W = x_BCHW.shape
     u_4B = torch.rand((4, B), generator=rng, device=x_BCHW.device)
@@ -45,7 +45,7 @@ def random_resized_crop(x_BCHW: Tensor, min_scale: float, rng: torch.Generator) 
     ratio_B = torch.exp((2 * u_4B[1] - 1) * math.log(4 / 3))
     y_BH = _sample_positions((H * (area_B / ratio_B).sqrt()).round().clamp(1, H), u_4B[2], H)
     x_BW = _sample_positions((W * (area_B * ratio_B).sqrt()).round().clamp(1, W), u_4B[3], W)
-    # grid_sample takes positions from -1, the first pixel, to 1, the last one.
+    # grid_sample takes positions from -1, the first pixel, to 1, the last pixel.
     grid_BHW2 = torch.empty((B, H, W, 2), device=x_BCHW.device)
     grid_BHW2[..., 0] = (2 * x_BW / max(1, W - 1) - 1)[:, None, :]
     grid_BHW2[..., 1] = (2 * y_BH / max(1, H - 1) - 1)[:, :, None]
@@ -63,9 +63,9 @@ def _sample_positions(length_B: Tensor, u_B: Tensor, count: int) -> Tensor:
 
 
 def cutout(x_BCHW: Tensor, size: int, fill_C: Tensor, rng: torch.Generator) -> Tensor:
-    """Fill a square of `size` pixels around a random pixel of each image, cut off at its border.
+    """Fill a square with sides of `size` pixels around a random pixel of each image, cut off at the border.
 
-    fill_C: of the dtype of the images, usually their mean. DeVries and Taylor, arXiv:1708.04552.
+    fill_C: in the dtype of the images, usually their mean. DeVries and Taylor, arXiv:1708.04552.
     """
     B, C, H, W = x_BCHW.shape
     device = x_BCHW.device
@@ -81,12 +81,12 @@ def cutout(x_BCHW: Tensor, size: int, fill_C: Tensor, rng: torch.Generator) -> T
 
 
 def mixup(x_BCHW: Tensor, target_BK: Tensor, alpha: float, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Blend each image and its target with another one of the batch. The share of the first is drawn from Beta(alpha,
-    alpha). target_BK: floats. Zhang et al., "mixup: Beyond Empirical Risk Minimization", arXiv:1710.09412.
+    """Blend each image and its target with another image of the batch. The share of the first image is drawn from
+    Beta(alpha, alpha). target_BK: floats. Zhang et al., "mixup: Beyond Empirical Risk Minimization", arXiv:1710.09412.
     """
     B = len(x_BCHW)
     device = x_BCHW.device
-    # A Beta variable is g1 / (g1 + g2) of Gamma variables. torch.distributions takes no generator.
+    # A Beta variable is g1 / (g1 + g2) of two Gamma variables. torch.distributions takes no generator.
     gamma_2B = torch._standard_gamma(torch.full((2, B), alpha, device=device), generator=rng)
     share_B = gamma_2B[0] / gamma_2B.sum(0).clamp(min=1e-30)
     partner_B = torch.randperm(B, generator=rng, device=device)
@@ -97,7 +97,7 @@ def mixup(x_BCHW: Tensor, target_BK: Tensor, alpha: float, rng: torch.Generator)
 
 
 def to_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Convert floats to a dtype of images. For an integer dtype they are rounded and clamped."""
+    """Convert floats to a dtype of images. For an integer dtype, values are rounded and clamped."""
     if dtype.is_floating_point:
         return x.to(dtype)
     return x.round().clamp(0, torch.iinfo(dtype).max).to(dtype)

@@ -21,7 +21,7 @@ def check_images(train: Dataset, val: Dataset) -> None:
             has = ", ".join(source.fields)
             raise UserError(f"{source.name}: data.fields has {has}; this workload needs images and labels")
         images = source.fields["images"]
-        # Pillow, OpenCV and Keras have the channels in the last axis.
+        # Pillow, OpenCV and Keras store the channels in the last axis.
         axes = images.shape
         looks_like_nhwc = len(axes) == 3 and axes[-1] in CHANNELS and axes[0] not in CHANNELS
         is_nhwc = looks_like_nhwc and source.attributes.get("layout") != "nchw"
@@ -39,9 +39,9 @@ def check_images(train: Dataset, val: Dataset) -> None:
 
 
 def check_labels(source: Dataset, highest: int, limit: str) -> None:
-    """Raise UserError if labels are below 0 or above `highest`. limit: what sets it, in words.
+    """Raise UserError if labels are below 0 or above `highest`. limit: the origin of `highest`, in words.
 
-    Labels that are not in memory are not read.
+    Labels that are not in memory are not checked.
     """
     labels = source.stored_column("labels")
     if labels is not None and (labels.min() < 0 or labels.max() > highest):
@@ -53,7 +53,7 @@ def check_labels(source: Dataset, highest: int, limit: str) -> None:
 
 
 def count_classes(source: Dataset) -> int:
-    """The number of classes: by `class_names` or `n_classes`, otherwise the highest label + 1. Raises UserError."""
+    """The number of classes, from `class_names` or `n_classes`, otherwise the highest label + 1. Raises UserError."""
     known = classes_of(source)
     if n_classes := len(known.get("class_names", [])) or known.get("n_classes"):
         return int(n_classes)
@@ -61,7 +61,7 @@ def count_classes(source: Dataset) -> int:
     if labels is None:
         raise UserError(f"{source.name}: the number of classes is unknown; give it the attribute n_classes")
     highest = int(labels.max())
-    # Each class number has an output of the network: ids, such as dates, would fill the memory.
+    # The network has an output for each class number, so labels that are ids, such as dates, would fill the memory.
     if highest > len(labels) + MAX_UNUSED_CLASSES:
         raise UserError(
             f"{source.name}: labels are {labels.min()} to {highest} in {len(labels):,} rows: number those that occur, "

@@ -1,4 +1,4 @@
-"""The codec of image files: the threads that read a block decode its images straight into their places in the pool."""
+"""The codec of image files: the thread that reads a block decodes its images directly into their places in the pool."""
 
 from collections.abc import Sequence
 
@@ -10,14 +10,14 @@ from fastgpu.rows.contract import PoolPlan
 from fastgpu.rows.rows import Field
 
 CENTRE_SHARE = 224 / 256
-"""Share of the sides in the centre crop of validation, where training has random crops: these enlarge objects."""
+"""Share of the sides in the centre crop of validation, if training has random crops, because these enlarge objects."""
 
 
 class ImageCodec:
     """Decodes image files to pixels of one size, uint8 (3, H, W). See `Codec` in storage/columns.py.
 
-    Shuffled rows get random crops, others the centre crop. A crop is a function of (seed, epoch, row, repeats of the
-    row) alone: it is the same for every world size, tier and number of readers, and for a resumed run.
+    Shuffled rows get random crops, other rows the centre crop. A crop is a function of (seed, epoch, row, repeats of
+    the row) only: it is the same for every world size, tier and number of readers, and in a resumed run.
     """
 
     def __init__(self, size: tuple[int, int], min_scale: float = 1.0, centre_share: float | None = None):
@@ -36,7 +36,7 @@ class ImageCodec:
         return f"decoded by the readers to {height} x {width} pixels; data.min_crop_scale is {self._min_scale:g}"
 
     def draw(self, plan: PoolPlan | None, row_ids: np.ndarray, places: np.ndarray) -> list[list[float]]:
-        """N_DRAWS random numbers for each row, which choose its crop; none for a centre crop."""
+        """N_DRAWS random numbers for each row, which determine its crop; none for a centre crop."""
         if self._min_scale < 1 and plan and plan.is_shuffled:
             return draw((plan.seed, plan.epoch), row_ids, plan.repeats[places]).tolist()
         return [[]] * len(row_ids)

@@ -1,4 +1,4 @@
-"""Which part of an image a row shows, centre or random part, and how images were prepared."""
+"""The crop of an image, random or at the centre, and how images were prepared."""
 
 import json
 import math
@@ -10,13 +10,12 @@ import numpy as np
 Resize = Literal["shorter", "exact"]
 
 N_TRIES = 10
-"""Random boxes that are tried until one fits into the image, as in torchvision."""
+"""Number of random boxes that are tried until one fits into the image, as in torchvision."""
 N_DRAWS = 2 * N_TRIES + 2
-"""Random numbers for one box: an area and a ratio for each try, and one place."""
+"""Number of random numbers for one box: an area and a ratio for each try, and one place."""
 MAX_LOG_RATIO = math.log(4 / 3)
 MAX_ROWS = 1 << 40
-"""More rows than any dataset has: the offset that keeps the random numbers of repeated rows apart, for up to 700,000
-repeats."""
+"""More rows than any dataset has. This offset gives repeated rows other random numbers, for up to 700,000 repeats."""
 
 
 class Preprocessing(NamedTuple):
@@ -27,8 +26,8 @@ class Preprocessing(NamedTuple):
     resize: Resize = "shorter"
     """shorter: cover the size and take the centre. exact: stretch."""
     centre_share: float | None = None
-    """Take this share of the sides of the largest centre that has the aspect ratio of `size`, as for validation. None:
-    `resize` applies."""
+    """Take the largest centre crop with the aspect ratio of `size`, and this share of its sides, as in validation.
+    None: `resize` applies."""
 
     def to_json(self) -> str:
         return json.dumps({name: value for name, value in self._asdict().items() if name != "centre_share" or value})
@@ -46,11 +45,11 @@ class Box(NamedTuple):
 def draw(seed: tuple[int, int], rows: np.ndarray, repeats: np.ndarray | int = 0) -> np.ndarray:
     """Random numbers for `random_box`, which depend on the arguments only: (n, N_DRAWS) in [0, 1).
 
-    seed: (seed of the run, epoch). repeats: how often the epoch has had each row before.
+    seed: (seed of the run, epoch). repeats: earlier occurrences of each row in the epoch.
     """
-    # SplitMix64 (Steele et al., "Fast splittable pseudorandom number generators", 2014): any rows cost a few array
-    # operations, and each has N_DRAWS steps of its own; NumPy would need a generator for each row. A repeated row has
-    # the steps of a row far behind the last one.
+    # SplitMix64 (Steele et al., "Fast splittable pseudorandom number generators", 2014): any number of rows costs a few
+    # array operations, and each row has its own N_DRAWS steps; NumPy would need a generator for each row. A repeated
+    # row has the steps of a row far behind the last row.
     (start,) = np.random.SeedSequence(seed).generate_state(1, np.uint64)
     parts = (rows + repeats * MAX_ROWS).astype(np.uint64)
     steps = parts[:, None] * np.uint64(N_DRAWS) + np.arange(1, N_DRAWS + 1, dtype=np.uint64)
@@ -64,8 +63,8 @@ def draw(seed: tuple[int, int], rows: np.ndarray, repeats: np.ndarray | int = 0)
 def random_box(draws: Sequence[float], height: int, width: int, min_scale: float) -> Box:
     """A box with `min_scale` to 1 of the area and an aspect ratio of 3:4 to 4:3. draws: (N_DRAWS,).
 
-    As torchvision's RandomResizedCrop (Szegedy et al., arXiv:1409.4842): if no try fits into the image, it is the
-    largest centre with such a ratio.
+    Like torchvision's RandomResizedCrop (Szegedy et al., arXiv:1409.4842): if no try fits into the image, the box is
+    the largest centre crop with an allowed ratio.
     """
     for number in range(0, 2 * N_TRIES, 2):
         area = (min_scale + (1 - min_scale) * draws[number]) * height * width
@@ -81,7 +80,7 @@ def random_box(draws: Sequence[float], height: int, width: int, min_scale: float
 
 
 def centre_box(height: int, width: int, shape: tuple[int, int], share: float = 1.0) -> Box:
-    """The largest centre with the aspect ratio of `shape`; of its sides, this share."""
+    """The centre crop with the aspect ratio of `shape`. Its sides are this share of the sides of the largest one."""
     scale = share * min(height / shape[0], width / shape[1])
     box_height = max(1, min(height, round(scale * shape[0])))
     box_width = max(1, min(width, round(scale * shape[1])))

@@ -1,4 +1,4 @@
-"""Command lines: a dataclass for each command, whose fields are its arguments.
+"""Command lines: a dataclass for each command. Its fields are the arguments of the command.
 
     @dataclass(frozen=True, kw_only=True)
     class Report:
@@ -7,7 +7,7 @@
         runs: tuple[Path, ...] = argument("folder of a run")
         csv: bool = flag("print CSV", default=False)
 
-`parse(Report, argv)` is a Report. It does not import torch, so --help and mistakes come at once.
+`parse(Report, argv)` returns a Report. This module does not import torch, so --help and mistakes are shown immediately.
 """
 
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
@@ -23,51 +23,51 @@ T = TypeVar("T")
 
 
 class Parser(ArgumentParser):
-    """A command line whose mistakes are one line each: they raise SharedError. Descriptions keep their lines."""
+    """An ArgumentParser that raises SharedError, with a message of one line, and keeps the lines of descriptions."""
 
     def __init__(self, **options: Any):
         super().__init__(formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
-        """Raise SharedError with the message, and where the help is."""
+        """Raise SharedError with the message and a hint at --help."""
         raise SharedError(f"{message.removeprefix('argument ')}; python {self.prog} --help lists what it takes")
 
 
 def argument(text: str, *, default: Any = MISSING, **options: Any) -> Any:
-    """A field that is given by its place. A tuple takes the words that are left, and needs one if it has no default.
+    """A positional argument. A tuple takes all remaining words, and needs at least one if it has no default.
 
-    text: its help, in which a `%` is doubled. options: of `ArgumentParser.add_argument`, such as metavar, or type:
-    makes the value of a word, or raises ArgumentTypeError.
+    text: the help text, in which a `%` is doubled. options: of `ArgumentParser.add_argument`, such as metavar, or type:
+    a function that converts a word, or raises ArgumentTypeError.
     """
     return field(default=default, metadata={"names": None, "help": text, **options})
 
 
 def flag(text: str, *names: str, default: Any = None, **options: Any) -> Any:
-    """A field that is given as `--name VALUE`; a boolean one, whose default is False, as `--name`. See `argument`.
+    """An option `--name VALUE`, or `--name` for a boolean field with the default False. See `argument`.
 
-    names: instead of the name of the field, such as -o and --output.
+    names: names of the option, such as -o and --output, that replace the name of the field.
     """
     return field(default=default, metadata={"names": names, "help": text, **options})
 
 
 def parse(kind: type[T], argv: Sequence[str], *, program: str) -> T:
-    """The command line as an instance of a dataclass. Raises SharedError for a mistake. program: its name in messages.
+    """The command line as an instance of the dataclass `kind`. Raises SharedError for a mistake.
 
-    --help shows the docstring of the dataclass.
+    program: the name of the program in messages. --help shows the docstring of the dataclass.
     """
     return _make(kind, _parser_of(kind, program).parse_intermixed_args(argv))
 
 
 def parse_known(kind: type[T], argv: Sequence[str], *, program: str) -> tuple[T, list[str]]:
-    """The same, and the words that are no arguments of the dataclass."""
+    """Like `parse`, and also return the words that are no arguments of the dataclass."""
     given, others = _parser_of(kind, program).parse_known_intermixed_args(argv)
     return _make(kind, given), others
 
 
 def parse_command(kinds: Mapping[str, type[T]], argv: Sequence[str], *, program: str, text: str) -> T:
-    """The same of a program with several commands, whose first word names one. kinds: {name: dataclass}.
+    """Like `parse`, for a program with several commands: the first word names the command. kinds: {name: dataclass}.
 
-    Lines of the docstrings that begin with `python` and the program are shown as examples.
+    --help shows the docstring lines that begin with `python` and the program as examples.
     """
     docs = {name: (getdoc(kind) or "").splitlines() for name, kind in kinds.items()}
     width = max(map(len, kinds))
@@ -85,7 +85,7 @@ def parse_command(kinds: Mapping[str, type[T]], argv: Sequence[str], *, program:
 
 
 def _parser_of(kind: type, program: str) -> Parser:
-    """A parser with an argument for each field, as its type asks for: first its own fields, last those of its base."""
+    """A parser with an argument for each field of a dataclass: first its own fields, then the fields of its base."""
     parser = Parser(prog=program, description=getdoc(kind))
     types = get_type_hints(kind)
     field_of = {each.name: each for each in fields(kind)}
@@ -103,7 +103,7 @@ def _parser_of(kind: type, program: str) -> Parser:
         else:
             names = names or (f"--{name.replace('_', '-')}",)
             parser.add_argument(*names, dest=name, required=is_required, **options)
-    # `parse_intermixed_args` takes the usage for a format, in which the % of a metavar would be a mistake.
+    # `parse_intermixed_args` formats the usage, so the % of a metavar would be an error.
     parser.usage = parser.format_usage().removeprefix("usage: ").rstrip().replace("%", "%%")
     return parser
 
@@ -114,7 +114,7 @@ def _make(kind: type[T], given: Namespace) -> T:
 
 
 def _options_of(kind: Any, *, is_required: bool) -> dict[str, Any]:
-    """What argparse has to know of a type: bool, str, int, float, Path, Literal, a tuple of one of these, or None."""
+    """Options of `add_argument` for a type: bool, str, int, float, Path, Literal, a tuple, or one of these or None."""
     if NoneType in get_args(kind):
         (kind,) = [each for each in get_args(kind) if each is not NoneType]
     if kind is bool:

@@ -45,14 +45,14 @@ WISHES = {
     "too_short": "at least {min_length} entries long",
     "too_long": "at most {max_length} entries long",
 }
-"""{type of a mistake that pydantic finds: what the value should be}. Of other types, its own words are shown."""
+"""{type of a pydantic error: what the value should be}. For other types, the message shows pydantic's own words."""
 
 
 def load_config(argv: list[str], *, program: str = "train.py") -> Config:
     """Read `[--config FILE]... [section.key=value]...`; later ones win. The default file is config.yaml.
 
-    program: its name in messages. Raises SharedError with one line for each mistake: file and line, key, value, what is
-    allowed, and the nearest key.
+    program: the name of the program in messages. Raises SharedError with one line for each mistake: file and line, key,
+    value, allowed values, and the nearest key.
     """
     files, words = _read_words(argv, program)
     recorded = _find_recorded(words)
@@ -82,7 +82,7 @@ def load_config(argv: list[str], *, program: str = "train.py") -> Config:
 
 
 def _read_words(argv: list[str], program: str) -> tuple[list[str], dict[str, str]]:
-    """The config files that a command line names, and its words, {key: text}. Raises SharedError."""
+    """The config files and the words, {key: text}, of a command line. Raises SharedError."""
     parser = Parser(prog=program, description=sys.modules["__main__"].__doc__, epilog=HELP)
     parser.add_argument("--config", metavar="FILE", action="append", default=[], help="default: config.yaml")
     parser.add_argument("--local-rank", type=int, help=SUPPRESS)  # python -m torch.distributed.launch adds it
@@ -104,7 +104,7 @@ def _read_words(argv: list[str], program: str) -> tuple[list[str], dict[str, str
 
 
 def _as_word(flag: str, argv: Sequence[str]) -> str:
-    """The word `optim.lr=0.1` for `--lr 0.1` or `--lr=0.1`, as other programs take it. Empty: no key has that name."""
+    """The word `optim.lr=0.1` for `--lr 0.1` or `--lr=0.1`, the style of other programs. Empty: no key is similar."""
     name, _, value = flag.lstrip("-").partition("=")
     key_of = {key.rpartition(".")[2]: key for key in keys()}
     close = get_close_matches(name.replace("-", "_"), key_of, 1, 0.75)
@@ -114,22 +114,25 @@ def _as_word(flag: str, argv: Sequence[str]) -> str:
 
 
 def _find_recorded(words: Mapping[str, str]) -> Path | None:
-    """The newest config of the run that `run.resume` names. None: it names no run. Raises SharedError."""
+    """The newest config of the run that `run.resume` names. None: `run.resume` names no run. Raises SharedError."""
     if (named := words.get("run.resume", "auto")) in ("auto", "never", ""):
         return None
     run = Path(expand_home(named))
     recorded = sorted(run.glob("config*.yaml"), key=lambda path: (len(path.name), path.name))
     if not recorded:
         raise SharedError(f"{COMMAND_LINE}: run.resume is {run}, which is no run with a config.yaml; name another one")
-    return recorded[-1]  # a run that was resumed has a config-2.yaml, too
+    return recorded[-1]  # a resumed run also has config-2.yaml
 
 
 def _read_file(path: str, cure: str) -> tuple[dict[str, Any], dict[str, str]]:
-    """The tree of a config file, and the place of each key. Raises SharedError, with this cure."""
+    """The tree of a config file, and the place of each key. cure: the end of the message if it cannot be read.
+
+    Raises SharedError.
+    """
     try:
         with Path(expand_home(path)).open(encoding="utf-8") as file:
             text = file.read(MAX_TEXT + 1)
-    except (OSError, ValueError) as error:  # ValueError: it is no text, or its name has a zero byte
+    except (OSError, ValueError) as error:  # ValueError: the file is no text, or its name has a zero byte
         raise SharedError(f"{path} cannot be read ({error}){cure}") from None
     tree, places = read_yaml(text, path, Config)
     if not isinstance(tree or {}, dict):
@@ -139,7 +142,7 @@ def _read_file(path: str, cure: str) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _add_words(tree: dict[str, Any], words: Mapping[str, str], origins: dict[str, str]) -> None:
-    """Merge the values of words, {key: text}, into a tree. Raises SharedError for what is no YAML."""
+    """Merge the values of words, {key: text}, into a tree. Raises SharedError for a word that is not YAML."""
     for key, text in words.items():
         section, _, name = key.partition(".")
         field = keys().get(key)
@@ -148,14 +151,14 @@ def _add_words(tree: dict[str, Any], words: Mapping[str, str], origins: dict[str
         origins |= places
         if name:
             _merge(tree, {section: {name: value}})
-        else:  # such as model={}, which leaves out what the files have
+        else:  # a whole section, such as model={}, which replaces the section of the files
             tree[section] = value
         origins[key] = COMMAND_LINE
         origins.setdefault(section, COMMAND_LINE)
 
 
 def read_options(config: Config, options: type[SectionT]) -> SectionT:
-    """The section `model`, checked by the class of the workload. Raises SharedError."""
+    """The section `model`, checked by the class `Options` of the workload. Raises SharedError."""
     texts = {name: config._words.get(f"model.{name}") for name in config.model}
     fields = options.model_fields
     others = [name for name in config.model if name not in fields and texts[name] is None]
@@ -167,7 +170,7 @@ def read_options(config: Config, options: type[SectionT]) -> SectionT:
 
 
 def keys(root: type[Section] = Config, prefix: str = "") -> dict[str, FieldInfo]:
-    """{dotted key: its field} of every key but those of `model`, which the workload declares."""
+    """{dotted key: field} for every key outside `model`, whose keys the workload declares."""
     fields: dict[str, FieldInfo] = {}
     for name, field in root.model_fields.items():
         kind = field.annotation
@@ -179,20 +182,20 @@ def keys(root: type[Section] = Config, prefix: str = "") -> dict[str, FieldInfo]
 
 
 def _merge(tree: dict[str, Any], layer: dict[str, Any]) -> None:
-    """Merge key by key. A value is replaced as a whole, so that data.fields can lose a field."""
+    """Merge a layer into a tree, key by key. A value replaces the old value, so data.fields can lose a field."""
     for section, values in layer.items():
         old = tree.get(section)
         tree[section] = old | values if isinstance(old, dict) and isinstance(values, dict) else values
 
 
 def _as_asked(field: FieldInfo | None, text: str | None, value: Any) -> Any:
-    """The value of a word, or its text if YAML sees another type where text is asked for, as in run.name=20241127."""
+    """The value of a word; its text where the field is text and YAML reads another type, as in run.name=20241127."""
     kinds = (field.annotation, *get_args(field.annotation)) if field else ()
     return value if text is None or str not in kinds or type(value) in (*kinds, list, dict) else text
 
 
 def _check(kind: type[SectionT], values: dict[str, Any], origins: dict[str, str], *section: str) -> SectionT:
-    """The values as a section. Raises SharedError with one line for each wrong key."""
+    """Validate the values of a section. Raises SharedError with one line for each wrong key."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:
@@ -200,7 +203,7 @@ def _check(kind: type[SectionT], values: dict[str, Any], origins: dict[str, str]
     known = Config.model_fields | keys() | (keys(kind, "model.") if section else {})
     mistakes_of: dict[str, list[ErrorDetails]] = {}
     for mistake in mistakes:
-        # In `loc`, branches of a union or places in a list follow the two names of the key.
+        # In `loc`, the two names of the key come first, then branches of a union or places in a list.
         key = ".".join([*section, *map(str, mistake["loc"])][:2])
         mistakes_of.setdefault(key, []).append(mistake)
     lines = []
@@ -214,8 +217,8 @@ def _check(kind: type[SectionT], values: dict[str, Any], origins: dict[str, str]
 
 
 def _describe(key: str, value: Any, mistakes: list[ErrorDetails]) -> str:
-    """What is wrong with a value. mistakes: those that pydantic found in it, for each type that the key may have."""
-    # A mistake inside of the value: it has the right type, and those of other types do not matter.
+    """The mistake in a value, in words. mistakes: pydantic's errors, of each type that the key may have."""
+    # An error inside the value means that the value has the right type; errors for other types do not matter.
     depth = max(len(mistake["loc"]) for mistake in mistakes)
     mistakes = [mistake for mistake in mistakes if len(mistake["loc"]) == depth]
     if mistakes[0]["type"] == "missing":
@@ -235,7 +238,7 @@ def _describe(key: str, value: Any, mistakes: list[ErrorDetails]) -> str:
 
 
 def _wish(mistake: ErrorDetails) -> str:
-    """What a value should be, by one of its mistakes."""
+    """What a value should be, according to one pydantic error."""
     if mistake["type"] == "string_type" and isinstance(mistake["input"], bool | int | float):
         return "text in quotes"
     limits = {}
@@ -246,7 +249,7 @@ def _wish(mistake: ErrorDetails) -> str:
 
 
 def _near(key: str, known: Iterable[str]) -> str:
-    """The key that an unknown key was meant to be, or else the keys of its section."""
+    """A hint for an unknown key: the most similar key, or else the keys of its section."""
     section, _, name = key.rpartition(".")
     close = [each for each in known if each.rpartition(".")[2] == name]  # in another section
     close = close or get_close_matches(key, known, 1, 0.75)

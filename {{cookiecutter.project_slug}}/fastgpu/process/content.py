@@ -1,4 +1,4 @@
-"""Recognizes the format of a file by its first bytes, since its name may promise another one."""
+"""Recognizes the format of a file from its first bytes, since its name may be wrong."""
 
 import os
 import re
@@ -35,7 +35,7 @@ def open_regular(path: Path) -> IO[bytes]:
 
 
 def describe_content(path: str | os.PathLike[str]) -> str:
-    """What a file is and how to convert it, as a part of a sentence; empty if it is unreadable or of no known kind."""
+    """The kind of a file and how to convert it, as a part of a sentence; empty if it is unreadable or unknown."""
     try:
         with open_regular(Path(path)) as file:
             head = file.read(HEAD_BYTES)

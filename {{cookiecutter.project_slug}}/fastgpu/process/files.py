@@ -1,4 +1,4 @@
-"""Atomic writes: a killed process leaves a complete file or none. Locks of folders; paths that do not exist."""
+"""Atomic writes, which leave a complete file or none if the process is killed; locks of folders; missing paths."""
 
 import fcntl
 import os
@@ -15,7 +15,7 @@ from fastgpu.process.launch import UserError
 
 
 def not_found(path: str | Path, where: str = "") -> UserError:
-    """The error for a path at which there is nothing. where: what its message calls the path."""
+    """The error for a path that does not exist. where: the name of the path in the message."""
     place = "" if Path(path).is_absolute() else f" (looked in {Path.cwd()})"
     return UserError(f"{where or path} does not exist{place}")
 
@@ -29,7 +29,7 @@ def rename_folder(partial: Path, target: Path) -> None:
 
 
 def check_target(target: Path, *, replace: bool) -> None:
-    """Raise UserError if a file cannot be written: it is a folder, its folder is missing, or it exists, and `replace`
+    """Raise UserError if `target` cannot be written: it is a folder, its folder is missing, or it exists and `replace`
     is false."""
     if target.is_dir():
         raise UserError(f"{target} is a folder; name a file in it, or another one")
@@ -43,17 +43,17 @@ def check_target(target: Path, *, replace: bool) -> None:
 
 @contextmanager
 def new_file(target: Path, *, replace: bool = False) -> Iterator[Path]:
-    """Write a file atomically: the block writes to the empty temporary file that it is given, beside `target`.
+    """Write a file atomically: yields an empty temporary file beside `target`, to which the block writes.
 
-    At the end it takes the place of `target`; after an exception it is removed, and `target` is unchanged. Raises
-    UserError like `check_target`, or if `target` cannot be created; OSError if the disk refuses later.
+    After the block, the temporary file replaces `target`. After an exception it is removed, and `target` is unchanged.
+    Raises UserError like `check_target`, or if `target` cannot be created; OSError if the disk refuses later.
     """
     check_target(target, replace=replace)
     partial = target.with_name(f".{target.stem[:200]}.{uuid4().hex}{target.suffix}")
     try:  # a signal may come as soon as the file is there
         try:
             partial.touch(exist_ok=False)
-        except OSError as error:  # which names the temporary file
+        except OSError as error:  # its message names the temporary file
             raise UserError(f"{target} cannot be written: {error.strerror}") from None
         yield partial
         flush(partial)
@@ -64,7 +64,7 @@ def new_file(target: Path, *, replace: bool = False) -> Iterator[Path]:
 
 
 def open_to_append(path: Path) -> TextIO:
-    """Open a text file. Raises OSError if the path is something else, such as a link to a file of the user's."""
+    """Open a text file to append. Raises OSError if the path is no regular file, such as a link to another file."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     descriptor = os.open(path, flags, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -74,7 +74,7 @@ def open_to_append(path: Path) -> TextIO:
 
 
 def flush(path: Path) -> None:
-    """Write a file, or the names in a folder, to disk."""
+    """Flush a file, or the list of names in a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -85,7 +85,7 @@ def flush(path: Path) -> None:
 class FolderLock:
     """The lock of a folder. Raises UserError if another process holds it, and OSError if the disk refuses.
 
-    It is a POSIX record lock: worker processes, which are forks, would inherit a lock of `flock` and keep it alive.
+    It is a POSIX record lock: worker processes are forks, which would inherit a lock of `flock` and keep it alive.
     """
 
     def __init__(self, folder: Path):

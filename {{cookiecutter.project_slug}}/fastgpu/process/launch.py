@@ -1,6 +1,6 @@
-"""The start and the end of a process: what torchrun set, messages for a person, the exit code.
+"""The start and the end of a process: torchrun's environment variables, messages for a person, the exit code.
 
-The only module that reads environment variables. It does not import torch, so errors in the config come at once.
+Only this module reads environment variables. It does not import torch, so errors in the config are shown immediately.
 """
 
 import ctypes
@@ -21,17 +21,18 @@ __all__ = ["Launch", "SharedError", "UserError", "exit_with_message", "warn"]
 CONTROL = {code: f"\\x{code:02x}" for code in (*range(9), *range(11, 13), *range(14, 32), *range(127, 160))}
 ESCAPES = CONTROL | {0xDC00 + byte: f"\\x{byte:02x}" for byte in range(128, 256)}
 """Translation table for output: control characters, and bytes of a file name that are no text, become `\\xNN`."""
-# What may be secret in a URL: `user:password@`, and for http a name alone; and what follows the ?, up to a `::/group`.
-# No URL has a quotation mark or a backslash, which stands before one in JSON.
+# Parts of a URL that may be secret: `user:password@` (for http also a user alone), and the query after `?`, up to a
+# `::/group`. A URL contains no quotation mark, and no backslash, which precedes a quotation mark in JSON.
 USER = re.compile(r"(?<=://)[^\s/?#@'\"]*:(?!\d+/)[^\s?#@'\"]*@|(?<=http://)[^\s/?#@'\"]+@|(?<=https://)[^\s/?#@'\"]+@")
 QUERY = re.compile(r"(https?://[^\s?'\"]+\?)(?:(?!:[:\s]|,\w+://)[^\s'\"\\])+", re.IGNORECASE)
 LEFT_OUT = "..."
-"""Stands for the query of a URL, which may hold a signature."""
+"""Replaces the query of a URL, which may contain a signature."""
 STARTED_S = time.time()
-"""When this process started: this is one of the first modules that it imports."""
+"""Time at which this process started: this module is one of the first that it imports."""
 EXIT_DELAY_S = 3.0
-"""The other ranks of a machine exit this much later, so that the first one can print the message of all: torchrun kills
-all ranks when one exits. With a first rank that was 0.3 s late, no message came in 4 of 4 jobs without this."""
+"""The other ranks of a machine exit this much later, so that the first rank can print the message for all: torchrun
+kills all ranks when one exits. Without the delay, no message was printed in 4 of 4 jobs with a first rank that was
+0.3 s late."""
 
 
 class UserError(ValueError):
@@ -39,11 +40,11 @@ class UserError(ValueError):
 
 
 class SharedError(UserError):
-    """A UserError that all ranks raise at the same place: the first of each machine prints it."""
+    """A UserError that all ranks raise at the same place. The first rank of each machine prints it."""
 
 
 class HangError(UserError):
-    """A thread hangs. Python's exit would wait for its locks, so the process ends by force."""
+    """Raised when a thread hangs. Python's exit would wait for the locks of the thread, so `os._exit` is called."""
 
 
 class Launch(NamedTuple):
@@ -62,8 +63,8 @@ class Launch(NamedTuple):
 def read_launch() -> Launch:
     """The values that torchrun set in the environment (https://docs.pytorch.org/docs/stable/elastic/run.html).
 
-    Empty variables, as templates of jobs leave them, count as not set. Raises SharedError if a variable is no number,
-    or if this process would be one of several that do not know of each other.
+    Empty variables, which some job templates set, count as unset. Raises SharedError if a variable is no number, or if
+    this process is one of several but cannot find the others.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
     given = {name: os.environ[name] for name in (*names, "MASTER_ADDR", "MASTER_PORT") if os.environ.get(name)}
@@ -83,9 +84,9 @@ def read_launch() -> Launch:
 
 
 def planned_ranks() -> list[tuple[int, int]]:
-    """[(ranks, ranks of each machine)] of the job that torchrun's variables ask for, with the fewest and most machines.
+    """[(ranks, ranks of each machine)] of the job that torchrun's variables describe, for the fewest and most machines.
 
-    launch/node.sh checks a run in one process before it starts torchrun, which restarts whatever fails.
+    launch/node.sh checks a run in one process before it starts torchrun, which restarts a job that fails.
     """
     machines = re.findall("[1-9][0-9]*", os.environ.get("PET_NNODES", ""))
     own = re.fullmatch("[1-9][0-9]*", os.environ.get("PET_NPROC_PER_NODE", ""))  # it may be a word, such as gpu
@@ -93,49 +94,49 @@ def planned_ranks() -> list[tuple[int, int]]:
 
 
 def check_alone() -> None:
-    """Raise SharedError if srun started several of this process, each of which would train for itself.
+    """Raise SharedError if srun started several copies of this process, each of which would train alone.
 
-    srun alone sets the number of tasks of a step. SLURM_NTASKS is that of the job, also in the shell of `salloc` and in
-    a script for `sbatch`, where one process runs. Whoever sets WORLD_SIZE has told the tasks of each other.
+    Only srun sets SLURM_STEP_NUM_TASKS. SLURM_NTASKS belongs to the job, and is also set in the shell of `salloc` and
+    in a script for `sbatch`, where one process runs. If WORLD_SIZE is set, the tasks know each other.
     """
     n_tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "")
     if n_tasks not in ("", "1") and not os.environ.get("WORLD_SIZE"):
         if os.environ.get("SLURM_PROCID", "0") != "0":
-            raise SystemExit(2)  # the first task prints the message of all
+            raise SystemExit(2)  # the first task prints the message for all
         cure = "start torchrun once on each node (srun --ntasks-per-node=1), as the template's launch/slurm.sh does"
         raise SharedError(f"srun started {n_tasks} tasks, each of which would train alone: {cure}")
 
 
 def say(text: str, file: TextIO | None = None) -> None:
-    """Print text to stdout, or to `file`; what terminals obey is shown as `\\x1b`, but for the ends of lines.
+    """Print text to stdout, or to `file`. Control characters, except ends of lines, are shown as `\\x1b`.
 
-    On a full disk or to a closed pipe, it and all later output is dropped.
+    If the disk is full or the pipe is closed, this and all later output is dropped.
     """
     file = file or sys.stdout
     text = text.translate(ESCAPES | {13: "\\x0d"})
     try:
         print(without_secrets(text), file=file, flush=True)
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())  # what Python has kept of it goes there, too
+        os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())  # also takes the text that Python has buffered
         if file is not sys.stderr:
             say(f"warning: stdout is lost from here on ({error.strerror}); training goes on", sys.stderr)
 
 
 def without_secrets(text: str) -> str:
-    """A text in which no URL has a password or a query. What is printed or recorded goes through here."""
+    """The text without the passwords and queries of URLs. All text that is printed or recorded passes through here."""
     return QUERY.sub(rf"\1{LEFT_OUT}", USER.sub("", text)) if "://" in text else text
 
 
 def list_first(items: Sequence[str], separator: str = ", ") -> str:
-    """The first 20 of some texts, and how many more there are."""
+    """The first 20 items, joined, and the number of further items."""
     more = f"{len(items) - 20:,} more" if separator == " or " else f"and {len(items) - 20:,} more"
     return separator.join([*items[:20], *[more] * (len(items) > 20)])
 
 
 def warn(text: str, *, own: bool = False) -> None:
-    """Print a warning, once for the whole job. Every warning of the project goes through here.
+    """Print a warning once for the whole job. All warnings of the project pass through here.
 
-    own: it is about this rank or its node, so every rank that calls prints it, with its number.
+    own: the warning is about this rank or its node, so every rank that calls this prints it, with its number.
     """
     launch = read_launch()
     if own or launch.rank == 0:
@@ -144,7 +145,7 @@ def warn(text: str, *, own: bool = False) -> None:
 
 
 def end_on_interrupt() -> None:
-    """Let Ctrl-C end the process at once: a KeyboardInterrupt may be lost in one of the modules that are imported."""
+    """Let Ctrl-C end the process immediately: imported modules may swallow a KeyboardInterrupt."""
 
     def end(number: int, frame: object) -> None:
         if read_launch().local_rank == 0:
@@ -159,13 +160,13 @@ def end_on_interrupt() -> None:
 def exit_with_message(*others: type[Exception]) -> Iterator[None]:
     """Turn a `UserError` into one line on stderr and exit code 2. Bugs keep their traceback.
 
-    A rank prints its own error with its number before it; a SharedError is printed once for each machine. others: types
-    of errors that are no bugs either, such as OSError if a disk is full. A fatal signal (a bug in a driver, a mapped
-    file that was truncated) leaves a traceback, too. After the block, Ctrl-C ends the process at once.
+    A rank prints its own error after its number; a SharedError is printed once for each machine. others: further types
+    of errors that are no bugs, such as OSError if a disk is full. A fatal signal (a bug in a driver, a mapped file that
+    was truncated) leaves a traceback, too. After the block, Ctrl-C ends the process immediately.
     """
     expected: tuple[type[Exception], ...] = (UserError, *others)
     faulthandler.enable(sys.__stderr__ or 2)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # what it cannot encode ends no run
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a character that cannot be encoded must not end a run
         sys.stdout.reconfigure(errors="backslashreplace")
     launch = Launch()
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
@@ -199,7 +200,7 @@ def exit_with_message(*others: type[Exception]) -> Iterator[None]:
 def end_with_parent() -> None:
     """Let Linux kill this process when the thread that started it ends.
 
-    Without torchrun it would hold its GPU, and write to a run that has been restarted.
+    If torchrun is gone, the process would keep its GPU, and write to a run that has been restarted.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
@@ -208,8 +209,8 @@ def end_with_parent() -> None:
 def check_parent() -> None:
     """Raise UserError if torchrun ended before `end_with_parent` was called.
 
-    Such a rank would look for the store of torchrun, which listens for as long as torchrun lives, for all of
-    `dist.timeout_s` (ten minutes).
+    Such a rank would try to reach the store of torchrun, which ends with torchrun, for all of `dist.timeout_s` (ten
+    minutes).
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         try:
@@ -217,4 +218,4 @@ def check_parent() -> None:
         except ConnectionRefusedError:
             raise UserError("torchrun, which started this process, has ended") from None
         except OSError:
-            pass  # such as a name that cannot be resolved yet: torch tries for longer
+            pass  # for example, a name that cannot be resolved yet: torch retries for longer

@@ -14,16 +14,16 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def lower_priority() -> None:
-    """Give this thread, or worker process, a lower priority than the training loop, by 5 steps of nice(1).
+    """Give this thread, or worker process, a lower priority than the training loop: nice(1) + 5.
 
-    So the loop wakes up to queue a step that the device is waiting for.
+    The loop then wakes up in time to queue a step that the device waits for.
     """
     if sys.platform == "linux":  # elsewhere, the priority of a thread is that of its process
         os.nice(5)
 
 
 def available_cpus() -> int:
-    """CPUs that this process may use: its affinity mask, or the quota of its cgroup if that is less."""
+    """Number of CPUs that this process may use: its affinity mask, or the quota of its cgroup if that is lower."""
     n_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with suppress(OSError, ValueError):
         quota, period = (CGROUPS / "cpu.max").read_text().split()
@@ -32,14 +32,14 @@ def available_cpus() -> int:
 
 
 def cpus_of_rank(n_local: int) -> int:
-    """CPUs for each of that many ranks on this machine: at least one."""
+    """Number of CPUs for each of `n_local` ranks on this machine: at least one."""
     return max(1, available_cpus() // n_local)
 
 
 def free_host_bytes() -> int:
     """Host memory that this process may still allocate: of the machine, or of its cgroups (version 2) if that is less.
 
-    What the page cache holds counts as free: the kernel gives it up.
+    Memory of the page cache counts as free, because the kernel can release it.
     """
     try:
         free = psutil.virtual_memory().available
@@ -49,7 +49,7 @@ def free_host_bytes() -> int:
     with suppress(OSError):
         own /= Path("/proc/self/cgroup").read_text().partition("0::/")[2].partition("\n")[0]
     for folder in [own, *own.parents]:
-        # a container may not see the folder of its cgroup, but sees it as the root; ValueError: the limit is `max`
+        # A container may see the folder of its cgroup as the root. ValueError: the limit is `max`.
         with suppress(OSError, ValueError):
             limit = int((folder / "memory.max").read_text())
             used = int((folder / "memory.current").read_text())

@@ -10,8 +10,8 @@ DISTRIBUTION = "fastgpu-engine"
 def project_folder() -> Path:
     """The folder of the script that was started, such as train.py. Without a script of a project, the current folder.
 
-    A notebook, pytest and `python -c` have no such script. The engine does not look for a project where it lies itself:
-    it may be installed.
+    A notebook, pytest and `python -c` have no such script. The engine does not look in its own folder, because it may
+    be installed as a package.
     """
     script = getattr(sys.modules["__main__"], "__file__", None)
     folder = Path(script).resolve().parent if script else Path.cwd()
@@ -20,7 +20,7 @@ def project_folder() -> Path:
 
 
 def install_command(extra: str) -> str:
-    """How a person installs an extra: of this project, which pins versions, or of the installed engine alone."""
+    """The command that installs an extra: of this project, which pins versions, or of the installed engine alone."""
     if (project_folder() / "constraints.txt").is_file():
         return f"pip install -c constraints.txt -e '.[{extra}]'"
     return f"pip install '{DISTRIBUTION}[{extra}]'"

@@ -1,4 +1,4 @@
-"""What the tools beside train.py share: their start, paths that they read, and cells of CSV files."""
+"""Functions that the tools beside train.py share: set-up, checks of paths, and cells of CSV files."""
 
 import glob
 import io
@@ -22,18 +22,18 @@ class _Terminal(io.TextIOWrapper):
 
 
 def start_tool() -> None:
-    """Set up a command-line tool: it cleans up when it is stopped, and prints untrusted names safely.
+    """Set up a command-line tool: clean up on SIGTERM and SIGHUP, and print untrusted names safely.
 
-    SIGTERM and SIGHUP end it by an exception, so that files that are not complete are removed. Standard output and
-    error show what terminals obey or cannot encode as `\\x1b`.
+    The two signals raise SystemExit, so that incomplete files are removed. Standard output and error show control
+    characters, and characters that they cannot encode, as `\\x1b`.
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # as nohup sets it
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
             signal.signal(number, lambda number, _: sys.exit(128 + number))
     end_on_interrupt()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if type(stream) is io.TextIOWrapper:  # it may be closed, of a notebook, or a _Terminal already
+        if type(stream) is io.TextIOWrapper:  # not closed, not of a notebook, and not a _Terminal already
             terminal = _Terminal(
                 stream.buffer,
                 stream.encoding,
@@ -45,14 +45,14 @@ def start_tool() -> None:
 
 
 def check_exist(*paths: str | Path, cure: str = "") -> None:
-    """Raise UserError unless each path, `file.h5::/group` or glob leads to something. URLs are not looked up."""
+    """Raise UserError unless each path, `file.h5::/group` or glob matches a file. URLs are not checked."""
     for file in (str(path).partition("::")[0] for path in paths):
         if "://" not in file and not os.path.lexists(file) and not glob.glob(file):  # noqa: PTH207 (absolute ones, too)
             raise UserError(f"{not_found(file)}; {cure}") if cure else not_found(file)
 
 
 def csv_cell(value: Any) -> Any:
-    """A value for a CSV file: escaped text, with a ' before what a spreadsheet would take for a formula."""
+    """A value for a CSV file. Text is escaped, and gets a ' at its beginning if a spreadsheet would read a formula."""
     if isinstance(value, str):
         value = ("'" if FORMULA.match(value) else "") + value.translate(ESCAPES)
     return value

@@ -22,21 +22,22 @@ __all__ = ["World", "init_distributed"]
 
 
 class HangWarning:
-    """A thread that warns before torch ends this process, because another rank has not answered for `dist.timeout_s`.
+    """A thread that warns before torch ends this process because another rank has not answered for `dist.timeout_s`.
 
-    With nccl, torch does that from C++: no Python runs any more, and none of its 84 lines says what to do.
+    With nccl, torch ends the process from C++: no Python code runs any more, and torch's 84 lines of output do not say
+    what to do.
     """
 
     def __init__(self, device: torch.device, timeout_s: float):
         self.seen_s = time.monotonic()
-        """When this rank last began to ask the others for signals, or its device had nothing to do."""
+        """When this rank last started an all-reduce of signals, or its device was idle."""
         self._stream = torch.cuda.default_stream(device)
         self._timeout_s = timeout_s
         threading.Thread(target=self._run, name="hang warning", daemon=True).start()
 
     def _run(self) -> None:
         while (waited_s := time.monotonic() - self.seen_s) < 0.85 * self._timeout_s:
-            # An idle device waits for no rank, but the loop for rows or a disk.
+            # If the device is idle, it waits for no rank: the loop waits for rows or a disk.
             if waited_s > 0.5 * self._timeout_s and self._stream.query():
                 self.seen_s = time.monotonic()
             time.sleep(self._timeout_s / 20)
@@ -69,14 +70,14 @@ class World:
         return f"{self.world_size} x {name}" + (f" over {dist.get_backend()}" if self.world_size > 1 else "")
 
     def print_once(self, text: str) -> None:
-        """Print once for the whole job, if there is something to print."""
+        """Print a text once for the whole job, unless it is empty."""
         if self.is_main and text:
             say(text)
 
-    # Collectives of tensors: the training loop has no others.
+    # Collectives of tensors. The training loop uses only these.
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
-        """The sum over all ranks, in place. values: on the device of this world."""
+        """Sum a tensor over all ranks, in place, and return it. values: on the device of this world."""
         if self.world_size > 1:
             dist.all_reduce(values)
         return values
@@ -88,10 +89,10 @@ class World:
                 dist.broadcast(tensor, 0)
 
     def start_max(self, *values: float) -> Callable[[], list[float]]:
-        """Start to compute the maximum of each value over the ranks. Returns a function to read them.
+        """Start to compute the maximum of each value over the ranks. Returns a function that reads the maxima.
 
-        On a GPU the host does not wait here. Reading waits for what was queued before this call, but not for what was
-        queued since.
+        On a GPU the host does not wait here. The function waits for the work that was queued before this call, but not
+        for later work.
         """
         if self.world_size == 1:
             return lambda: list(values)
@@ -104,8 +105,8 @@ class World:
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         if self.device.type == "cpu":
             return largest.tolist
-        # torch copies to page-locked memory here, so the copy is asynchronous. `largest.tolist()` would wait for every
-        # step that is queued by then, and leave the GPU idle.
+        # This copy to page-locked memory is asynchronous. `largest.tolist()` would wait for all steps that are queued
+        # by then, and leave the GPU idle.
         copy = largest.to("cpu", non_blocking=True)
         is_copied = torch.cuda.Event(blocking=True)  # its wait leaves the CPU to the readers
         is_copied.record()
@@ -120,7 +121,7 @@ class World:
         """The largest value of any rank. The host waits for the device."""
         return self.start_max(value)()[0]
 
-    # Collectives of objects, for set-up and end: with nccl, each lets the host wait for the GPU several times.
+    # Collectives of objects, for set-up and end: with nccl, each makes the host wait for the GPU several times.
 
     def all_gather(self, value: Any) -> list[Any]:
         """The values of all ranks, in the order of the ranks. They are pickled."""
@@ -143,7 +144,7 @@ class World:
         try:
             yield
         except HangError:
-            raise  # this process has to end by force, and ends alone
+            raise  # this process has to exit without its threads, and alone
         except UserError as error:
             own = str(error)
         if errors := [error for error in self.all_gather(own) if error]:
@@ -163,11 +164,11 @@ class World:
 def init_distributed(
     settings: Dist, launch: Launch | None = None, *, deterministic: bool | None = None
 ) -> Iterator[World]:
-    """Choose the device and its kernels, join the process group, and leave it when all ranks leave it.
+    """Choose the device and its kernels, join the process group, and leave it together with all ranks.
 
-    A single process creates no process group and opens no port. launch: None stands for what torchrun set.
+    A single process creates no process group and opens no port. launch: None reads torchrun's environment variables.
     deterministic: see `choose_kernels`; None: torch's defaults. Raises UserError if the device is not available or,
-    with gloo, as soon as another rank is gone; with nccl the watchdog of torch ends the process then.
+    with gloo, as soon as another rank is gone. With nccl, torch's watchdog ends the process in that case.
     """
     launch = launch or read_launch()
     device = _choose_device(launch, settings.device)
@@ -178,8 +179,8 @@ def init_distributed(
         yield world
         return
     # The store of torchrun outlives a restart and still holds the addresses of dead ranks: 18 of 30 restarts failed
-    # without this prefix and none of 24 with it and the orderly end below. Several nodes may count restarts in other
-    # ways; there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each restart its own store (launch/ sets it).
+    # without this prefix, and none of 24 with the prefix and the orderly end below. Several nodes may count restarts
+    # differently; there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, set by launch/, gives each attempt its own store.
     prefix = f"attempt{launch.attempt}" if launch.local_world_size == launch.world_size else "attempt"
     timeout = timedelta(seconds=settings.timeout_s)
     gpu = device if device.type == "cuda" else None
@@ -196,7 +197,7 @@ def init_distributed(
         yield replace(world, hang_warning=HangWarning(gpu, settings.timeout_s)) if gpu else world
         dist.barrier()
     except SharedError as error:
-        # The variables of its frames hold a DDP module, and thereby the group.
+        # The variables in the frames of the traceback hold a DDP module, which holds the process group.
         traceback.clear_frames(error.__traceback__)
         _destroy_process_group()
         raise
@@ -205,7 +206,7 @@ def init_distributed(
         if "find_unused_parameters" in text:
             cure = "set dist.find_unused_parameters=true, or remove them"
             raise UserError(f"DDP: the loss does not depend on all parameters of the model; {cure}") from None
-        # gloo raises a plain RuntimeError, whose message begins with a path of its sources.
+        # gloo raises a plain RuntimeError. Its message contains a path of gloo's sources.
         is_gloo = "/gloo/" in text
         if not isinstance(error, dist.DistError) and not is_gloo:
             raise
@@ -217,11 +218,11 @@ def init_distributed(
 
 
 def _destroy_process_group() -> None:
-    """End the group and its threads while Python still runs: gloo's would abort the process later.
+    """End the process group and its threads while Python still runs: gloo's threads would abort the process later.
 
-    Call it only where every rank does: with nccl it finishes queued collectives, and would wait for a rank that left.
+    Every rank has to call this: with nccl it finishes queued collectives, and would wait for a rank that left.
     """
-    # A DDP module, which is part of a cycle of references, still holds the group.
+    # A DDP module, which is part of a reference cycle, still holds the group.
     gc.unfreeze()
     gc.collect()
     dist.destroy_process_group()
@@ -236,24 +237,24 @@ def _choose_device(launch: Launch, device: str) -> torch.device:
     if launch.local_world_size > n_gpus:
         raise SharedError(f"{launch.local_world_size} processes for {n_gpus} visible GPUs; use --nproc-per-node=gpu")
     chosen = torch.device("cuda", launch.local_rank)
-    # Before anything allocates, or every rank would hold memory on GPU 0.
+    # Set before the first allocation: otherwise every rank would hold memory on GPU 0.
     torch.cuda.set_device(chosen)
     return chosen
 
 
 def with_index(device: torch.device) -> torch.device:
-    """The device with its number: `cuda` alone means the current GPU. torch.cuda.set_device takes no other."""
+    """The device with its index: `cuda` alone means the current GPU. torch.cuda.set_device requires an index."""
     is_current = device.type == "cuda" and device.index is None
     return torch.device("cuda", torch.cuda.current_device()) if is_current else device
 
 
 def choose_kernels(device: torch.device, *, deterministic: bool) -> None:
-    """Let a GPU use its fastest kernels, or only those that give the same bits in every run.
+    """Let a GPU use its fastest kernels, or only kernels that give the same bits in every run.
 
-    Call it before NCCL starts, which reads its algorithms once.
+    Call this before NCCL starts, because NCCL reads its algorithms only once.
     """
     is_fast = device.type == "cuda" and not deterministic
-    # The kernels of each convolution are tried once, and the fastest is kept.
+    # cuDNN tries the kernels of each convolution once, and keeps the fastest.
     torch.backends.cudnn.benchmark = is_fast
     # "high": float32 matrix products use TF32, which rounds their factors to 10 bits of mantissa.
     torch.set_float32_matmul_precision("high" if is_fast else "highest")

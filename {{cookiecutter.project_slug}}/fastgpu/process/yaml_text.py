@@ -1,4 +1,4 @@
-"""Reads YAML: with the line of each key, and names such as `on` as text where text is asked for. It stays quick."""
+"""Reads YAML with the line of each key, in bounded time. Names such as `on` are text where the config expects text."""
 
 import os
 import re
@@ -12,15 +12,15 @@ import yaml
 from fastgpu.process.launch import SharedError
 
 MAX_TEXT = 1 << 20
-"""Maximum letters of a config file, whose parsing then takes seconds."""
+"""Maximum number of characters of a config file: parsing that many takes seconds."""
 MAX_NODES = 100_000
-"""Maximum keys and values of a file, with its aliases written out: a few may stand for millions."""
+"""Maximum number of keys and values of a file, with its aliases expanded: few aliases may expand to millions."""
 MAX_BYTES = 3500
-"""Maximum bytes of a key or value: a path has at most 4,095 bytes, a number that Python reads 4,300 figures."""
+"""Maximum bytes of a key or value: a path has at most 4,095 bytes, and Python reads numbers of up to 4,300 digits."""
 
 
 class YamlLoader(yaml.SafeLoader):
-    """A loader of YAML that stays quick whatever the text is. All errors are those of yaml, or a RecursionError."""
+    """A YAML loader with bounded time for any text. Its own checks raise yaml.YAMLError or RecursionError."""
 
     def __init__(self, text: str):
         if len(text) > MAX_TEXT:
@@ -31,12 +31,12 @@ class YamlLoader(yaml.SafeLoader):
         """The tree of the text, in which aliases of a value share its node."""
         node: yaml.Node | None = super().get_single_node()
         if node and _count_nodes(node, {}) > MAX_NODES:
-            raise yaml.YAMLError(f"stands for more than {MAX_NODES:,} keys and values; write fewer, and fewer aliases")
+            raise yaml.YAMLError(f"expands to more than {MAX_NODES:,} keys and values; write fewer, and fewer aliases")
         return node
 
 
 def _count_nodes(node: yaml.Node, known: dict[yaml.Node, float]) -> float:
-    """The nodes of a tree, if each alias were written out: endless if a node holds itself."""
+    """The number of nodes of a tree with all aliases expanded; infinite if a node contains itself."""
     if node not in known:
         known[node] = inf
         below = node.value if isinstance(node, yaml.CollectionNode) else ()
@@ -46,13 +46,13 @@ def _count_nodes(node: yaml.Node, known: dict[yaml.Node, float]) -> float:
 
 
 class _ConfigLoader(YamlLoader):
-    """YAML as people expect it: `1e-3` is a number, as in YAML 1.2. Whatever it reads can be part of a path."""
+    """YAML as people expect it: `1e-3` is a number, as in YAML 1.2. All text that it accepts is valid in a path."""
 
     def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> str:
         text: str = super().construct_scalar(node)
         try:
             encoded = os.fsencode(text)
-        except UnicodeEncodeError:  # half a pair of surrogates
+        except UnicodeEncodeError:  # a lone surrogate
             encoded = b"\0"
         if len(encoded) > MAX_BYTES or b"\0" in encoded:
             problem = f"{text[:50]!r} is not allowed: use at most {MAX_BYTES:,} bytes of UTF-8, none of them zero"
@@ -64,14 +64,14 @@ _ConfigLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\.\d+|\d+(\.\d*)?)([eE][-+]?\d+)$"), list("-+.0123456789")
 )
 NAMES = {f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float", "timestamp", "value")}
-"""Tags of values that can be names, too: `on`, 2024, 1e3, 2024-11-27, =."""
+"""Tags of values that may be meant as names: `on`, 2024, 1e3, 2024-11-27, =."""
 
 
 def read_yaml(text: str, place: str, kind: Any, prefix: str = "") -> tuple[Any, dict[str, str]]:
     """The value of a YAML text, and the place of each key, such as {data.echo: config.yaml:12}.
 
-    kind: the type that is asked for. prefix: the key that has this value. Raises SharedError if it is no YAML or a key
-    occurs twice.
+    kind: the expected type. prefix: the key of this value. Raises SharedError if the text is no YAML or a key occurs
+    twice.
     """
     lines: dict[str, int] = {}
     try:
@@ -79,7 +79,7 @@ def read_yaml(text: str, place: str, kind: Any, prefix: str = "") -> tuple[Any, 
         node = loader.get_single_node()
         for key, at in _keys_in(node, prefix):
             if key in lines:
-                raise yaml.MarkedYAMLError(problem=f"{key} stands twice, first in line {lines[key]}", problem_mark=at)
+                raise yaml.MarkedYAMLError(problem=f"{key} occurs twice, first in line {lines[key]}", problem_mark=at)
             lines[key] = at.line + 1
         _read_names(loader, node, kind)
         value = loader.construct_document(node) if node else None
@@ -89,7 +89,7 @@ def read_yaml(text: str, place: str, kind: Any, prefix: str = "") -> tuple[Any, 
 
 
 def _explain(error: Exception, text: str, place: str, prefix: str) -> str:
-    """What is wrong with a text, and where."""
+    """The message for an error in a text: its place, the problem and perhaps a cure."""
     mark = getattr(error, "problem_mark", None)
     line = f":{mark.line + 1}" if mark else ""
     problem = " ".join(str(getattr(error, "problem", None) or error).split())
@@ -102,9 +102,9 @@ def _explain(error: Exception, text: str, place: str, prefix: str) -> str:
 
 
 def _read_names(loader: yaml.SafeLoader, node: yaml.Node | None, kind: Any) -> None:
-    """Make text of numbers and booleans of YAML that are keys, or stand where the config asks for text.
+    """Turn YAML's numbers and booleans into text where they are keys, or where the config expects text.
 
-    kind: the type that the config asks for.
+    kind: the type that the config expects.
     """
     for each in get_args(kind) if isinstance(kind, UnionType) else (kind,):
         origin, inner = get_origin(each), get_args(each)
@@ -122,7 +122,7 @@ def _read_names(loader: yaml.SafeLoader, node: yaml.Node | None, kind: Any) -> N
 
 
 def _keys_in(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, yaml.Mark]]:
-    """(dotted key, its place in the text) of mappings in mappings."""
+    """(dotted key, its place in the text) of each key of nested mappings."""
     for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
         dotted = f"{prefix}.{key.value}".lstrip(".")
         yield dotted, key.start_mark

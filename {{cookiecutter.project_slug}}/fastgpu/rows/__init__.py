@@ -1,10 +1,10 @@
-"""The types that all rooms share: rows, where they come from, and their order in training.
+"""The types that all packages of the engine share: rows, their datasets, and their order in training.
 
 contract.py   Dataset, PoolPlan, Reads, Pool: the interfaces between the data modules
-order.py      BlockSampler: which row is trained on when
-selection.py  which rows an epoch has: a share of them, sources at weights, equal classes
-rows.py       Rows: a batch or a pool in memory, and Field, the type of one of its columns
-classes.py    the names and the number of classes, in whatever form a source has them
+order.py      BlockSampler: the order in which rows are trained on
+selection.py  the rows of an epoch: a share of the rows, files at weights, equal classes
+rows.py       Rows: a batch or a pool in memory; Field: the type of one of its columns
+classes.py    the names and the number of classes, in any form that a dataset has them
 """
 
 from fastgpu.rows.contract import Dataset

@@ -1,4 +1,4 @@
-"""What a Dataset, or the attributes of a file, say about classes."""
+"""The names and the number of classes, read from a Dataset or from the attributes of a file."""
 
 from collections.abc import Mapping
 from operator import index
@@ -13,15 +13,15 @@ __all__ = ["classes_of"]
 
 MAX_CLASSES = 10_000_000
 MAX_UNUSED_CLASSES = 1000
-"""Class numbers without a row. If there are more, labels are likely ids, such as dates."""
+"""Maximum number of class numbers without a row. If there are more, labels are likely ids, such as dates."""
 
 
 def read_classes(name: str, source: object) -> dict[str, Any]:
     """The attributes `class_names` (or torchvision's `classes`) and `n_classes` of an object, if it has them.
 
     Names are text or numbers in the order of the classes, in a list, an array, a tensor or a pandas Index; or a mapping
-    from names to the numbers of the classes, or back. A tuple of synonyms, as torchvision's ImageNet has, is one name.
-    name: of the source, for messages. Raises UserError for what cannot be names.
+    from names to class numbers, or from class numbers to names. A tuple of synonyms, as in torchvision's ImageNet, is
+    one name. name: of the source, for messages. Raises UserError for values that cannot be names.
     """
     known: dict[str, Any] = {}
     try:
@@ -40,13 +40,13 @@ def read_classes(name: str, source: object) -> dict[str, Any]:
 
 
 def classes_of(source: Dataset) -> dict[str, Any]:
-    """What `read_classes` finds in the attributes of a source. Raises UserError for odd ones."""
+    """`read_classes` of the attributes of a Dataset. Raises UserError if they cannot be names or a number."""
     known = {name: source.attributes.get(name) for name in ("class_names", "n_classes")}
     return read_classes(source.name, SimpleNamespace(**known))
 
 
 def _to_names(values: Any) -> list[str]:
-    """The name of each class. Raises an exception of any kind for what is no list of names."""
+    """The name of each class. Raises an exception of any kind if the values are no names."""
     if isinstance(values, Mapping):
         names = values if {*values} == {*range(len(values))} else {number: name for name, number in values.items()}
         values = [names[number] for number in range(len(values))]

@@ -1,11 +1,12 @@
-"""Deterministic order of the rows, computed from (seed, epoch) with memory for blocks only.
+"""Deterministic order of the rows, computed from (seed, epoch). Its memory grows with the number of blocks, not rows.
 
     blocks, shuffled    | 7 | 2 | 9 | 0 | 4 | 1 | 8 | 3 | 6 | 5 |    their rows are cut into
     canonical ranks     |   rank 0    |   rank 1    |  rank 2   |    equal parts, these into pools,
     pools               | p0 | p1 |p2 | p0 | p1 |p2 | ...            and each pool is shuffled
 
-A global batch takes equally many rows from every canonical rank, and each real rank owns neighbouring ones. So the
-global batches are the same, rows in the same order, for every world size that divides the number of canonical ranks.
+A global batch takes the same number of rows from every canonical rank, and each real rank owns neighbouring canonical
+ranks. So every world size that divides the number of canonical ranks sees the same global batches, with the rows in the
+same order.
 """
 
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from fastgpu.rows.selection import EpochRows, Selection, Subset
 
 
 class Shard(NamedTuple):
-    """Which part of each global batch a rank trains on."""
+    """The part of each global batch that a rank trains on."""
 
     rank: int = 0
     world_size: int = 1
@@ -30,7 +31,7 @@ class Shard(NamedTuple):
 class BlockSampler(DistributedSampler):
     """Shuffles blocks of rows, then rows within pools of batches, so blocks are read as a whole.
 
-    It is a DistributedSampler, and can take its place in a torch DataLoader.
+    It can replace a DistributedSampler in a torch DataLoader.
     """
 
     def __init__(
@@ -43,12 +44,12 @@ class BlockSampler(DistributedSampler):
         seed: int | None = 0,
         drop_last: bool | None = None,
     ):
-        """source: a Dataset; or (blocks,) rows of each block; or a selection of them. batch_size: rows of one batch on
-        this rank. pool_batches: batches that are shuffled together. seed: None keeps the order of the file.
+        """source: a Dataset; or the number of rows of each block, (blocks,); or a selection. batch_size: rows of a
+        batch on this rank. pool_batches: batches that are shuffled together. seed: None keeps the order of the file.
 
-        drop_last: leave out the rows at the end of each canonical rank that do not fill a batch, other rows in each
-        epoch. False: pad canonical ranks to equal length with copies of their last row. None: leave out if shuffled.
-        Raises ValueError if the numbers do not fit together.
+        drop_last: True leaves out the rows at the end of each canonical rank that do not fill a batch, which are other
+        rows in each epoch. False pads canonical ranks to equal length with copies of their last row. None: True if
+        shuffled. Raises ValueError if the numbers do not fit together.
         """
         if isinstance(source, Dataset):
             source = source.block_rows if source.selection is None else source.selection
@@ -76,7 +77,7 @@ class BlockSampler(DistributedSampler):
         self._canonical_rows = -(-n_rows // self.canonical_ranks)
         if self.drop_last:
             self._canonical_rows = n_rows // self.canonical_ranks // self._rows_each * self._rows_each
-        # These two have the names that torch gives them.
+        # torch's names for these two numbers.
         self.num_samples = self._canonical_rows * (self.canonical_ranks // shard.world_size)
         self.total_size = self._canonical_rows * self.canonical_ranks
         self.pools_per_epoch = -(-self._canonical_rows // (pool_batches * self._rows_each))
@@ -84,7 +85,7 @@ class BlockSampler(DistributedSampler):
 
     @property
     def fingerprint(self) -> dict[str, int]:
-        """Tells other orders apart: the numbers that decide which row comes when, named as in checkpoints."""
+        """Identifies the order of the rows: the numbers that decide it, named as in checkpoints."""
         return {
             "rows": self.n_rows,
             "selection": self.selection.fingerprint,
@@ -95,7 +96,7 @@ class BlockSampler(DistributedSampler):
         }
 
     def batches_in(self, number: int) -> int:
-        """The number of batches of a pool. The last pool may have fewer, and a short last batch."""
+        """The number of batches of a pool. The last pool may have fewer batches, and a short last batch."""
         n_batches = -(-self._canonical_rows // self._rows_each)
         return min(self.pool_batches, n_batches - number * self.pool_batches)
 
@@ -114,26 +115,26 @@ class BlockSampler(DistributedSampler):
         n_ranks = self.canonical_ranks // self.num_replicas
         ranks = self.rank * n_ranks + np.arange(n_ranks)
 
-        # Each canonical rank has the rows `starts` to `stops` - 1 of the epoch.
+        # Each canonical rank has rows `starts` to `stops` - 1 of the epoch.
         begin = number * self.pool_batches * self._rows_each
         n_padded = min(self.pool_batches * self._rows_each, self._canonical_rows - begin)
         starts = ranks * self.n_rows // self.canonical_ranks + begin
         stops = np.minimum(starts + n_padded, (ranks + 1) * self.n_rows // self.canonical_ranks)
         n_rows, n_real_rows = n_ranks * n_padded, int((stops - starts).sum())
 
-        # Each canonical rank shuffles its own places, so that every batch keeps its share of each.
+        # Each canonical rank shuffles only its own places, so every batch keeps its number of rows of each rank.
         places = _interleave(stops - starts, self._rows_each)
         if self.shuffle:
             rngs = [self._rng(epoch, rank, number) for rank in ranks.tolist()]
             places = [rng.permutation(each) for rng, each in zip(rngs, places, strict=True)]
 
-        # Padding at the end of the pool: canonical ranks that are a row short repeat their last.
+        # Padding at the end of the pool: canonical ranks that lack a row repeat their last row.
         last_rows = np.maximum(stops[stops - starts < n_padded] - 1, 0)
         places.append(np.arange(n_real_rows, n_rows))
         numbers, runs = rows.cut(np.append(starts, last_rows), np.append(stops, last_rows + 1))
         reads = Reads(runs, np.concatenate(places))
 
-        # Only mixtures have rows that come again. The zeros of others take no memory.
+        # Only mixtures repeat rows. Without a mixture, the zeros take no memory.
         repeats = np.broadcast_to(np.int64(0), n_rows)
         if rows.repeats is not None:
             repeats = np.empty(n_rows, np.int64)
@@ -143,15 +144,15 @@ class BlockSampler(DistributedSampler):
         )
 
     def _rng(self, epoch: int, *part: int) -> np.random.Generator:
-        """`spawn_key` keeps streams apart: (0, 0) and (0, 0, 0, 0) are the same seed to NumPy."""
+        """The generator of one part. `spawn_key` is needed: to NumPy, the seeds (0, 0) and (0, 0, 0, 0) are equal."""
         return np.random.default_rng(np.random.SeedSequence((self.seed, epoch), spawn_key=part))
 
 
 def _interleave(n_rows: np.ndarray, rows_each: int) -> list[np.ndarray]:
-    """The places of the rows of each canonical rank in a pool: `rows_each` of each in every batch.
+    """The places of the rows of each canonical rank in a pool: every batch has `rows_each` rows of each rank.
 
-    n_rows: (canonical ranks,) rows of each; they differ by at most one. Example: a pool with 5 rows of a and 5 of b, 2
-    of each in a batch, is
+    n_rows: (canonical ranks,) number of rows of each, which differ by at most one. Example: a pool with 5 rows of rank
+    a and 5 rows of rank b, 2 of each in a batch, is
 
         batch 0         batch 1         batch 2, which is short
         a0 a1 b0 b1  |  a2 a3 b2 b3  |  a4 b4

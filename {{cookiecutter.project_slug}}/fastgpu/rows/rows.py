@@ -1,6 +1,6 @@
 """Rows in memory, such as a batch: columns that are moved, sliced and gathered together.
 
-Each field is a column: a tensor (rows, ...), or `Ragged`, whose rows have any number of values, such as the items of a
+Each field is a column: a tensor (rows, ...), or a `Ragged` for rows with any number of values, such as the items of a
 user. Shapes: B rows, N values of all rows together.
 """
 
@@ -18,17 +18,17 @@ from fastgpu.process.launch import UserError
 from fastgpu.rows.selection import Runs
 
 LONG_ROW_BYTES = 4096
-"""Ragged rows of this size in the mean are copied one by one, shorter ones by one indexed copy."""
+"""Ragged rows of this mean size or more are copied one by one, shorter rows with one indexed copy."""
 OFFSET_DTYPE = np.dtype(np.int32)
-"""Type of offsets of ragged rows on the device: torch's embedding_bag wants that of the values."""
+"""Type of the offsets of ragged rows on the device: torch's embedding_bag requires the type of the values."""
 SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-"""{unsigned type that torch cannot index: the signed type of the same width, as which it is moved}"""
+"""{unsigned type that torch cannot index: signed type of the same width, in which the bytes are moved}"""
 MAX_VALUES = np.iinfo(OFFSET_DTYPE).max
-"""Maximum number of ragged values that lie together on a device."""
+"""Maximum number of values of a ragged column on a device."""
 
 
 class Field(NamedTuple):
-    """The type of a field: `dtype` and `shape` of a row, or of a value if rows have any number of values (ragged)."""
+    """The type of a field: `dtype` and `shape` of a row, or of a single value if rows are ragged."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -37,16 +37,16 @@ class Field(NamedTuple):
     n_items: int | None = None
     """The number of items, if the values are item numbers: each is in range(n_items)."""
     codec: str = ""
-    """If rows are the bytes of image files: the formats of these, such as jpeg or jpeg+png."""
+    """If rows are the bytes of image files: the formats of the files, such as jpeg or jpeg+png."""
     is_channels_last: bool = False
-    """Whether rows of `shape` (C, H, W) are (H, W, C) in memory, which is best for convolutions."""
+    """Whether rows of `shape` (C, H, W) are (H, W, C) in memory, which is the fastest layout for convolutions."""
 
     @property
     def is_ragged(self) -> bool:
         return self.mean_values is not None
 
     def fits(self, other: "Field") -> bool:
-        """Whether rows of both may be in one pool: mean lengths and memory formats may differ."""
+        """Whether rows of both fields may be in one pool: mean lengths and memory formats may differ."""
         if self.codec or other.codec:
             return bool(self.codec and other.codec)
         kinds = [(each.dtype, each.shape, each.is_ragged, each.n_items) for each in (self, other)]
@@ -60,7 +60,7 @@ class Field(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row. Ragged fields: of a row of mean length, with its offset."""
+        """Bytes of one row. For ragged fields: of a row of mean length, with its offset."""
         n_bytes = self.dtype.itemsize * prod(self.shape)
         return n_bytes if self.mean_values is None else OFFSET_DTYPE.itemsize + ceil(self.mean_values * n_bytes)
 
@@ -86,7 +86,7 @@ class RaggedArray(NamedTuple):
 class Ragged:
     """Ragged rows as tensors: row b is values[offsets[b] : offsets[b + 1]].
 
-    A copy of the offsets stays in host memory: the host never has to ask the device for a size.
+    A copy of the offsets stays in host memory, so the host never has to wait for the device to know a size.
     """
 
     values: Tensor
@@ -98,13 +98,13 @@ class Ragged:
 
     @classmethod
     def of(cls, rows: Sequence[np.ndarray | Tensor]) -> "Ragged":
-        """The rows of a list, which are arrays or tensors (any number, *shape) of one type on the CPU."""
+        """Ragged rows from a list of arrays or tensors, (any number, *shape), of one type on the CPU."""
         host_offsets = np.cumsum([0, *map(len, rows)], dtype=OFFSET_DTYPE)
         return cls(torch.cat([*map(torch.as_tensor, rows)]), torch.from_numpy(host_offsets), host_offsets)
 
     @property
     def shape(self) -> tuple[int | None, ...]:
-        """(B, None, *shape): rows have no common length."""
+        """(B, None, *shape), because rows have no common length."""
         return (len(self), None, *self.values.shape[1:])
 
     @property
@@ -115,7 +115,7 @@ class Ragged:
         return len(self.host_offsets) - 1
 
     def __getitem__(self, rows: slice) -> "Ragged":
-        """Neighbouring rows. The values are a view, and the offsets begin with 0 again."""
+        """Neighbouring rows. The values are a view; the offsets begin with 0."""
         start, stop, _ = rows.indices(len(self))
         lo, hi = int(self.host_offsets[start]), int(self.host_offsets[stop])
         offsets = self.offsets[start : stop + 1]
@@ -148,7 +148,7 @@ class Ragged:
         return Ragged(self.values.to(device), self.offsets.to(device), self.host_offsets)
 
     def copy_(self, other: "Ragged", non_blocking: bool = False) -> None:
-        """Overwrite with equally many values. `host_offsets` must have their offsets already."""
+        """Overwrite with the same number of values. `host_offsets` must already have the new offsets."""
         self.values.copy_(other.values, non_blocking=non_blocking)
         self.offsets.copy_(other.offsets, non_blocking=non_blocking)
 
@@ -175,7 +175,7 @@ class Rows:
     ) -> "Rows":
         """Memory for `n_rows` rows, page-locked if `pinned`.
 
-        lengths: {ragged field: (n_rows,) number of values in each row}. Without it, call `make_room`.
+        lengths: {ragged field: (n_rows,) number of values in each row}. Without lengths, call `make_room` later.
         """
         columns: dict[str, Tensor | Ragged] = {}
         for name, field in fields.items():
@@ -195,9 +195,9 @@ class Rows:
         return cls(columns)
 
     def make_room(self, name: str, n_values: int, *, pinned: bool = False) -> bool:
-        """Give a ragged column of a pool new memory if so many values do not fit.
+        """Give a ragged column of a pool new memory if `n_values` values do not fit.
 
-        Returns whether it did. Raises UserError if 32-bit offsets cannot count them.
+        Returns whether the memory is new. Raises UserError if 32-bit offsets cannot count the values.
         """
         column = self.columns[name]
         assert isinstance(column, Ragged)
@@ -205,7 +205,7 @@ class Rows:
             return False
         if n_values > MAX_VALUES:
             raise UserError(f"a pool has {n_values:,} values of {name}, too many to count; use fewer data.pool_batches")
-        # The next pool may have more.
+        # 1.25: the next pool may have more values.
         shape = (min(int(1.25 * n_values), MAX_VALUES), *column.values.shape[1:])
         dtype = column.values[:0].cpu().numpy().dtype
         self.columns[name] = replace(column, values=_empty(shape, dtype, column.device, pinned))
@@ -226,13 +226,13 @@ class Rows:
         return Rows({name: column[start:stop] for name, column in self.columns.items()})
 
     def batches(self, batch_size: int) -> Iterator["Rows"]:
-        """Views of `batch_size` rows each; the last may have fewer."""
+        """Views of `batch_size` rows each; the last view may have fewer."""
         return (self.slice(start, start + batch_size) for start in range(0, len(self), batch_size))
 
     def take(self, index: Tensor, out: "Rows | None" = None) -> "Rows":
-        """A copy of the rows at `index`, (n,) int64. out: rows whose memory it is written to.
+        """A copy of the rows at `index`, (n,) int64. out: rows to overwrite with the copy.
 
-        index: on the device of the rows, or in host memory, as ragged columns need it.
+        index: on the device of the rows, or in host memory, which ragged columns require.
         """
         taken: dict[str, Tensor | Ragged] = {}
         index_on_device = to_device(index, self.device)
@@ -244,11 +244,11 @@ class Rows:
         return Rows(taken)
 
     def to(self, device: torch.device) -> "Rows":
-        """A copy on a device. Both share the offsets in host memory."""
+        """A copy on a device. The copy shares the offsets in host memory."""
         return Rows({name: column.to(device) for name, column in self.columns.items()})
 
     def copy_(self, other: "Rows", non_blocking: bool = False) -> None:
-        """Overwrite with equally many rows."""
+        """Overwrite with the same number of rows."""
         for name, column in self.columns.items():
             column.copy_(other[name], non_blocking=non_blocking)
 
@@ -265,7 +265,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _take(column: Tensor, index: Tensor, target: Tensor | None) -> Tensor:
-    """Copy the rows at `index`, in their memory format."""
+    """Copy the rows at `index`, and keep their memory format."""
     if signed := SIGNED.get(column.dtype):
         target = None if target is None else target.view(signed)
         return _take(column.view(signed), index, target).view(column.dtype)
@@ -276,7 +276,7 @@ def _take(column: Tensor, index: Tensor, target: Tensor | None) -> Tensor:
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype, device: torch.device, pinned: bool) -> Tensor:
-    # NumPy asks for huge pages and torch does not: 7 % faster to fill.
+    # NumPy asks for huge pages and torch does not: the memory is filled 7 % faster.
     if device.type == "cpu" and not pinned:
         return torch.from_numpy(np.empty(shape, dtype))
     torch_dtype = torch.from_numpy(np.empty(0, dtype)).dtype

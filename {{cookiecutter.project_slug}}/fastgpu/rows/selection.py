@@ -1,17 +1,17 @@
-"""Which rows an epoch has, if not each row once: a part of them, or groups at given weights.
+"""The rows of an epoch, if it does not have each row once: a subset, or groups at given weights.
 
-A `Subset` has each of some rows once: those that are held out for validation, or the others. A `Mixture` has sources at
+A `Subset` has each of its rows once: the rows that are held out for validation, or the others. A `Mixture` has files at
 given weights, or classes in equal numbers. Both list the rows of an epoch in the order of the file, as runs of
-neighbouring rows, which order.py shuffles. Row numbers are those of the file, as if nothing were selected.
+neighbouring rows, which order.py shuffles. Selected rows keep their row numbers in the file.
 
-In a mixture each group of rows (a source or a class) has a quota: its number of rows in an epoch. If the group is
-smaller than that, its rows come several times; if it is larger, each epoch takes the next ones:
+In a mixture each group of rows (the files of a weight, or a class) has a quota: its number of rows in an epoch. If the
+group has fewer rows than its quota, rows are repeated; if it has more, each epoch takes the next rows:
 
     rows of a group, in a random order     | 4 | 0 | 5 | 2 | 1 | 3 |      6 rows, a quota of 8
     epoch 0, each row once, then 2 more      x   x
     epoch 1, each row once, then 2 more              x   x
 
-So over any number of epochs, the rows of a group are used equally often, or once more.
+So over any number of epochs, the numbers of uses of two rows of a group differ by at most one.
 """
 
 import zlib
@@ -21,12 +21,12 @@ import numpy as np
 
 
 class Runs(NamedTuple):
-    """Runs of consecutive numbers, one run after the other: rows, or values of ragged rows."""
+    """Runs of consecutive numbers: of rows, or of the values of ragged rows."""
 
     starts: np.ndarray
     """(runs,) the first number of each run."""
     counts: np.ndarray
-    """(runs,) how many numbers each run has."""
+    """(runs,) the length of each run."""
 
     def numbers(self) -> np.ndarray:
         """(sum of counts,) int64: all the numbers, run after run."""
@@ -44,13 +44,13 @@ class EpochRows(NamedTuple):
     """The rows of an epoch, block after block."""
 
     runs: Runs
-    """Runs of neighbouring rows of one block, in the order of the file, followed by those that come again."""
+    """Runs of neighbouring rows in one block, in the order of the file, followed by the runs of repeated rows."""
     repeats: np.ndarray | None
-    """(runs,) how often the rows of each run have come before. None: every row comes once."""
+    """(runs,) number of earlier occurrences of the rows of each run. None: every row occurs once."""
     order: np.ndarray
     """(runs,) the numbers of the runs, in the order of the epoch."""
     ends: np.ndarray
-    """(runs,) where each of these ends: the number of rows of the epoch up to there."""
+    """(runs,) the end of each run in the epoch, in the order of the epoch: the number of rows up to its last row."""
 
     def cut(self, starts: np.ndarray, stops: np.ndarray) -> tuple[np.ndarray, Runs]:
         """Rows `starts[i]` to `stops[i]` - 1 of the epoch for each i: the numbers of their runs, and these runs."""
@@ -61,7 +61,7 @@ class EpochRows(NamedTuple):
         numbers, ends = self.order[places], self.ends[places]
         runs = self.runs.take(numbers)
 
-        # Of the first and of the last run, only a part may be asked for.
+        # The first and the last run may be cut.
         begins = ends - runs.counts
         cut_begins = np.maximum(begins, np.repeat(starts, n_runs))
         cut_ends = np.minimum(ends, np.repeat(stops, n_runs))
@@ -69,10 +69,10 @@ class EpochRows(NamedTuple):
 
 
 class Subset:
-    """Each of some rows once: all of them, those held out for validation, or the others."""
+    """Rows that an epoch has once each: all rows, the rows held out for validation, or the others."""
 
     def __init__(self, block_rows: np.ndarray, is_member: np.ndarray | None = None):
-        """block_rows: (blocks,) of the file. is_member: (rows,) bool. None: all rows."""
+        """block_rows: (blocks,) number of rows in each block of the file. is_member: (rows,) bool. None: all rows."""
         block_rows = np.asarray(block_rows, np.int32)
         block_start = np.cumsum(block_rows, dtype=np.int64) - block_rows
         if is_member is None:
@@ -91,12 +91,12 @@ class Subset:
         return self._runs.numbers()
 
     def in_epoch(self, epoch: int, rng: np.random.Generator | None = None) -> EpochRows:
-        """All of these rows. rng: shuffles the blocks. None: the order of the file."""
+        """The rows of this subset. rng: shuffles the blocks. None: the order of the file."""
         return _order_blocks(self._runs, self._first_runs, None, rng)
 
 
 class Groups(NamedTuple):
-    """Groups of rows: their names, for messages, and their weights in an epoch, in any unit."""
+    """Groups of rows, with their names for messages, and their weights in an epoch in any unit."""
 
     names: tuple[str, ...]
     weights: tuple[float, ...]
@@ -108,11 +108,12 @@ class Mixture:
     """Groups of rows at given weights.
 
     An epoch has as many rows as all groups together, rounded down to whole global batches, so that every quota is met
-    exactly. It is a function of (seed, epoch), and needs 12 bytes for each row, and about 60 while an epoch is planned.
+    exactly. It is a function of (seed, epoch). A mixture needs 12 bytes of memory for each row, and about 60 bytes
+    while an epoch is planned.
     """
 
     def __init__(self, groups: Groups, block_rows: np.ndarray, batch_size: int, seed: int):
-        """block_rows: (blocks,). batch_size: rows of a global batch. seed: of the order in groups."""
+        """block_rows: (blocks,). batch_size: rows of a global batch. seed: of the order of the rows in each group."""
         self.groups = groups
         self._block_start = np.cumsum(block_rows, dtype=np.int64) - block_rows
         self._rows_of_groups = self._order_rows(seed)
@@ -133,7 +134,7 @@ class Mixture:
         starts_block = np.diff(np.searchsorted(self._block_start, rows, "right"), prepend=-1) != 0
         starts_group = np.diff(groups, prepend=-1) != 0
 
-        # Blocks are taken as a whole if each belongs to one group, so that reads stay long.
+        # If each block belongs to one group, blocks are taken as a whole, so that reads stay long.
         starts = np.flatnonzero(starts_block)
         if (starts_group & ~starts_block).any():
             starts = np.arange(len(rows))
@@ -154,19 +155,19 @@ class Mixture:
         return np.flatnonzero(self.groups.groups >= 0)
 
     def in_epoch(self, epoch: int, rng: np.random.Generator | None = None) -> EpochRows:
-        """The rows that come at least once, then those that come at least twice, and so on. rng: see `Subset`."""
+        """The rows that occur at least once, then the rows that occur at least twice, and so on. rng: see `Subset`."""
         n_uses = np.zeros(len(self.groups.groups), np.int32)
         for rows, quota in zip(self._rows_of_groups, self.quotas.tolist(), strict=True):
             n_passes, n_more = divmod(quota, len(rows))
             n_uses[rows] = n_passes
-            # Each epoch begins where the one before it has ended, and goes round.
+            # Each epoch begins where the epoch before has ended, and continues at the first row after the last.
             next_rows = np.arange(epoch * n_more, (epoch + 1) * n_more) % len(rows)
             n_uses[rows[next_rows]] += 1
         rows_of_passes = [np.flatnonzero(n_uses > number) for number in range(n_uses.max())]
         return _order_blocks(*_find_runs(np.concatenate(rows_of_passes), self._block_start), rng)
 
     def describe(self) -> str:
-        """How many rows of each group an epoch has, or of the first ones, for people."""
+        """The number of rows of each group in an epoch, in words. Only the first five groups are listed."""
         groups = zip(self.groups.names, self._rows_of_groups, self.quotas.tolist(), strict=True)
         texts = [f"{quota:,} rows of {name} ({quota / len(rows):.3g} passes)" for name, rows, quota in groups]
         return ", ".join(texts[:5] + ["..."] * (len(texts) > 5))
@@ -176,11 +177,11 @@ Selection = Subset | Mixture
 
 
 def hold_out(block_rows: np.ndarray, n_val: int) -> tuple[Subset, Subset]:
-    """(rows to train on, `n_val` rows to validate on): each row is in one of them.
+    """(rows to train on, `n_val` rows to validate on): each row is in one of the two subsets.
 
-    Which rows they are depends on the arguments only: runs with other seeds are validated on the same rows, and none of
-    them is ever trained on. Each of at least 1,024 sections of the file gives neighbouring rows, so that the share is
-    fair whatever the order of the rows, and reads stay long.
+    The subsets depend on the arguments only: runs with other seeds are validated on the same rows, and never train on
+    them. Each of at least 1,024 sections of the file gives neighbouring rows, so that the share is fair for any order
+    of the rows, and reads stay long.
     """
     n_rows = int(np.sum(block_rows))
     rng = np.random.default_rng(0)
@@ -188,12 +189,12 @@ def hold_out(block_rows: np.ndarray, n_val: int) -> tuple[Subset, Subset]:
     bounds = np.arange(n_sections + 1) * n_rows // n_sections
     section_rows = np.diff(bounds)
 
-    # Chance decides which sections give one row more than others.
+    # The sections that give one row more than others are chosen at random.
     order = rng.permutation(n_sections)
     n_chosen = np.empty_like(section_rows)
     n_chosen[order] = np.diff(np.cumsum(section_rows[order]) * n_val // n_rows, prepend=0)
 
-    # In its section, the run begins anywhere and goes round, so that each row has the same chance.
+    # The run begins anywhere in its section and wraps around, so that each row has the same chance.
     runs = Runs(rng.integers(0, section_rows), n_chosen)
     is_val = np.zeros(n_rows, bool)
     in_section = runs.numbers() % np.repeat(section_rows, n_chosen)
@@ -202,9 +203,9 @@ def hold_out(block_rows: np.ndarray, n_val: int) -> tuple[Subset, Subset]:
 
 
 def _find_runs(rows: np.ndarray, block_start: np.ndarray) -> tuple[Runs, np.ndarray, np.ndarray | None]:
-    """The runs of an epoch, the first run of each block, (blocks,), and how often the rows of each have come before.
+    """The runs of an epoch; the first run of each block, (blocks,); and the earlier occurrences of each run's rows.
 
-    rows: in the order of the file; those that come again in this order once more, and so on.
+    rows: in the order of the file, followed by the repeated rows in the order of the file, and so on.
     """
     blocks = np.searchsorted(block_start, rows, "right")
     steps = np.diff(rows, prepend=-2)

@@ -1,8 +1,9 @@
 """One training run, from its folder to its last checkpoint.
 
 run          a run as the training loop uses it: its folder, position and checkpoints, and the signals to it
-record       what a run is: in its folder, in model.json, for the other ranks, and for a person
+record       records of a run: files in its folder, model.json, and the settings that ranks compare
 checkpoint   saving and resuming: complete or absent, verified when read; the model to use
+saver        saves in a thread
 """
 
 from fastgpu.run.checkpoint import Stateful

@@ -24,7 +24,7 @@ VERSIONS = {"template": TEMPLATE_VERSION, **{name: version(name) for name in ("t
 def write_record(folder: Path, config: Mapping[str, Any], gpu: str, best: Sequence[str]) -> Path:
     """Write run.json and config.yaml, a valid --config file; a resumed run adds run-2.json and config-2.yaml.
 
-    Returns the path of run.json. Its `started` is the time now, and `started_s` that when the process started.
+    Returns the path of run.json. Its `started` is the current time; `started_s` is the start of the process.
     """
     number = 1 + len([*folder.glob("run*.json")])
     suffix = f"-{number}" if number > 1 else ""
@@ -44,14 +44,14 @@ def write_record(folder: Path, config: Mapping[str, Any], gpu: str, best: Sequen
 
 
 def note_end(path: Path) -> None:
-    """Add `ended_s` to a run.json: all is saved. For report.py, the time after any other end is lost."""
-    with suppress(OSError, ValueError):  # it was not written, or somebody has removed it
+    """Add `ended_s` to a run.json: the run has ended, and all is saved. Without it, report.py counts time as lost."""
+    with suppress(OSError, ValueError):  # the file was not written, or was removed
         description = json.loads(path.read_text(encoding="utf-8")) | {"ended_s": round(time.time(), 3)}
         write_or_warn(path, json.dumps(description, indent=2))
 
 
 def write_or_warn(path: Path, text: str | None) -> None:
-    """Write a file that a run does not need, or remove it (None). If the disk refuses, training goes on."""
+    """Write a file that a run does not need, or remove it (None). If the disk refuses, a warning is printed."""
     try:
         if text is None:
             path.unlink(missing_ok=True)
@@ -67,14 +67,14 @@ def describe_model(
 ) -> dict[str, Any]:
     """The part of model.json that is known when a run starts.
 
-    config: {dotted key: value}, without `auto`. splits: to train on, and to validate. card: of the workload.
-    fingerprint: of the loader, which a resume inside an epoch compares.
+    config: {dotted key: value}, without `auto`. splits: the rows. card: of the workload. fingerprint: of the loader,
+    for a resume inside an epoch.
     """
     train, sets = splits.train, {tag.removeprefix("val/"): rows for tag, rows in splits.val.items()}
     val = next(iter(sets.values()))
     fields = val.fields | train.fields
     described = dict(train.attributes)
-    if val.decoding:  # what is predicted will be decoded like this, perhaps to another size than in training
+    if val.decoding:  # predict.py decodes images as in validation, where their size may differ from training
         fields = train.fields | val.fields
         described["preprocessing"] = val.attributes["preprocessing"]
     fingerprints: object = {name: rows.fingerprint for name, rows in sets.items()}
@@ -110,9 +110,9 @@ def describe_model(
 
 
 def identify_job(config: Mapping[str, object], splits: Splits, fingerprint: Mapping[str, object]) -> dict[str, object]:
-    """{what all ranks must have the same: its value}. config: {dotted key: value}, without `auto`.
+    """{name: value} of everything that must be equal on all ranks. config: {dotted key: value}, without `auto`.
 
-    How rows are read may differ, and so may the names of files: their rows are compared.
+    The way rows are read may differ, and so may file names: the rows of the files are compared.
     """
     settings = {
         key: value for key, value in config.items() if not key.startswith(("loader.", "data.tier", "data.cache"))
@@ -122,5 +122,5 @@ def identify_job(config: Mapping[str, object], splits: Splits, fingerprint: Mapp
         **{f"data.{tag.replace('/', '.')}": rows for tag, rows in splits.val.items()},
     }
     rows_of = {name: f"{len(rows):,} rows of fingerprint {rows.fingerprint}" for name, rows in sources.items()}
-    settings["data.val"] = ", ".join(splits.val)  # the names of the sets in their order; of one set, its rows follow
+    settings["data.val"] = ", ".join(splits.val)  # the sets in their order; `rows_of` replaces it for a single set
     return settings | rows_of | {"the versions": VERSIONS, "the order": fingerprint}

@@ -1,4 +1,4 @@
-"""Saves in a thread: the loop waits for a copy of the state in host memory, and not for the disk."""
+"""Saves in a thread: the loop waits until the state is copied to host memory, but not for the disk."""
 
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,12 +13,12 @@ from fastgpu.run import checkpoint
 
 
 class Saved(NamedTuple):
-    """What a save has left on disk."""
+    """The result of a save."""
 
     progress: checkpoint.Progress | None
-    """That of the last checkpoint. None: the disk refused."""
+    """The progress in the last checkpoint. None: the disk refused it."""
     has_best: bool
-    """Whether the best one was written, too."""
+    """Whether a best checkpoint was written, too."""
 
 
 class Saver:
@@ -36,13 +36,13 @@ class Saver:
     ) -> None:
         """Copy the state, and begin to write it. Call `wait` before.
 
-        best: what `progress` should remember of the best checkpoint, if this is to be the best one.
+        best: the values of `progress` for the best checkpoint, if this save is the best one; else empty.
         """
         snapshot = checkpoint.take_snapshot(state, self._memory)
         self._saving = self._thread.submit(self._write, replace(at), best, snapshot, card)
 
     def wait(self) -> Saved | None:
-        """Wait for the save that was started last. None: there was none. Raises what the thread has raised."""
+        """Wait for the save that was started last. None: there was no save. Raises the error of the thread."""
         return self._saving.result() if self._saving else None
 
     def close(self) -> None:
@@ -52,7 +52,7 @@ class Saver:
     def _write(
         self, at: checkpoint.Progress, best: Mapping[str, Any], snapshot: checkpoint.Snapshot, card: Mapping[str, Any]
     ) -> Saved:
-        """The best one comes first: a run that is killed in between repeats the steps, and misses no best one."""
+        """Write the best checkpoint first: a run that is killed in between repeats steps, but loses no best model."""
         if snapshot.copied:
             snapshot.copied.synchronize()
         saved_best = None

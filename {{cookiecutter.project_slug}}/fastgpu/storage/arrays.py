@@ -15,7 +15,7 @@ class ArrayDataset(Dataset):
     """Arrays of equal length as rows in blocks."""
 
     unit_rows = 1
-    """See `HDF5Dataset`: nothing is compressed."""
+    """See `HDF5Dataset`. Arrays are not compressed, so each row can be read alone."""
 
     def __init__(
         self,
@@ -27,8 +27,8 @@ class ArrayDataset(Dataset):
         fields: Mapping[str, Field] | None = None,
     ):
         """arrays: {field: array (rows, *shape), or RaggedArray}. block_rows: (blocks,) number of rows in each block.
-        None: blocks of about 2 MiB, because mapped files are not to be read row by row. fields: types of ragged fields,
-        if these are more than a dtype and a shape.
+        None: blocks of about 2 MiB, because reading mapped files row by row is slow. fields: types of ragged fields, if
+        they have more than a dtype and a shape.
         """
         self.name = name
         self.attributes = dict(attributes or {})
@@ -56,15 +56,15 @@ class ArrayDataset(Dataset):
         self.read_ranges(plan, reads.ranges(), out)
 
     def read_ranges(self, plan: PoolPlan, ranges: Iterable[Range], out: Mapping[str, Out]) -> None:
-        """`read` of ranges, whose places may be neighbours."""
+        """Like `read`, for ranges. The places of a range may be neighbours."""
         ranges = [*ranges]
         for name, column in self.columns.items():
             column.read(ranges, out[name])
 
     def view(self, start: int, n_rows: int) -> Sequence[np.ndarray] | None:
-        """The bytes of neighbouring rows, for each field, not copied. None if those of a field are not in one piece."""
+        """Views of the bytes of neighbouring rows, one for each field. None if a field is not in one piece."""
         views = [column.view(start, n_rows) for column in self.columns.values()]
         return None if any(view is None for view in views) else views
 
     def check_unchanged(self, rows: np.ndarray) -> None:
-        """Arrays belong to this process."""
+        """Nothing to check: the arrays belong to this process."""

@@ -1,4 +1,4 @@
-"""Where the chunks of an HDF5 dataset are in its file, and their checksums."""
+"""The places of the chunks of an HDF5 dataset in its file, and their checksums."""
 
 import math
 
@@ -9,14 +9,14 @@ from fastgpu.process.launch import UserError
 from fastgpu.storage.hdf5 import look_up, refuse_large
 
 CHECKSUMS = "fastgpu_sha256"
-"""Group beside the datasets. It has (blocks, 32) uint8 for each of them: the SHA-256 of the rows of each block."""
+"""Group beside the datasets. For each dataset it has (blocks, 32) uint8: the SHA-256 of the rows of each block."""
 
 
 def find_chunks(name: str, data: h5py.Dataset, chunk_rows: int, file_size: int) -> np.ndarray:
     """(chunks, 3) int64: first byte, number of bytes in the file, and skipped filters (see `decode`) of each chunk.
 
-    name: of the dataset, for messages. chunk_rows: a dataset without chunks is cut into such ones. Raises UserError if
-    the file ends before them.
+    name: of the dataset, for messages. chunk_rows: rows of a chunk; a dataset without chunks is treated as cut into
+    them. Raises UserError if the file ends before its chunks.
     """
     refuse_large(name, 64 * (len(data) // chunk_rows))
     first_rows = np.arange(0, len(data), chunk_rows)
@@ -26,7 +26,7 @@ def find_chunks(name: str, data: h5py.Dataset, chunk_rows: int, file_size: int) 
     truncated = UserError(f"{name}: the file is truncated: copy or write it again")
 
     def note(chunk: h5py.h5d.StoreInfo) -> None:
-        # In a damaged file, these may be any numbers, or there may be none.
+        # In a damaged file these numbers may be anything, or missing.
         if chunk.byte_offset is None:
             raise truncated
         offset = min(chunk.byte_offset, file_size)
@@ -35,7 +35,7 @@ def find_chunks(name: str, data: h5py.Dataset, chunk_rows: int, file_size: int) 
 
     if data.chunks:
         data.id.chunk_iter(note)
-    elif (offset := data.id.get_offset()) is not None:  # otherwise only the HDF5 library knows where they are
+    elif (offset := data.id.get_offset()) is not None:  # otherwise only the HDF5 library can find the rows
         row_bytes = math.prod(data.shape[1:]) * value_bytes
         chunks[:, 0] = offset + first_rows * row_bytes
         chunks[:, 1] = np.diff(first_rows, append=len(data)) * row_bytes

@@ -1,4 +1,4 @@
-"""Columns: the rows of one field, each kind of which has `field`, `read` and `fingerprint`.
+"""Columns: the rows of one field. Each kind of column has `field`, `read` and `fingerprint`.
 
 InMemory         an array
 Layout           a dataset of an HDF5 file (layout.py)
@@ -6,7 +6,7 @@ RaggedColumn     rows with any number of values each
 DecodedColumn    rows of one shape that are decoded from a ragged column, such as pixels of JPEG files
 
 `read(ranges, out, plan)` copies the rows of each range to their places in `out`: (rows, *shape), or a RaggedArray. It
-is thread-safe. The plan is that of the pool (see `Dataset.read`). `fingerprint()` is a hash of the stored rows.
+is thread-safe. `plan` is the plan of the pool (see `Dataset.read`). `fingerprint()` is a hash of the stored rows.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ class InMemory:
     """Rows in an array, or in a mapped .npy file."""
 
     def __init__(self, rows: np.ndarray, n_items: int | None = None):
-        """rows: (rows, *shape). n_items: if they are numbers of items, how many there are."""
+        """rows: (rows, *shape). n_items: the number of items, if the values are item numbers."""
         is_interleaved = isinstance(rows, np.ndarray) and rows.ndim == 4 and not rows.flags.c_contiguous
         is_channels_last = is_interleaved and rows.transpose(0, 2, 3, 1).flags.c_contiguous
         dtype = rows.dtype.newbyteorder("=")
@@ -36,7 +36,7 @@ class InMemory:
 
     def read(self, ranges: Iterable[Range], out: np.ndarray, plan: PoolPlan | None = None) -> None:
         rows = self.rows
-        if self.field.is_channels_last:  # in the order of memory, which is faster
+        if self.field.is_channels_last:  # copying in memory order is faster
             rows = rows.transpose(0, 2, 3, 1)
             out = out.transpose(0, 2, 3, 1)
         for start, places in ranges:
@@ -46,7 +46,7 @@ class InMemory:
         return len(self.rows)
 
     def view(self, start: int, n_rows: int) -> np.ndarray | None:
-        """(bytes,) uint8 of neighbouring rows as a pool has them, not copied. None if they are stored otherwise."""
+        """(bytes,) uint8: a view of neighbouring rows in the format of a pool. None if they have another format."""
         rows = self.rows[start : start + n_rows]
         return rows.reshape(-1).view(np.uint8) if rows.dtype.isnative and rows.flags.c_contiguous else None
 
@@ -62,8 +62,8 @@ class RaggedColumn:
     """Rows with any number of values each."""
 
     def __init__(self, field: Field, values: InMemory | Layout, indptr: np.ndarray):
-        """field: the type of a value. values: (N, *shape), those of one row after the other. indptr: (rows + 1,), the
-        number of the first value of each row."""
+        """field: the type of a value. values: (N, *shape), the values of all rows in the order of the rows. indptr:
+        (rows + 1,), the number of the first value of each row."""
         self.field = field._replace(mean_values=float(indptr[-1]) / max(1, len(indptr) - 1))
         self.values = values
         self.indptr = indptr
@@ -83,8 +83,8 @@ class RaggedColumn:
         self.values.read(self._ranges_of_values(ranges, out), out.values)
 
     def _ranges_of_values(self, ranges: Iterable[Range], out: RaggedArray) -> Iterator[Range]:
-        """A range of values for each range of rows. It is made when it is copied: all of them at once would displace
-        each other from the caches of the CPU."""
+        """A range of values for each range of rows. Each is made just before it is copied: a list of all ranges would
+        not stay in the caches of the CPU."""
         for start, places in ranges:
             if self.field.row_bytes < LONG_ROW_BYTES:
                 yield int(self.indptr[start]), out.places(np.asarray(places))
@@ -102,29 +102,29 @@ class RaggedColumn:
 
 
 class Codec(Protocol):
-    """Decodes rows of one shape, as ImageCodec in images/column.py does. `str` describes it for people."""
+    """Decodes rows of one shape, such as ImageCodec in images/column.py. `str` describes the decoding in words."""
 
     field: Field
     """The type of the decoded rows."""
     attributes: dict[str, Any]
-    """Attributes of a dataset whose rows are decoded."""
+    """Attributes that the decoding adds to a dataset."""
 
     def draw(self, plan: PoolPlan | None, row_ids: np.ndarray, places: np.ndarray) -> Sequence[Sequence[float]]:
-        """Random numbers for each of these rows, or none. row_ids, places: their numbers in the dataset and a pool."""
+        """Random numbers for each row, or none. row_ids, places: numbers of the rows in the dataset and in the pool."""
 
     def decode(self, data: np.ndarray, out: np.ndarray, draws: Sequence[float]) -> None:
-        """Decode the bytes of a row, (bytes,) uint8, into `out`, (*shape). May raise anything if they are damaged."""
+        """Decode the bytes of a row, (bytes,) uint8, into `out`, (*shape). May raise anything for damaged bytes."""
 
 
 class DecodedColumn(NamedTuple):
-    """Rows that a codec makes of encoded rows while they are read."""
+    """Encoded rows that a codec decodes while they are read."""
 
     codec: Codec
     encoded: RaggedColumn
     dataset: str
-    """Its name, for messages."""
+    """The name of the dataset, for messages."""
     first_row: int
-    """The number that the dataset gives to the first row of the column."""
+    """The number of the column's first row in the dataset."""
 
     @property
     def field(self) -> Field:
@@ -140,7 +140,7 @@ class DecodedColumn(NamedTuple):
             row_ids = np.arange(start, start + len(places)) + self.first_row
             draws = self.codec.draw(plan, row_ids, np.asarray(places))
             bounds = offsets.tolist()
-            with DECODING:  # once for a range: small images take few microseconds each
+            with DECODING:  # timed once for a range, because a small image takes only microseconds
                 for number, place in enumerate(places):
                     try:
                         self.codec.decode(values[bounds[number] : bounds[number + 1]], out[place], draws[number])

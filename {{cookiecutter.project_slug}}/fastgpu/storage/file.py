@@ -1,4 +1,4 @@
-"""One HDF5 file that is open for reading: its bytes by system calls, by a mapping of the file, or through h5py."""
+"""One open HDF5 file, read with system calls, through a mapping of the file, or through h5py."""
 
 import mmap
 import os
@@ -20,22 +20,23 @@ import numpy as np
 from fastgpu.process.launch import UserError
 
 READ_AHEAD_BYTES = 128 << 10
-"""Linux reads at most this many bytes ahead for one `posix_fadvise`."""
+"""Maximum number of bytes that Linux reads ahead for one `posix_fadvise`."""
 PAGE_BYTES = 4096
 """Reads around the page cache begin and end at multiples of this. No common disk asks for more."""
 HUGE_PAGE_BYTES = 2 << 20
 FEW_FILES, OWN_FILES, MANY_FILES = 1 / 16, 1 / 4, 3 / 4
-"""Fractions of the limit of open files. Up to the first one, a file may have several descriptors, for a mapping or for
-h5py; up to the second one, each reader thread opens a file for itself. Files beyond the third one are refused: the rest
-is for checkpoints and for connections between ranks."""
+"""Fractions of the limit of open files. Up to the first fraction, a file may have several descriptors, for a mapping or
+for h5py; up to the second fraction, each reader thread opens a file for itself. Files beyond the third fraction are
+refused: the remaining descriptors are for checkpoints and for connections between ranks."""
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 KNOWS_PAGE_CACHE = hasattr(os, "RWF_NOWAIT") and hasattr(os, "posix_fadvise")
-"""Whether the system tells what is in the page cache, as Linux does. Others read everything by system calls."""
+"""Whether the system can tell if bytes are in the page cache, as Linux can. Otherwise system calls read everything."""
 N_SEEN, SEEN_BYTES = 64, 64
-"""So many places of a file, of so many bytes, are kept to compare: the ones that were read first."""
+"""The first bytes of the first reads of a file are kept, to notice changes: how many reads, and how many bytes."""
 RESTORE = "restore the file, then go on with run.resume=auto"
 SIDE_BY_SIDE, BELOW = 64, 4
-"""Threads that wait for a network while a run starts, and those that each of them may start. Later, readers do."""
+"""Number of threads that wait for a network while a run starts, and number of threads that each of them may start.
+After the start, the reader threads wait for the network."""
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -57,13 +58,13 @@ class OpenFile:
     """A file that is open for reading.
 
     Threads and forks may share its descriptor, because `preadv` does not use the position of the file. But a bucket
-    that is mounted as a folder serves the reads of one descriptor one after the other, so each thread has its own.
+    that is mounted as a folder serves the reads of one descriptor sequentially, so each thread has its own descriptor.
     """
 
     cure = ""
-    """What to do if the HDF5 library cannot read the file, if it is not to write the file again."""
+    """The cure in the message if the HDF5 library cannot read the file. Empty: to write the file again."""
     n_requests = 0
-    """Requests to a network so far."""
+    """Number of network requests so far."""
 
     def __init__(self, path: str | int, *, name: str = "", around_page_cache: bool = False):
         """path: of a file, or the descriptor of one. name: to show instead of the path. around_page_cache: read
@@ -71,14 +72,14 @@ class OpenFile:
         self.path = name or str(path)
         self._raw = FileIO(path)
         self._source = self._raw
-        # Descriptors are numbered from 0 on. Of many files, the later ones have to do with one each.
+        # Descriptors are numbered from 0. If there are many files, the later files have only one descriptor each.
         number = self._raw.fileno()
         if number > (limit := _limit_of_files(number)) * MANY_FILES:
-            cure = "raise it by ulimit -n, or write some hundred files each into one: python convert.py repack"
+            cure = "raise it with ulimit -n, or merge some hundred files into each new file: python convert.py repack"
             raise UserError(f"{self.path} is one file too many for the limit of {limit} open files; {cure}")
         self._is_among_few = number <= limit * FEW_FILES
         if around_page_cache and O_DIRECT and self._is_among_few:
-            with suppress(OSError):  # raised by a file system that has no such reads
+            with suppress(OSError):  # raised by a file system without direct reads
                 direct = FileIO(os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | O_DIRECT), "rb")
                 os.preadv(direct.fileno(), [mmap.mmap(-1, PAGE_BYTES)], 0)
                 self._source = direct
@@ -88,17 +89,18 @@ class OpenFile:
         self._status = os.fstat(self._raw.fileno())
         self.size = self._status.st_size
         self._seen = {0: os.pread(self._raw.fileno(), SEEN_BYTES, 0)}
-        """{offset: bytes} that the file had there."""
+        """{offset: bytes of the file at this offset when it was first read}"""
         self._rng = random.Random(0)
         self._h5: h5py.File | None = None
 
     def check_unchanged(self) -> None:
-        """Raise UserError if somebody has written to the file since it was opened.
+        """Raise UserError if the file was written to since it was opened.
 
-        A write moves st_mtime, which its program can set back, and st_ctime, which it cannot. But st_ctime also moves
-        with mode, owner, attributes, links, names and a new atime. If nothing else has moved, what was read first is
-        read again: a file that was written anew is noticed, one where a few rows were written and st_mtime set back is
-        not. A file that is moved, removed or replaced is read to its end.
+        A write changes st_mtime, which the writing program can set back, and st_ctime, which it cannot set back. But
+        st_ctime also changes with mode, owner, attributes, links, names and a new atime. If only st_ctime has changed,
+        the bytes that were read first are read again. This detects a file that was rewritten as a whole, but not a file
+        in which a few rows were written and st_mtime was set back. A file that is moved, removed or replaced is read to
+        its end.
         """
         old, new = self._status, os.fstat(self._raw.fileno())
         is_written = (new.st_mtime_ns, new.st_size) != (old.st_mtime_ns, old.st_size)
@@ -110,44 +112,44 @@ class OpenFile:
         self._status = new
 
     def _note(self, offset: int, content: np.ndarray | memoryview) -> None:
-        """Keep the first bytes of what was read, for `check_unchanged`."""
+        """Keep the first bytes of a read, for `check_unchanged`."""
         if len(self._seen) < N_SEEN:
             self._seen[offset] = content[:SEEN_BYTES].tobytes()
 
     def expect(self, chunks: np.ndarray) -> None:
-        """Readers may ask for these bytes. chunks: (chunks, 2) int64, first byte and number of bytes of each."""
+        """Announce the bytes that readers may ask for. chunks: (chunks, 2) int64, first byte and number of bytes."""
 
     @property
     def is_local(self) -> bool:
-        """Whether all that was expected is on this machine, whichever process brought it."""
+        """Whether all expected bytes are on this machine, whichever process fetched them."""
         return True
 
     def prepare(self, offset: int, count: int, check: Callable[[np.ndarray], None] | None = None) -> np.ndarray | None:
-        """Have these bytes on this machine, so that the other methods can read them. Thread-safe.
+        """Make sure that these bytes are on this machine, so that the other methods can read them. Thread-safe.
 
-        Returns those that were fetched just now, (count,) uint8. check: raises UserError if bytes that it is given are
-        damaged. A local file has nothing to do.
+        Returns the bytes, (count,) uint8, if they were fetched by this call. check: a function that raises UserError if
+        the bytes are damaged. A local file needs no preparation.
         """
         return None
 
     def is_prepared(self, offset: int) -> bool:
-        """Whether this process has prepared the bytes from there on."""
+        """Whether this process has prepared the bytes from this offset on."""
         return True
 
     def _descriptor(self) -> int:
-        """The descriptor of this thread, which is closed when the thread ends; a common one if there are many files."""
+        """The descriptor of this thread, which is closed when the thread ends; a shared one if there are many files."""
         if not hasattr(self._own, "file"):
             self._own.file = self._source
-            with suppress(OSError):  # no more may be opened
+            with suppress(OSError):  # the limit of open files is reached
                 flags = os.O_RDONLY | os.O_CLOEXEC | (O_DIRECT if self.is_direct else 0)
-                # This leads to the file that was opened, even if its path leads to another one by now.
+                # This path leads to the file that was opened, even if another file has its name now.
                 own = FileIO(os.open(f"/proc/self/fd/{self._source.fileno()}", flags))
                 if own.fileno() <= _limit_of_files(own.fileno()) * OWN_FILES:
                     self._own.file = own
         return self._own.file.fileno()
 
     def preadv(self, targets: list[memoryview], offset: int) -> None:
-        """Fill the targets, one after the other, with the bytes from `offset` on.
+        """Fill the targets, in their order, with the bytes from `offset` on.
 
         Raises UserError if the file ends before the targets are full.
         """
@@ -165,15 +167,15 @@ class OpenFile:
         self._note(start, first)
 
     def read(self, offset: int, count: int) -> np.ndarray:
-        """(count,) uint8 in scratch memory of this thread. They are valid until the thread calls `read` again."""
+        """(count,) uint8 in scratch memory of this thread, valid until the thread calls `read` again."""
         begin = offset - offset % PAGE_BYTES if self.is_direct else offset
         needed = offset + count - begin
         if self.is_direct:
             size = ceil(needed / PAGE_BYTES) * PAGE_BYTES
-            memory = scratch(size + 2 * HUGE_PAGE_BYTES, "direct")  # so large that NumPy asks for huge pages
-            start = -memory.ctypes.data % HUGE_PAGE_BYTES  # a disk fills those in few requests
+            memory = scratch(size + 2 * HUGE_PAGE_BYTES, "direct")  # large enough for NumPy to ask for huge pages
+            start = -memory.ctypes.data % HUGE_PAGE_BYTES  # a disk fills huge pages with few requests
             memory = memory[start : start + size]
-        else:  # no whole pages: a copy to a place in a page that is a little behind the one it comes from is slow
+        else:  # not aligned: a copy is slow if its target is, within a page, slightly behind its source
             memory = scratch(needed, "file")
         n_read = os.preadv(self._descriptor(), [memory.data], begin)
         if n_read < needed:  # a signal or the limit of 2 GiB ended the call early, or the file was cut
@@ -183,12 +185,12 @@ class OpenFile:
         return content
 
     def cached(self, offset: int, count: int) -> np.ndarray | None:
-        """(count,) uint8, a view of the mapped file, if those bytes are in the page cache.
+        """(count,) uint8, a view of the mapped file, if these bytes are in the page cache.
 
-        Otherwise None, and the kernel begins to read them from the disk, if they are to go to the page cache. It is
-        asked about one page, another one each time. Bytes that are read together are evicted together, except for the
-        page that was asked about: to ask is to use it, and to start to read it if it is missing. A wrong guess costs
-        page faults.
+        Otherwise None, and the kernel begins to read the bytes from the disk, unless the file is read around the page
+        cache. The kernel is asked about one page, a random one each time. Bytes that are read together are evicted
+        together, except for a page that was asked about: asking counts as a use of the page, and starts to read it if
+        it is missing. A wrong guess costs page faults.
         """
         if self.is_direct or not count or not KNOWS_PAGE_CACHE:
             return None
@@ -201,14 +203,14 @@ class OpenFile:
             content = self.mapped[offset : offset + count]
             self._note(offset, content)
             return content
-        except OSError:  # not in memory, or on a network, of which Linux does not tell
+        except OSError:  # not in memory, or on a network file system, for which Linux cannot tell
             for start in range(offset, offset + count, READ_AHEAD_BYTES):
                 os.posix_fadvise(descriptor, start, READ_AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
             return None
 
     @cached_property
     def mapped(self) -> np.ndarray:
-        """(bytes,) uint8: the mapped file. Each of its pages that is not in memory costs a page fault."""
+        """(bytes,) uint8: the mapped file. Each page that is not in memory costs a page fault."""
         return np.frombuffer(mmap.mmap(self._raw.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
 
     def open_h5(self) -> h5py.File:
@@ -216,7 +218,7 @@ class OpenFile:
         return open_to_read(self.path)
 
     def read_h5(self, dataset: str, start: int, n_rows: int) -> np.ndarray:
-        """The rows start, start + 1, ... as far as there are any, by the HDF5 library, which holds its one lock."""
+        """Up to `n_rows` rows from `start` on, read by the HDF5 library under its one lock."""
         try:
             h5 = self._h5 or self.open_h5()
             self._h5 = h5 if self._is_among_few else None
@@ -227,30 +229,33 @@ class OpenFile:
 
 
 def open_to_read(path: str) -> h5py.File:
-    """The file as h5py reads it. Raises what h5py raises: BlockingIOError if a process that writes it has locked it."""
+    """The file as h5py reads it. Raises what h5py raises: BlockingIOError if a process that writes has locked it."""
     try:
         return h5py.File(path, "r")
     except BlockingIOError:
         raise
-    except OSError:  # perhaps the file system has no locks, as NFS without a lock daemon: reading needs none
+    except OSError:  # perhaps a file system without locks, such as NFS without a lock daemon: reading needs no lock
         return h5py.File(path, "r", locking=False)
 
 
 def _limit_of_files(number: int) -> int:
-    """The most files that this process may open. number: of the newest one; the limit is raised before they run out."""
+    """Maximum number of files that this process may open. The limit is raised before files run out.
+
+    number: the descriptor of the newest file.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if number > soft * FEW_FILES:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        except (OSError, ValueError):  # macOS has another limit below the one that it names
+        except (OSError, ValueError):  # macOS has a lower limit than the one that it reports
             return soft
     return hard
 
 
 def side_by_side(function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """The results of a function that waits for a network, in the order of the items. Raises the first error of them.
+    """Call a function that waits for a network, in threads. Returns its results in the order of the items.
 
-    The threads are daemons, so that Ctrl-C ends the wait, and the process, at once.
+    Raises the first error. The threads are daemons, so that Ctrl-C ends the wait, and the process, immediately.
     """
     todo = deque((item, Future[Result]()) for item in items)
     outcomes = [outcome for _, outcome in todo]
@@ -273,13 +278,13 @@ def side_by_side(function: Callable[[Item], Result], items: Iterable[Item]) -> l
         wait(outcomes, return_when=FIRST_EXCEPTION)
     finally:
         todo.clear()
-    for thread in threads:  # one that runs compiled code while Python ends would abort the process
+    for thread in threads:  # a thread that runs compiled code while Python ends would abort the process
         thread.join()
     return [outcome.result() for outcome in outcomes if outcome.done()]
 
 
 def scratch(size: int, purpose: str) -> np.ndarray:
-    """(size,) uint8 that belong to this thread until it asks again for `purpose`. The steady loop allocates nothing."""
+    """(size,) uint8 that belong to this thread until its next call for `purpose`. The steady loop allocates nothing."""
     memory = _thread_local.__dict__
     if purpose not in memory or len(memory[purpose]) < size:
         memory[purpose] = np.empty(size, np.uint8)

@@ -1,7 +1,7 @@
-"""HDF5 filters, undone by functions that release the GIL, so that threads work side by side.
+"""Decoders of HDF5 filters that release the GIL, so that threads decode in parallel.
 
-The HDF5 library does the same under its one lock. gzip needs nothing but Python. lzf, blosc, lz4 and zstd need
-imagecodecs, which the extra `codecs` installs. All other filters are left to the library.
+The HDF5 library decodes under its one lock. gzip needs only Python. lzf, blosc, lz4 and zstd need imagecodecs, which
+the extra `codecs` installs. All other filters are left to the library.
 """
 
 import threading
@@ -23,7 +23,7 @@ Bytes = bytes | bytearray | memoryview
 
 
 class _Decoding(threading.local):
-    """A context that adds up the time that each thread has spent in it. It costs about a microsecond."""
+    """A context that adds up the time that each thread spends in it. Its own cost is about a microsecond."""
 
     seconds = 0.0
 
@@ -49,8 +49,8 @@ def filters_of(data: h5py.Dataset) -> list[Filter]:
 def decode(data: Bytes, filters: Sequence[Filter], skipped: int, size: int) -> Bytes:
     """The `size` bytes of a chunk before the filters were applied.
 
-    skipped: HDF5's `filter_mask`. Bit i is set where filter i was left out for this chunk, as HDF5 does when the chunk
-    would not shrink. Raises ValueError if the bytes are damaged.
+    skipped: HDF5's `filter_mask`. Bit i is set if filter i was left out for this chunk, because the chunk would not
+    shrink. Raises ValueError if the bytes are damaged.
     """
     try:
         for number, (code, parameters, _) in reversed([*enumerate(filters)]):
@@ -65,14 +65,14 @@ def decode(data: Bytes, filters: Sequence[Filter], skipped: int, size: int) -> B
 
 def _inflate(data: Bytes, parameters: tuple[int, ...], size: int) -> bytes:
     stream = zlib.decompressobj()
-    decoded = stream.decompress(data, size + 1)  # and no more: a few bytes could stand for all of the memory
+    decoded = stream.decompress(data, size + 1)  # at most: a few bytes could inflate to more than the memory
     if not stream.eof:
         raise ValueError(f"it does not end after {size} bytes")
     return decoded
 
 
 def _unshuffle(data: Bytes, parameters: tuple[int, ...], size: int) -> bytes:
-    width = parameters[0]  # bytes of an element; the file has the first bytes of all elements, then the second bytes
+    width = parameters[0]  # bytes of an element; the file has the first byte of all elements, then the second byte
     n_whole_bytes = len(data) // width * width
     elements = np.frombuffer(data, np.uint8)[:n_whole_bytes].reshape(width, -1).T
     return elements.tobytes() + bytes(data[n_whole_bytes:])
@@ -82,7 +82,7 @@ DECODERS: dict[int, Callable[[Any, tuple[int, ...], int], Bytes]] = {
     1: _inflate,
     2: _unshuffle,
 }
-"""{number of a filter that `decode` knows: function of (bytes, parameters, number of bytes that should come out)}"""
+"""{number of a filter that `decode` knows: function of (bytes, parameters, number of decoded bytes)}"""
 if imagecodecs:
     DECODERS[32000] = lambda data, parameters, size: imagecodecs.lzf_decode(data, out=size)
     DECODERS[32001] = lambda data, parameters, size: imagecodecs.blosc_decode(data, out=size, numthreads=1)

@@ -1,4 +1,4 @@
-"""Open HDF5 files with h5py, find what they should have, and say in one line what is wrong with them."""
+"""Open HDF5 files with h5py, find their groups and datasets, and describe an error in one line."""
 
 import glob
 import json
@@ -22,7 +22,7 @@ from fastgpu.storage.file import OpenFile, is_url, split_group
 OR_CONVERT = "or convert it once: python convert.py --help says how"
 """The cure for files of images, tables and arrays."""
 SOURCES = "fastgpu_source"
-"""Dataset of texts beside the fields of a file: where each of its rows came from. Training does not read it."""
+"""Dataset of texts beside the fields of a file: the source of each row, such as an image file. Not read in training."""
 MAX_LINKS = 16
 """Maximum number of soft links on the way to an item, as in the HDF5 library."""
 Member = TypeVar("Member", h5py.Group, h5py.Dataset)
@@ -32,10 +32,10 @@ Member = TypeVar("Member", h5py.Group, h5py.Dataset)
 def open_file(
     path: str, where: str, *, around_page_cache: bool = False, cache: str = ""
 ) -> Iterator[tuple[OpenFile, h5py.File]]:
-    """Open a file or URL to read: its bytes, and what h5py makes of them, which is closed after the block.
+    """Open a file or URL to read: yields its OpenFile and its h5py.File, which is closed after the block.
 
-    around_page_cache: see `OpenFile`. cache: the folder for a copy of a file of a bucket; by default data/cache. Raises
-    UserError, beginning with `where`, for what h5py raises, also in the block.
+    around_page_cache: see `OpenFile`. cache: the folder for the local copy of a URL; by default data/cache. Raises
+    UserError, beginning with `where`, for errors of h5py, also in the block.
     """
     file: OpenFile | None = None
     try:
@@ -62,7 +62,7 @@ def open_file(
 
 
 def expand(key: str, path: str, cache: str = "") -> list[tuple[str, str]]:
-    """(file, group) for each that `file.h5`, `file.h5::/group` or a pattern of both names. Raises UserError for none.
+    """[(file, group)] for `file.h5`, `file.h5::/group`, or patterns in the two names. Raises UserError if none exists.
 
     cache: see `open_file`.
     """
@@ -81,7 +81,7 @@ def expand(key: str, path: str, cache: str = "") -> list[tuple[str, str]]:
 
 
 def _expand_group(path: str, pattern: str, where: str, cache: str) -> list[str]:
-    """The groups of a file that a pattern such as /demo_* matches, or the one of that name. Raises UserError."""
+    """The groups of a file that a pattern such as /demo_* matches, or the group of this name. Raises UserError."""
     with open_file(path, where, cache=cache) as (_, h5):
         if isinstance(look_up(h5, pattern, where), h5py.Group):
             return [pattern]
@@ -96,22 +96,22 @@ def _expand_group(path: str, pattern: str, where: str, cache: str) -> list[str]:
 
 
 def check_path(path: str, where: str) -> None:
-    """Raise UserError for pipes and devices, which may never end, and for names that nothing can have."""
+    """Raise UserError for pipes and devices, which may never end, and for names that no file can have."""
     try:
         mode = Path(path).stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         return
-    except (OSError, ValueError) as error:  # it is too long, or has a 0 or half of a character in it
+    except (OSError, ValueError) as error:  # the name is too long, or has a zero byte or an incomplete character
         raise UserError(f"{where[:200]!r} cannot be opened: {getattr(error, 'strerror', error)}") from None
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise UserError(f"{where} is a pipe, a socket or a device, which is not read; name a file")
 
 
 def find(root: h5py.Group, name: str, kind: type[Member], where: str) -> Member:
-    """A group or a dataset of a file. Raises UserError if there is none, or if its bytes are in another file."""
+    """A group or a dataset of a file. Raises UserError if it does not exist, or if its bytes are in another file."""
     item = look_up(root, name, where)
     if not isinstance(item, kind):
-        names = list_first(sorted(map(str, root))) or "nothing"  # one that is not UTF-8 is bytes
+        names = list_first(sorted(map(str, root))) or "nothing"  # a name that is not UTF-8 is bytes
         groups = [f"{where.rpartition(': ')[2]}::/{group}" for group in _groups_with(root, name, kind, where)]
         cure = f"; name a group: {list_first(groups, ' or ')}" if groups else ""
         raise UserError(f"{where} has no {kind.__name__.lower()} {name}; it has {names}{cure}")
@@ -119,9 +119,9 @@ def find(root: h5py.Group, name: str, kind: type[Member], where: str) -> Member:
 
 
 def _groups_with(root: h5py.Group, name: str, kind: type[Member], where: str) -> Iterator[str]:
-    """The groups of a whole file that have a member of this name and kind."""
+    """The top-level groups of a file that have a member of this name and kind. Empty if `root` is a group itself."""
     for group in root if root.name == "/" and not name.startswith("/") else ():
-        with suppress(UserError):  # its bytes are in another file
+        with suppress(UserError):  # the bytes of the member are in another file
             if isinstance(group, str) and isinstance(look_up(root, f"{group}/{name}", where), kind):
                 yield group
 
@@ -129,12 +129,12 @@ def _groups_with(root: h5py.Group, name: str, kind: type[Member], where: str) ->
 def look_up(root: h5py.Group, name: str, where: str) -> Any:
     """The group or dataset that a path leads to, or None. Raises UserError if its bytes are in another file.
 
-    That one is not opened: it may be private, or a pipe that never ends.
+    The other file is not opened: it may be private, or a pipe that never ends.
     """
     elsewhere = UserError(f"{where}: {name} takes its bytes from other files; name those files")
     item = _follow(root, name, elsewhere)
     for source in item.virtual_sources() if isinstance(item, h5py.Dataset) and item.is_virtual else ():
-        is_here = source.file_name == "." and "%" not in source.dset_name  # a % stands for several names
+        is_here = source.file_name == "." and "%" not in source.dset_name  # with a %, the name is a pattern
         part = _follow(root["/"], source.dset_name, elsewhere) if is_here else None
         if not isinstance(part, h5py.Dataset) or part.is_virtual:
             raise elsewhere
@@ -142,7 +142,7 @@ def look_up(root: h5py.Group, name: str, where: str) -> Any:
 
 
 def _follow(root: h5py.Group, name: str, elsewhere: UserError) -> Any:
-    """The item that a path leads to. HDF5 would take all steps at once, and tell afterwards where they led."""
+    """The item that a path leads to, found step by step. HDF5 itself would follow links into other files."""
     item: Any = root["/"] if name.startswith("/") else root
     steps = name.split("/")[::-1]
     n_links = 0
@@ -151,7 +151,7 @@ def _follow(root: h5py.Group, name: str, elsewhere: UserError) -> Any:
             continue
         try:
             link = item.get(step, getlink=True) if isinstance(item, h5py.Group) else None
-        except (TypeError, ValueError):  # a link that h5py does not know; a name that is no text
+        except (TypeError, ValueError):  # a kind of link that h5py does not know; a name that is no text
             link = None
         if isinstance(link, h5py.ExternalLink):
             raise elsewhere
@@ -167,14 +167,14 @@ def _follow(root: h5py.Group, name: str, elsewhere: UserError) -> Any:
 
 
 def refuse_large(name: str, n_bytes: int) -> None:
-    """Raise UserError if this process may not have so much memory."""
+    """Raise UserError if `n_bytes` are more than the free memory."""
     if n_bytes > GIB and n_bytes > (free := free_host_bytes()):
         raise UserError(f"{name} takes {format_bytes(n_bytes)} of memory, and {format_bytes(free)} are free")
 
 
 def dtype_of(data: h5py.Dataset) -> np.dtype:
-    """The type as h5py shows it, of one number if each element is an array of them. Numbers for which NumPy or torch
-    have no type are opaque bytes."""
+    """The type as h5py shows it; for elements that are arrays, the type of their numbers. Numbers without a type in
+    NumPy or torch are opaque bytes."""
     with suppress(TypeError):
         dtype = data.dtype.base
         if dtype.kind not in "buif" or dtype.itemsize <= 8:
@@ -183,13 +183,13 @@ def dtype_of(data: h5py.Dataset) -> np.dtype:
 
 
 def attributes_of(item: h5py.Group) -> dict[str, Any]:
-    """The attributes as plain Python values: str, int, float, bool, and lists of them.
+    """The attributes as plain Python values: str, int, float, bool, and lists.
 
-    Others, such as references and lists of unequal length, are left out: no model needs them.
+    Other attributes, such as references and lists of unequal length, are left out: no model needs them.
     """
     attributes = {}
     for name in item.attrs:
-        with suppress(TypeError, ValueError):  # of h5py, JSON and NumPy, for types that they do not have
+        with suppress(TypeError, ValueError):  # h5py, JSON and NumPy raise them for unknown types
             value = _to_python(item.attrs[name])
             json.dumps(np.asarray(value).tolist())
             attributes[_to_python(name)] = value

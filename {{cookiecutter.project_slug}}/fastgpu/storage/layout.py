@@ -1,7 +1,7 @@
-"""The rows of one HDF5 dataset, and how they are read.
+"""The rows of one HDF5 dataset, and three ways to read them.
 
-h5py is asked once where the chunks are (chunks.py). `open_layout` then chooses one of three ways to read them, whose
-costs are in docs/data-path.md: `PlainRows`, `CompressedRows`, or `Layout`, by the HDF5 library.
+h5py is asked once for the places of the chunks (chunks.py). `open_layout` then chooses one of three classes:
+`PlainRows`, `CompressedRows`, or `Layout`, which reads through the HDF5 library. docs/data-path.md has their costs.
 """
 
 import hashlib
@@ -22,26 +22,26 @@ from fastgpu.storage.filters import DECODERS, DECODING, Bytes, decode, filters_o
 from fastgpu.storage.hdf5 import dtype_of, refuse_large
 
 BLOCK_BYTES = 2 << 20
-"""Size of a block: random pieces of 2 MiB are read as fast as a cold disk can."""
+"""Size of a block: a cold disk reads random pieces of 2 MiB at its full speed."""
 MIN_BLOCKS = 256
-"""Minimum number of blocks in a small file, so that they can be shuffled and shared among ranks."""
+"""Minimum number of blocks in a small file, so that blocks can be shuffled and shared among ranks."""
 COLUMN_BYTES = 1 << 30
-"""A field beside the largest one is kept in memory up to this size."""
+"""All fields but the largest are kept in memory, up to this size each."""
 SCATTER_BYTES = 8192
-"""Rows of this size or more are scattered by the kernel, or gathered from the page cache, each on its own. Smaller ones
-are read a block at a time, and copied by index."""
+"""Rows of this size or more are scattered by the kernel, or gathered from the page cache, one by one. Smaller rows are
+read a block at a time, and copied by index."""
 IOV_MAX = 1024
 """Maximum number of targets of one preadv on Linux."""
 
 
 class Layout:
-    """The rows of one HDF5 dataset, in chunks, read by the HDF5 library. Subclasses read without its one lock.
+    """The rows of one HDF5 dataset, read in chunks by the HDF5 library. Subclasses read without the library's lock.
 
     No h5py object is kept, so threads and forks can share a layout.
     """
 
     def __init__(self, name: str, data: h5py.Dataset, file: OpenFile, n_items: int | None = None):
-        """name: of the dataset, for messages. n_items: if it is given, a number outside of range(n_items) is damage.
+        """name: of the dataset, for messages. n_items: if given, a number outside range(n_items) counts as damage.
 
         Raises UserError if the file is truncated.
         """
@@ -63,7 +63,7 @@ class Layout:
         return self._n_rows
 
     def fingerprint(self) -> bytes:
-        """The SHA-256 of the size of the file and the checksums of all rows; or, without checksums, of 16 rows."""
+        """The SHA-256 of the file size and the checksums of all rows; if there are none, of the size and 16 rows."""
         content = self.checksums
         if content is None:
             rows = np.linspace(0, self._n_rows - 1, min(16, self._n_rows)).astype(np.int64)
@@ -86,16 +86,16 @@ class Layout:
         return out
 
     def view(self, start: int, n_rows: int) -> np.ndarray | None:
-        """(bytes,) uint8 of neighbouring rows as a pool has them, in the mapped file; None if they are not there.
+        """(bytes,) uint8: a view of neighbouring rows in the mapped file, in the format of a pool. None: impossible.
 
-        Call `check_unchanged` of the file when they have been used.
+        Call `check_unchanged` of the file after you have used the view.
         """
         return None
 
     def read(self, ranges: Iterable[Range], out: np.ndarray, plan: PoolPlan | None = None) -> None:
         """Copy the rows of each range to their places in `out`, (rows, *shape), C-contiguous. Thread-safe.
 
-        Raises OSError or UserError if the bytes cannot be had, are damaged, or were changed meanwhile.
+        Raises OSError or UserError if reading fails, or if the bytes are damaged or were changed meanwhile.
         """
         self._file.check_unchanged()
         by_chunk: dict[int, list[Range]] = {}
@@ -116,16 +116,16 @@ class Layout:
         return self._file.prepare(offset, n_bytes, check)
 
     def _check(self, chunk: int, checksum: bytes, content: np.ndarray) -> None:
-        """Raise UserError if the rows of a chunk, of which `content` has the bytes, have another SHA-256."""
+        """Raise UserError if the rows of a chunk do not match their SHA-256. content: the bytes of the chunk."""
         n_rows = min(self.chunk_rows, self._n_rows - chunk * self.chunk_rows)
         rows = self.read_chunk(chunk, content)[:n_rows].astype(self.field.dtype)
         if hashlib.sha256(rows.data).digest() != checksum:
             raise UserError(f"{self.name}: block {chunk} is damaged: checksum mismatch; {RESTORE}")
 
     def _read(self, by_chunk: dict[int, list[Range]], out: np.ndarray) -> None:
-        """Copy rows to their places. by_chunk: {chunk: ranges of it}, whose rows are numbered from its first one.
+        """Copy rows to their places. by_chunk: {chunk: its ranges}, with rows numbered from the first row of the chunk.
 
-        Each chunk is read as a whole, once for all its ranges. The kernel is asked for all of them before the first is
+        Each chunk is read as a whole, once for all its ranges. The kernel is asked for all chunks before the first is
         read, so that a few threads keep a disk busy.
         """
         contents = {chunk: self._content(chunk) for chunk in by_chunk}
@@ -136,21 +136,21 @@ class Layout:
 
     def _content(self, chunk: int) -> np.ndarray | None:
         """The bytes of a chunk, if they are in memory."""
-        return None  # of the HDF5 library, which has a way of its own to the bytes
+        return None  # the HDF5 library reads the bytes itself
 
     def read_chunk(self, chunk: int, content: np.ndarray | None = None) -> np.ndarray:
-        """The rows of a chunk, (rows, *shape), which are valid until the next one. content: its bytes, if in memory."""
-        if content is None:  # else they are being prepared
+        """The rows of a chunk, (rows, *shape), valid until the next call. content: the bytes, if they are in memory."""
+        if content is None:  # otherwise the chunk is being prepared by the caller
             self._prepare(chunk)
         return self._file.read_h5(self._path, chunk * self.chunk_rows, self.chunk_rows)
 
     def _as_rows(self, content: Bytes | np.ndarray) -> np.ndarray:
-        """(rows, *shape): the bytes as numbers."""
+        """The bytes as numbers, (rows, *shape)."""
         return np.frombuffer(content, self._dtype).reshape(-1, *self.field.shape)
 
     def _place(self, rows: np.ndarray, places: np.ndarray | range, out: np.ndarray) -> None:
         """Copy rows to their places. Raises UserError if they are item numbers out of range."""
-        # The device would crash at such a number, much later.
+        # Such a number would crash the device, much later.
         if self._n_items is not None and not 0 <= rows.min() <= rows.max() < self._n_items:
             raise UserError(
                 f"{self.name}: item numbers {rows.min()} to {rows.max()} are not in 0 to {self._n_items - 1}, as the "
@@ -160,7 +160,7 @@ class Layout:
 
 
 class CompressedRows(Layout):
-    """Rows in chunks that each reader thread decompresses for itself."""
+    """Rows in compressed chunks. Each reader thread decompresses chunks without a lock."""
 
     def _content(self, chunk: int) -> np.ndarray | None:
         content = self._prepare(chunk)
@@ -170,7 +170,7 @@ class CompressedRows(Layout):
         offset, n_bytes, skipped = self._chunks[chunk].tolist()
         size = self.chunk_rows * self.field.row_bytes
         if n_bytes == size and not skipped and self._n_rows < (chunk + 1) * self.chunk_rows:
-            # A last chunk that is not full may be without filters (H5Pset_chunk_opts). Only the library can tell.
+            # A last chunk that is not full may be stored without filters (H5Pset_chunk_opts). Only the library knows.
             return super().read_chunk(chunk, content)
         content = self._file.read(offset, n_bytes) if content is None else content
         try:
@@ -182,11 +182,11 @@ class CompressedRows(Layout):
 
 
 class PlainRows(Layout):
-    """Rows that are plain bytes in the file: any of a chunk can be read without the others."""
+    """Rows that are plain bytes in the file: a row can be read without the other rows of its chunk."""
 
     @cached_property
     def _is_as_in_pools(self) -> bool:
-        """Whether the bytes of a row in the file are those in a pool."""
+        """Whether a row has the same bytes in the file and in a pool."""
         return self._dtype.isnative and self._n_items is None
 
     @cached_property
@@ -197,8 +197,8 @@ class PlainRows(Layout):
         return self._as_rows(self._file.read(*self._chunks[chunk, :2].tolist()) if content is None else content)
 
     def _read(self, by_chunk: dict[int, list[Range]], out: np.ndarray) -> None:
-        """Bytes in the page cache are copied out of a mapping of the file. Others are read by one preadv for each
-        range, because page faults are far slower."""
+        """Copy rows to their places. Bytes in the page cache are copied out of a mapping of the file. Other bytes are
+        read with one preadv for each range, because page faults are far slower."""
         row_bytes = self.field.row_bytes
         pieces: list[tuple[np.ndarray | None, int, np.ndarray | range]] = []
         for chunk, ranges in by_chunk.items():
@@ -208,7 +208,7 @@ class PlainRows(Layout):
                 offset = int(self._chunks[chunk, 0]) + begin
                 part = self._file.cached(offset, n_bytes) if content is None else content[begin : begin + n_bytes]
                 pieces.append((part, offset, places))
-        # Copies out of the mapping come last, in one go: each displaces code and data from the caches of the CPU.
+        # Copies out of the mapping come last and together, because each displaces code and data from the CPU's caches.
         for content, offset, places in sorted(pieces, key=lambda piece: piece[0] is not None):
             if content is not None:
                 self._place(self._as_rows(content), places, out)
@@ -218,7 +218,7 @@ class PlainRows(Layout):
                 self._place(self._as_rows(self._file.read(offset, len(places) * row_bytes)), places, out)
 
     def _is_scattered(self, places: np.ndarray | range) -> bool:
-        """Whether rows go to their places without a copy: each is long, or they stay neighbours."""
+        """Whether rows can be read directly to their places: each row is long, or the rows stay neighbours."""
         n_bytes = self.field.row_bytes * (len(places) if isinstance(places, range) else 1)
         return self._is_as_in_pools and n_bytes >= SCATTER_BYTES
 
@@ -243,9 +243,9 @@ class PlainRows(Layout):
         return self._file.cached(int(self._chunks[0, 0]) + start * row_bytes, n_rows * row_bytes)
 
     def cached_rows(self, ranges: Iterable[Range]) -> np.ndarray | None:
-        """All rows in the mapped file, (rows, bytes) uint8: values may be at odd places.
+        """All rows in the mapped file, (rows, bytes) uint8. Values may be unaligned.
 
-        None unless they are long and in one piece, and those of the ranges in the page cache.
+        None unless rows are long and in one piece, and the rows of the ranges are in the page cache.
         """
         row_bytes = self.field.row_bytes
         is_one_piece = row_bytes >= SCATTER_BYTES and self._is_one_piece
@@ -256,7 +256,7 @@ class PlainRows(Layout):
 
 
 def open_layout(name: str, data: h5py.Dataset, file: OpenFile, n_items: int | None = None) -> Layout:
-    """The rows of an HDF5 dataset; see `Layout` for the arguments. Raises UserError if a person has to change it."""
+    """The rows of an HDF5 dataset; see `Layout` for the arguments. Raises UserError if the dataset cannot be read."""
     dtype = dtype_of(data)
     kind = data.id.get_create_plist().get_layout()
     if not data.ndim or dtype.kind not in "buif":
@@ -271,7 +271,7 @@ def open_layout(name: str, data: h5py.Dataset, file: OpenFile, n_items: int | No
     elif kind == h5py.h5d.VIRTUAL and data.file.driver == "fileobj":  # HDF5 opens the sources by their path
         raise UserError(f"{name} is a virtual dataset, which is read of files on this machine only: download it")
     filters = filters_of(data)
-    # h5py shows bfloat16 as float32, say: only values whose bytes are those that it shows can be read without it.
+    # h5py converts some types: it shows bfloat16 as float32, for example. Such values cannot be read without h5py.
     is_as_shown = data.id.get_type() == h5py.h5t.py_create(data.dtype, logical=True)
     has_whole_rows = not data.chunks or data.chunks[1:] == data.shape[1:]
     has_place = kind in (h5py.h5d.CONTIGUOUS, h5py.h5d.CHUNKED)
@@ -285,5 +285,5 @@ def open_layout(name: str, data: h5py.Dataset, file: OpenFile, n_items: int | No
 
 
 def index_of(places: np.ndarray | range) -> np.ndarray | slice:
-    """The places as an index of an array."""
+    """The places as an index of an array: a slice for a range."""
     return slice(places.start, places.stop) if isinstance(places, range) else places

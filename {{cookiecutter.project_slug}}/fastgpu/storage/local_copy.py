@@ -1,9 +1,10 @@
-"""The local copy of a remote file, and the account beside it: which of its pages are there.
+"""The local copy of a remote file, and the account beside it, which records the pages that the copy has.
 
-The account has a byte for each page, which is set after the page was written. Holes alone do not decide: whoever copies
-a copy may fill them. The account names the copy by its inode, and has the time of the last write of ours, so a file in
-place of the copy starts empty, and a change that was not ours is noticed. A page is local if its byte is set and it is
-no hole: a power cut may leave the account without the pages. All processes of a machine share both files.
+The account has a byte for each page, which is set after the page was written. Holes in the copy are not enough, because
+a program that copies the copy may fill them. The account also has the inode of the copy and the time of our last write,
+so a file in place of the copy starts empty, and a write by another program is noticed. A page is local if its byte is
+set and the page is no hole: after a power cut, the account may have bytes of pages that were never written. All
+processes of a machine share both files.
 """
 
 import errno
@@ -25,24 +26,25 @@ from fastgpu.process.machine import format_bytes
 from fastgpu.storage.file import PAGE_BYTES
 
 KEEP_FREE_BYTES, KEEP_FREE_SHARE = 1 << 30, 0.1
-"""A copy leaves so much of its disk free, and this share of it: checkpoints are often on the same disk."""
+"""A copy leaves this many bytes of its disk free, and this share: checkpoints are often on the same disk."""
 HEADER = struct.Struct("<Qq")
-"""The inode of the copy, and the time of the last write of ours."""
+"""The inode of the copy, and the time of our last write."""
 HEADER_BYTES = 64
 WRITING = -1
-"""Instead of the time while a process writes to the copy, or if it was killed meanwhile."""
+"""Replaces the time while a process writes to the copy, and stays if the process is killed meanwhile."""
 TRIES, PAUSE_S = 100, 0.005
-"""How often the time of a change is compared with that of the last write: another process may be about to note it."""
+"""Number of times, and the pause between them, that a changed time is compared with the time in the account: another
+process may be about to note it."""
 OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class LocalCopy:
-    """A file of the size of the remote one, of which pages are written as they come."""
+    """A file with the size of the remote file. Its pages are written when they are fetched."""
 
     def __init__(self, path: str, size: int):
-        """Open the copy, or begin an empty one.
+        """Open the copy, or create an empty copy.
 
-        Raises OSError if that is not possible, and UserError if others could change the file, or choose which it is.
+        Raises OSError if that is not possible, and UserError if other users could change or replace the file.
         """
         self.path = path
         self.size = size
@@ -56,7 +58,7 @@ class LocalCopy:
         self._account = FileIO(_open_own(account_path), "r")
         with self._locked():
             if not os.fstat(self._account.fileno()).st_nlink:
-                return False  # another process has begun anew meanwhile
+                return False  # another process has replaced the files meanwhile
             self.descriptor = _open_own(self.path)
             files = (self._account.fileno(), self.descriptor)
             self.is_writable = all(fcntl.fcntl(each, fcntl.F_GETFL) & os.O_RDWR for each in files)
@@ -70,7 +72,7 @@ class LocalCopy:
                     Path(each).unlink()
                 warn(f"{self.path} was changed, copied or removed since it was written here; it is fetched again")
                 return False
-            # A process that writes would have the lock: one that has not noted its end was killed.
+            # A process that writes has the lock. So a process that has not noted the end of its write was killed.
             if written_ns in (0, WRITING) and self.is_writable:
                 self._note()
             return True
@@ -89,17 +91,17 @@ class LocalCopy:
         return inode, written_ns
 
     def _note(self) -> None:
-        """Note that nobody is writing. The time is one of whole seconds, as a write of somebody else hardly has."""
+        """Note that nobody is writing. The time has whole seconds, which the time of a foreign write hardly has."""
         os.utime(self.descriptor, (now := int(time.time()), now))
         status = os.fstat(self.descriptor)
         os.pwrite(self._account.fileno(), HEADER.pack(status.st_ino, status.st_mtime_ns), 0)
 
     def _is_ours(self, status: os.stat_result) -> bool:
-        """Whether nobody else has written to the copy."""
+        """Whether no other program has written to the copy."""
         return status.st_size == self.size and self._header()[1] in (WRITING, status.st_mtime_ns)
 
     def check_unchanged(self) -> None:
-        """Raise UserError if somebody else has written to the copy."""
+        """Raise UserError if another program has written to the copy."""
         for _ in range(TRIES):
             if self._is_ours(os.fstat(self.descriptor)):
                 return
@@ -113,7 +115,7 @@ class LocalCopy:
         )
 
     def missing(self, begin: int, end: int) -> tuple[int, int]:
-        """The first bytes of whole pages that are not local: where they begin and end. None: `end` twice."""
+        """(begin, end) of the first run of pages that are not local. If all pages are local, both are `end`."""
         n_pages = -(-(end - begin) // PAGE_BYTES)
         marks = os.pread(self._account.fileno(), n_pages, HEADER_BYTES + begin // PAGE_BYTES).ljust(n_pages, b"\0")
         n_local = len(marks.partition(b"\0")[0])
@@ -126,15 +128,16 @@ class LocalCopy:
         return self.missing(begin, end) == (end, end)
 
     def _has_no_hole(self, begin: int, end: int) -> bool:
-        with suppress(OSError):  # it was cut
+        with suppress(OSError):  # the file was cut
             return begin == end or os.lseek(self.descriptor, begin, os.SEEK_HOLE) >= end
         return False
 
     def write(self, pages: np.ndarray, begin: int, offset: int, count: int) -> None:
         """Write whole pages, from `begin` on, that were fetched for `count` bytes from `offset` on.
 
-        Of pages that are there, only those bytes are written: others are of neighbours, who may have been checked.
-        Raises OSError if the disk refuses or is almost full, and UserError if somebody else has written to the copy.
+        If the first or last page is local already, only the `count` bytes in it are written: the other bytes of the
+        page belong to neighbours, and may have been checked. Raises OSError if the disk refuses or is almost full, and
+        UserError if another program has written to the copy.
         """
         if not self.is_writable:
             raise OSError("the copy can only be read")
@@ -159,16 +162,16 @@ class LocalCopy:
                 self._note()
 
     def forget(self, end: int) -> None:
-        """Fetch the pages up to `end` again, when they are asked for."""
+        """Forget the pages up to `end`: they are fetched again when they are needed."""
         os.pwrite(self._account.fileno(), bytes(-(-end // PAGE_BYTES)), HEADER_BYTES)
 
 
 def _open_own(path: str) -> int:
-    """The descriptor of a file, which is new if there was none; for reading only where nothing can be written.
+    """The descriptor of a file, which is created if it does not exist; read-only if it cannot be written.
 
-    Raises UserError for a link, which might lead anywhere, and for a file that others can write to.
+    Raises UserError for a link, which might lead anywhere, and for a file that other users can write to.
     """
-    flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # it does not wait for a FIFO
+    flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # O_NONBLOCK: do not wait at a FIFO
     refusal = UserError(f"{path} is a link, or not of this user alone; rm {path}, or use another data.cache")
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | flags, 0o644)

@@ -1,4 +1,4 @@
-"""Checks that sources which are used together agree on the meaning of their numbers, such as the class names."""
+"""Checks that the numbers of two datasets have the same meaning, for example that their class names agree."""
 
 from collections.abc import Mapping
 from itertools import zip_longest
@@ -7,11 +7,11 @@ from typing import Any, Protocol
 from fastgpu.process.launch import UserError, warn
 
 NUMBERED = {"item_ids": "items", "class_names": "labels", "target_names": "columns of labels"}
-"""{attribute of a converted file that says what numbers stand for: the numbers}"""
+"""{attribute of a converted file that names numbers: the numbers that it names}"""
 
 
 class Described(Protocol):
-    """Rows, a part of them, or a checkpoint."""
+    """A Dataset, a part, or a checkpoint."""
 
     @property
     def name(self) -> str: ...
@@ -21,17 +21,17 @@ class Described(Protocol):
 
 
 def check_meaning(key: str, first: Described, other: Described, *, labels: bool = True) -> None:
-    """Compare what numbers stand for in two sources, and how their images were prepared. key: names the sources.
+    """Compare the meaning of the numbers of two sources, and the preparation of their images.
 
-    labels: compare classes and targets, too. Raises UserError if a number means different things in them. Prints a
-    warning if the images were prepared in other ways.
+    key: the config key that names the sources. labels: compare classes and targets, too. Raises UserError if a number
+    has different meanings. Prints a warning if the images were prepared differently.
     """
     for attribute, numbers in NUMBERED.items() if labels else [("item_ids", "items")]:
         names, others = (list(map(str, source.attributes.get(attribute, ()))) for source in (first, other))
-        if not names or not others:  # who does not name them may mean the same
+        if not names or not others:  # a source without names may have the same meaning
             continue
         n_compared = max(len(names), len(others))
-        if attribute == "class_names":  # one of them may be of fewer classes
+        if attribute == "class_names":  # one source may have fewer classes
             n_compared = min(len(names), len(others))
         for number, (name, found) in enumerate([*zip_longest(names, others, fillvalue="missing")][:n_compared]):
             if name != found:
@@ -43,5 +43,5 @@ def check_meaning(key: str, first: Described, other: Described, *, labels: bool 
     if prepared and otherwise and prepared != otherwise:
         warn(
             f"{key}: the images of {other.name} were prepared with {otherwise}, those of {first.name} with {prepared}: "
-            "they may show other parts"
+            "they may be cropped differently"
         )

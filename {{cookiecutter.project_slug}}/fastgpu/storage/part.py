@@ -15,16 +15,16 @@ from fastgpu.storage.hdf5 import attributes_of, dtype_of, find, look_up, open_fi
 from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, MIN_BLOCKS, Layout, open_layout
 
 PACKING = {"scale_factor": "1.0", "add_offset": "0.0", "_FillValue": "nan", "missing_value": "nan"}
-"""{attribute of a netCDF variable that says which value a stored number stands for: one that changes nothing}"""
+"""{attribute of a netCDF variable that changes the meaning of stored numbers: values without an effect}"""
 
 
 class Recordings(NamedTuple):
-    """Series of steps, such as a file of sensor values. A window lies in one of them."""
+    """Series of steps, such as a file of sensor values. A window belongs to one recording."""
 
     runs: Runs
-    """The steps of each: rows of the source, in its order."""
+    """The steps of each recording: rows of the dataset, in its order."""
     values: Mapping[str, np.ndarray]
-    """{field: (recordings, *shape)}: fields that have one value for each recording, such as its class."""
+    """{field: (recordings, *shape)}: fields with one value for each recording, such as its class."""
 
     @property
     def fields(self) -> dict[str, Field]:
@@ -32,25 +32,25 @@ class Recordings(NamedTuple):
         return {name: Field(each.dtype, each.shape[1:]) for name, each in self.values.items()}
 
     def part(self, starts: np.ndarray, counts: np.ndarray) -> "Recordings":
-        """Other steps of each of them, without those that have none left."""
+        """The recordings cut to other steps, without recordings that have no step left."""
         keep = np.flatnonzero(counts > 0)
         values = {field: each[keep] for field, each in self.values.items()}
         return Recordings(Runs(starts, counts).take(keep), values)
 
 
 def one_recording(n_steps: int) -> Recordings:
-    """All steps of a source as one series."""
+    """All steps of a file as one recording."""
     return Recordings(Runs(np.zeros(1, np.int64), np.array([n_steps])), {})
 
 
 class Part(NamedTuple):
-    """The rows of one file."""
+    """The rows of one file, or of one group of a file."""
 
     name: str
-    """Its path, and its group if it has one: `file.h5::/group`."""
+    """The path, with the group if there is one: `file.h5::/group`."""
     path: str
     group: str
-    """The group that has the fields, which is "/" for those of the whole file."""
+    """The group with the fields; "/" for the whole file."""
     file: OpenFile
     columns: Mapping[str, Any]
     """{field: its rows, a column of columns.py}"""
@@ -58,7 +58,7 @@ class Part(NamedTuple):
     """(blocks,) int32: number of rows in each block."""
     attributes: dict[str, Any]
     recordings: Recordings
-    """If the rows are steps: those of the file are one series, or the rows of a ragged field are one each."""
+    """If rows are steps: the whole file is one recording, or each row of a ragged field is a recording."""
 
     @property
     def fields(self) -> dict[str, Field]:
@@ -71,24 +71,24 @@ class Part(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What is asked of each file of a source."""
+    """The arguments of `open_parts` that all files of a dataset share."""
 
     key: str
     """The config key that names the files, for messages."""
     fields: Mapping[str, str]
     """{field: dataset or CSR group}"""
     by_step: bool
-    """A row is a step of a recording, also each value of a ragged row."""
+    """Whether a row is a step of a recording. Each value of a ragged row is then a step, too."""
     around_page_cache: bool
     cache: str
-    """See `open_file`, as for `around_page_cache`."""
+    """For `around_page_cache` and `cache`, see `open_file`."""
 
 
 def open_parts(asked: Request, path: str, groups: Sequence[str], *, is_first: bool) -> list[Part]:
-    """Open groups of a file, "/" for all of it. Raises UserError if a person has to change something.
+    """Open groups of a file; "/" is the whole file. Raises UserError if a person has to change something.
 
-    is_first: of several files, the one whose first group is warned of if it has values that are not read as they are
-    meant.
+    is_first: whether this is the first of several files. Only its first group is checked for values that are not read
+    as they are meant.
     """
     opened: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
     where_file = f"{asked.key}: {path}"
@@ -121,35 +121,35 @@ def _check_lengths(opened: Mapping[str, Any], where: str) -> None:
 
 
 def _cut_blocks(opened: Mapping[str, Any]) -> tuple[dict[str, Any], np.ndarray]:
-    """The columns, of which small ones are in memory now, and the number of rows in each block."""
+    """The columns, with small columns read into memory, and the number of rows in each block."""
     n_rows = len(next(iter(opened.values())))
     largest = max(opened.values(), key=lambda column: column.field.row_bytes)
-    # Small fields are kept in memory, so that a block costs one read: of the largest field.
+    # Small fields are kept in memory, so that a block costs a single read, of the largest field.
     columns = {
         field: column if column is largest or n_rows * column.field.row_bytes > COLUMN_BYTES else _in_memory(column)
         for field, column in opened.items()
     }
     if isinstance(largest, Layout):
         step = largest.chunk_rows
-    else:  # about BLOCK_BYTES, in MIN_BLOCKS or more
+    else:  # blocks of about BLOCK_BYTES, at least MIN_BLOCKS blocks
         step = max(1, min(BLOCK_BYTES // largest.field.row_bytes, n_rows // MIN_BLOCKS))
     return columns, np.diff(np.arange(0, n_rows, step), append=n_rows).astype(np.int32)
 
 
 def _in_memory(column: Any) -> Any:
-    """The rows of a `Layout`, or of a ragged column of one, which are read now."""
+    """Read a `Layout`, or the values of a ragged column, into memory."""
     if isinstance(column, RaggedColumn):
         return RaggedColumn(column.field, _in_memory(column.values), column.indptr)
     return InMemory(column.read_all(), column.field.n_items)
 
 
 class _OfRecording(InMemory):
-    """A single number, which is the value of a whole recording."""
+    """A single number: the value of a whole recording."""
 
 
 def _open_steps(root: h5py.Group, name: str, where: str, file: OpenFile) -> Any:
-    """A field whose rows are steps. A dataset that is named itself is one series, even if its group cuts it into rows;
-    a single number is the value of a whole recording."""
+    """A field of steps. A dataset that is named directly is one recording, even if `indptr` in its group cuts it into
+    rows. A single number is the value of a whole recording."""
     data = look_up(root, name, where)
     if not isinstance(data, h5py.Dataset):
         return _open_column(root, name, where, file)
@@ -161,21 +161,21 @@ def _open_steps(root: h5py.Group, name: str, where: str, file: OpenFile) -> Any:
 def _check_order(
     fields: Mapping[str, str], opened: Mapping[str, Any], attributes: Mapping[str, Any], where: str
 ) -> None:
-    """Raise UserError if convert.py has shuffled the steps. Of ragged rows, also if their values are named as one
-    series, whole recordings are shuffled, whose order does not matter."""
+    """Raise UserError if convert.py has shuffled the steps. Ragged rows are no error, even if their values are named as
+    one series: convert.py shuffles them as whole recordings, and the order of recordings does not matter."""
     is_ragged = any(isinstance(opened[field], RaggedColumn) or "/" in name for field, name in fields.items())
     if not is_ragged and str(attributes.get("row_order", "")).startswith("random"):
         cure = "write the file with --keep-order, or use data.window=0"
-        raise UserError(f"{where} has its rows in random order, and data.window needs those of a series; {cure}")
+        raise UserError(f"{where} has its rows in random order, but data.window needs the order of a series; {cure}")
 
 
 def _cut_recordings(opened: Mapping[str, Any], where: str) -> tuple[dict[str, Any], Recordings]:
-    """The fields that have a value for each step, and the recordings, with the fields of one value for each of them."""
+    """The fields with a value for each step, and the recordings, with the fields of one value for each recording."""
     ragged = {field: column for field, column in opened.items() if isinstance(column, RaggedColumn)}
     first, *others = ragged or [""]
     for field, column in ragged.items():
         if column.field.codec:
-            raise UserError(f"{where}: {field} has encoded images, of which there are no windows; use data.window=0")
+            raise UserError(f"{where}: {field} has encoded images, which cannot be cut into windows; use data.window=0")
     for field in others:
         if not np.array_equal(ragged[first].indptr, ragged[field].indptr):
             raise UserError(f"{where}: {first} and {field} have recordings of other lengths; give both the same indptr")
@@ -205,7 +205,7 @@ def _cut_recordings(opened: Mapping[str, Any], where: str) -> tuple[dict[str, An
 
 
 def _warn_of_numbers_not_meant(root: h5py.Group, names: Collection[str], where: str) -> None:
-    """Say where numbers stand for others, and where a matrix has numbers of which the first ones are not all 1."""
+    """Warn of packed numbers (scale, offset), and of a CSR matrix with values that are not all 1 at its beginning."""
     for name in names:
         known = attributes_of(look_up(root, name, where))
         packed = [key for key, same in PACKING.items() if str(known.get(key, same)).strip("[]") not in same]
@@ -225,11 +225,11 @@ def _warn_of_numbers_not_meant(root: h5py.Group, names: Collection[str], where: 
 
 
 def _open_column(root: h5py.Group, name: str, where: str, file: OpenFile) -> Layout | RaggedColumn:
-    """The field that `name` stands for. Raises UserError if its datasets do not fit.
+    """The field with the name `name` in the file. Raises UserError if its datasets do not fit together.
 
-    It is a dataset (rows, *shape); a CSR matrix as anndata writes it, or the `data` of one
-    (https://anndata.readthedocs.io/en/stable/fileformat-prose.html); or a group of `indptr` and `values`, (N, *shape),
-    which are the bytes of image files if it has the attribute `codec`.
+    It is a dataset (rows, *shape); a CSR matrix as anndata writes it, or the `data` of such a matrix
+    (https://anndata.readthedocs.io/en/stable/fileformat-prose.html); or a group of `indptr` and `values`, (N, *shape).
+    If the group has the attribute `codec`, the values are the bytes of image files.
     """
     group = look_up(root, name, where)
     n_items = None
@@ -238,7 +238,7 @@ def _open_column(root: h5py.Group, name: str, where: str, file: OpenFile) -> Lay
         data = find(root, name, h5py.Dataset, where)
         cuts = look_up(data.parent, "indptr", where) if data.ndim == 1 else None
         is_cut = isinstance(cuts, h5py.Dataset) and cuts.ndim == 1 and len(cuts) != len(data) + 1
-        if not is_cut:  # indptr gives each row one value, or there is none
+        if not is_cut:  # there is no indptr, or it gives each row one value
             return open_layout(f"{where}: {name}", data, file)
     elif "values" in group:
         data = find(root, f"{name}/values", h5py.Dataset, where)

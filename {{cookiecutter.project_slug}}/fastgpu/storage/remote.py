@@ -1,7 +1,7 @@
-"""A file in a bucket or on a web server, which is read by way of a local copy.
+"""A file in a bucket or on a web server, which is read through a local copy.
 
-Each part of it is fetched once, when a reader asks for it, and written to its place in the copy (local_copy.py). From
-there on it is read like any local file.
+Each byte range is fetched once, when a reader asks for it, and written to its place in the copy (local_copy.py). After
+that it is read like any local file.
 """
 
 import atexit
@@ -31,13 +31,13 @@ from fastgpu.storage.file import PAGE_BYTES, RESTORE, OpenFile, side_by_side
 from fastgpu.storage.local_copy import LocalCopy
 
 CACHE = "data/cache"
-"""The folder of the copies, unless data.cache names another one."""
+"""The folder of the copies, unless data.cache names another folder."""
 PIECE_BYTES = 1 << 20
-"""h5py reads the metadata in small parts, which are fetched in pieces of this size."""
+"""Size of the pieces in which metadata is fetched. h5py reads metadata in much smaller reads."""
 OPENING_RETRIES = 3
-"""How often a request is sent again while a file is opened: a wrong name is told soon."""
+"""Number of retries of a request while a file is opened: few, so that a wrong name fails fast."""
 PATIENCE = timedelta(minutes=3)
-"""How long a server that is overloaded or gone is waited for later."""
+"""Time during which requests are retried, to survive a server that is overloaded or gone."""
 PAUSES = {"init_backoff": timedelta(seconds=0.5), "max_backoff": timedelta(seconds=15), "base": 2}
 TIMES = {"connect_timeout": timedelta(seconds=10), "read_timeout": timedelta(seconds=30), "timeout": "10m"}
 CURE = "check the URL, and the credentials and the region in the environment"
@@ -46,38 +46,38 @@ CURES = {
     "unable to recognise url": "use s3://, gs://, az:// or https://",
     "http error: error": "check the host, the network, and the certificate of the server",
 }
-"""{part of an error that is no answer of the server: what to try}"""
+"""{text in an error that does not come from the server: what to try}"""
 N_LOCKS = 1021
-"""A thread that fetches bytes has the lock of their offset. There are so many that 64 threads rarely share one, and a
-prime number of them, because the offsets of blocks are often multiples of a power of two."""
+"""Number of locks: a thread that fetches bytes takes the lock of their offset. It is large, so that 64 threads rarely
+share a lock, and prime, because the offsets of blocks are often multiples of a power of two."""
 CLOSE_S = 1.0
-Parts = list[tuple[int, np.ndarray]]
-"""(number of the first byte, bytes)"""
+Fetched = list[tuple[int, np.ndarray]]
+"""(number of the first byte, bytes) of each range that was fetched."""
 
 _locks: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
-os.register_at_fork(after_in_child=_locks.clear)  # threads that have locks are not in a fork, which reads what is local
+os.register_at_fork(after_in_child=_locks.clear)  # a fork has no threads that could release locks
 _opened: dict[str, "RemoteFile"] = {}
 _held = threading.local()
-"""`pages` are (file, first byte, bytes) that this thread has fetched and h5py is to read, if the copy lacks them."""
+"""`pages`: (file, first byte, bytes) that this thread has fetched for h5py, for the case that the copy lacks them."""
 
 
 class RemoteFile(OpenFile):
-    """An object that is open for reading. A fork can read what is local."""
+    """An object that is open for reading. A fork can read only local bytes."""
 
     has_warned = False
-    """Whether it was said that a copy cannot be written."""
+    """Whether a warning was printed that a copy cannot be written."""
 
     def __init__(self, url: str, where: str, folder: str):
-        """where: names it in messages. folder: of the copies. Raises UserError."""
+        """where: the name of the file in messages. folder: of the copies. Raises UserError."""
         bucket, self._name, query = _split(where, url)
         self._bucket = bucket + query
-        # A byte, not HEAD, which a server refuses for a URL that is signed for GET.
+        # Ask for one byte: a server refuses HEAD for a URL that is signed for GET.
         _, self._version = _request(where, partial(self._ask, 0, 1, is_opening=True))
         self.n_requests, self.n_fetched_bytes = 1, 0
         self._prepared: dict[int, int] = {}  # offset -> number of bytes
         self._lock = threading.Lock()
         self._expected = np.empty((0, 2), np.int64)
-        self._n_local = 0  # expected chunks at the beginning that are known to be local
+        self._n_local = 0  # number of expected chunks, from the first on, that are known to be local
         tag, _, modified = self._version
         if tag is None and not modified.timestamp():  # obstore has 1970 for none
             why = "its server says neither an ETag nor a date, so nobody would notice that it has changed"
@@ -85,14 +85,14 @@ class RemoteFile(OpenFile):
         self._copy = _open_copy(folder, where, without_secrets(url), self._version)
         super().__init__(self._copy.descriptor, name=url)
         self.cure = f"if the file is whole there, its copy is damaged: rm {self._copy.path}*"
-        # This runs after the end of the reader threads, which are made later.
+        # Runs after the reader threads have ended: loaders register later, and atexit runs in reverse order.
         atexit.register(self._close_h5)
-        # The metadata is at both ends. It is fetched now, because h5py reads one file at a time.
+        # The metadata is at both ends of a file. It is fetched now, because h5py reads one file at a time.
         for number in sorted({0, max(0, self.size - 1) // PIECE_BYTES}):
             self.read_piece(number)
 
     def check_unchanged(self) -> None:
-        """The object is compared by each request, so this is about the copy."""
+        """Check the copy. The version of the object is checked by each request."""
         self._copy.check_unchanged()
 
     def open_h5(self) -> h5py.File:
@@ -101,15 +101,15 @@ class RemoteFile(OpenFile):
         except OSError:
             if not self._copy.is_writable:
                 raise
-        self._copy.forget(min(PIECE_BYTES, self.size))  # it may be a page that a proxy has sent
+        self._copy.forget(min(PIECE_BYTES, self.size))  # perhaps a proxy has sent a web page instead
         return h5py.File(_Metadata(self), "r")
 
     def _close_h5(self) -> None:
-        """Close the file before Python ends: HDF5, which ends later, would call `_Metadata`."""
+        """Close the file before Python ends: HDF5 ends later, and would call `_Metadata`."""
         if self._h5:
             thread = threading.Thread(target=self._h5.close, daemon=True)
             thread.start()
-            thread.join(CLOSE_S)  # a reader that hangs has the lock of the HDF5 library
+            thread.join(CLOSE_S)  # a reader that hangs may hold the lock of the HDF5 library
 
     def is_prepared(self, offset: int) -> bool:
         return offset in self._prepared
@@ -131,10 +131,10 @@ class RemoteFile(OpenFile):
         return self._copy.has(*self._pages_of(offset, count))
 
     def prepare(self, offset: int, count: int, check: Callable[[np.ndarray], None] | None = None) -> np.ndarray | None:
-        """See `OpenFile`. Bytes are checked once in each process, whoever has fetched them. Raises UserError."""
+        """See `OpenFile`. Each process checks bytes once, whichever process has fetched them. Raises UserError."""
         if self._prepared.get(offset, 0) >= count:
             return None
-        fetched: Parts = []
+        fetched: Fetched = []
         with _locks[offset // PAGE_BYTES % N_LOCKS]:
             if check or not self._has(offset, count):
                 begin, end = self._pages_of(offset, count)
@@ -145,9 +145,9 @@ class RemoteFile(OpenFile):
                     try:
                         check(pages[within])
                     except UserError:
-                        if sum(len(part) for _, part in fetched) == len(pages):
+                        if sum(len(each) for _, each in fetched) == len(pages):
                             raise
-                        # Bytes that were local are damaged.
+                        # The damage is in local bytes: fetch all of them again.
                         pages = self._get(begin, end)
                         fetched = [(begin, pages)]
                         _held.pages = self, begin, pages
@@ -160,24 +160,24 @@ class RemoteFile(OpenFile):
     def _pages_of(self, offset: int, count: int) -> tuple[int, int]:
         return offset - offset % PAGE_BYTES, min(self.size, -(-(offset + count) // PAGE_BYTES) * PAGE_BYTES)
 
-    def _read_or_get(self, begin: int, end: int) -> tuple[np.ndarray, Parts]:
-        """The bytes from `begin` to `end`, and the parts of them that were not local, and were fetched."""
+    def _read_or_get(self, begin: int, end: int) -> tuple[np.ndarray, Fetched]:
+        """The bytes from `begin` to `end`, and the ranges in them that had to be fetched."""
         pages = np.empty(end - begin, np.uint8)
-        fetched: Parts = []
+        fetched: Fetched = []
         at = begin
         while at < end:
             first, last = self._copy.missing(at, end)
             if at < first:
                 self.preadv([pages[at - begin : first - begin].data], at)
             if first < last:
-                part = pages[first - begin : last - begin]
-                part[:] = self._get(first, last)
-                fetched.append((first, part))
+                content = pages[first - begin : last - begin]
+                content[:] = self._get(first, last)
+                fetched.append((first, content))
             at = last
         return pages, fetched
 
     def _ask(self, begin: int, end: int, obstore: Any, *, is_opening: bool = False) -> tuple[Any, tuple[Any, ...]]:
-        """These bytes, and the version of the object: what must not change while it is in use."""
+        """These bytes, and the version of the object, which must not change while the object is in use."""
         client = _client(self._bucket, is_opening=is_opening)
         found = obstore.get(client, self._name, options={"range": (begin, end)})
         return found.bytes(), (found.meta["e_tag"], found.meta["size"], found.meta["last_modified"])
@@ -193,27 +193,27 @@ class RemoteFile(OpenFile):
         self.n_fetched_bytes += len(content)
         return np.frombuffer(content, np.uint8)
 
-    def _keep(self, fetched: Parts, offset: int, count: int) -> bool:
-        """Write what was fetched to the copy; see `LocalCopy.write`. False: there is no room now."""
+    def _keep(self, fetched: Fetched, offset: int, count: int) -> bool:
+        """Write the fetched bytes to the copy; see `LocalCopy.write`. False: the copy cannot be written now."""
         try:
             for begin, pages in fetched:
                 self._copy.write(pages, begin, offset, count)
         except OSError as error:
             if not RemoteFile.has_warned:
-                warn(f"data.cache cannot be written ({error}): what it does not have is fetched in each epoch")
+                warn(f"data.cache cannot be written ({error}): blocks that it lacks are fetched in each epoch")
             RemoteFile.has_warned = True
             return False
         return True
 
     def at_hand(self, offset: int, count: int) -> np.ndarray | None:
-        """(count,) uint8 for h5py, until this thread reads again. None: they have to be fetched."""
+        """(count,) uint8 for h5py, valid until this thread reads again. None: the bytes have to be fetched."""
         file, begin, pages = getattr(_held, "pages", None) or (None, 0, np.empty(0, np.uint8))
         if file is self and begin <= offset and offset + count <= begin + len(pages):
             return pages[offset - begin : offset - begin + count]
         return self.read(offset, count) if self._has(offset, count) else None
 
     def read_piece(self, number: int) -> bytes:
-        """A piece of the metadata."""
+        """A piece of the metadata, fetched if it is not local."""
         begin = number * PIECE_BYTES
         pages, fetched = self._read_or_get(begin, min(self.size, begin + PIECE_BYTES))
         self._keep(fetched, begin, len(pages))
@@ -221,7 +221,7 @@ class RemoteFile(OpenFile):
 
 
 class _Metadata(io.RawIOBase):
-    """A remote file as h5py reads it."""
+    """The file object through which h5py reads a remote file."""
 
     def __init__(self, file: RemoteFile):
         self._file = file
@@ -245,7 +245,7 @@ class _Metadata(io.RawIOBase):
 
 
 def open_remote(url: str, where: str, folder: str) -> RemoteFile:
-    """The file of a URL, which a process opens once. See `RemoteFile`."""
+    """The file of a URL. A process opens each URL once. See `RemoteFile`."""
     with _locks[hash(url) % N_LOCKS]:
         if url not in _opened:
             _opened[url] = RemoteFile(url, where, folder or CACHE)
@@ -253,7 +253,7 @@ def open_remote(url: str, where: str, folder: str) -> RemoteFile:
 
 
 def expand(key: str, pattern: str) -> list[str]:
-    """The URLs that a pattern such as s3://bucket/part-*.h5 matches. Raises UserError for none."""
+    """The URLs that a pattern such as s3://bucket/part-*.h5 matches. Raises UserError if there are none."""
     bucket, name, query = _split(f"{key}: {pattern}", pattern)
     if not name or glob.has_magic(bucket):
         raise UserError(f"{key}: {pattern} should end in the name of a file, or in a pattern such as part-*.h5")
@@ -267,7 +267,7 @@ def expand(key: str, pattern: str) -> list[str]:
 
 
 def counters() -> dict[str, float]:
-    """{tag: value}: what this process has fetched until now, and how much of its files is on this machine."""
+    """{tag: value}: requests and bytes of this process so far, and the share of its files that is on this machine."""
     files = list(_opened.values())
     n_local = sum(512 * os.fstat(file._raw.fileno()).st_blocks for file in files)
     counts = {
@@ -283,7 +283,7 @@ def _is_http(url: str) -> bool:
 
 
 def _split(where: str, url: str) -> tuple[str, str, str]:
-    """(bucket, name, query) of a URL; without the second one, a client is made for the other two. Raises UserError."""
+    """(bucket, name, query) of a URL. A client is made for bucket and query. Raises UserError."""
     if USER.search(url):
         variables = "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, for example"
         raise UserError(f"{where}: a user and a password in a URL are not sent; set {variables}, in the environment")
@@ -310,7 +310,10 @@ def _open_copy(folder: str, where: str, url: str, version: tuple[Any, ...]) -> L
 
 
 def _request(where: str, request: Callable[[Any], Any], then: str = "") -> Any:
-    """What a request gives, called with obstore. then: follows the cure. Raises UserError for what it raises."""
+    """The result of `request`, which is called with the module obstore. Raises UserError for its errors.
+
+    then: the end of the message, after the cure.
+    """
     if not find_spec("obstore"):
         raise UserError(f"{where} is read by obstore: {install_command('cloud')}")
     if _process() != os.getpid():  # the threads of obstore are not in a fork
@@ -327,7 +330,7 @@ def _request(where: str, request: Callable[[Any], Any], then: str = "") -> Any:
         text, _, source = str(error).partition("\n\nDebug source")
         if isinstance(error, FileNotFoundError) and "405" not in text:
             raise UserError(f"{where} does not exist") from None
-        # Why a request was not sent is in the last words of obstore's data structures.
+        # The reason why a request was not sent is at the end of the data structures in obstore's message.
         if source := source.partition("HttpError")[2]:
             last = re.findall('"(.+?)"', source) or re.split("error: |source: ", source)
             text = f"{text} ({' '.join(re.findall('[^(){}, ]+', ' '.join(last[-1].split())))})"
@@ -338,13 +341,13 @@ def _request(where: str, request: Callable[[Any], Any], then: str = "") -> Any:
 
 @cache
 def _process() -> int:
-    """The process that uses obstore: this one, or the one that it is a fork of."""
+    """The process that uses obstore: this process, or the process that it was forked from."""
     return os.getpid()
 
 
 @cache
 def _client(bucket: str, *, is_opening: bool) -> Any:
-    """It takes credentials, regions and endpoints from the environment."""
+    """The client of a bucket. It takes credentials, regions and endpoints from the environment."""
     retries = {"max_retries": OPENING_RETRIES if is_opening else 1000, "retry_timeout": PATIENCE}
     store = import_module("obstore.store")
     backoff = {} if is_opening else {"backoff": PAUSES}

@@ -1,7 +1,7 @@
 """HDF5 files as one dataset of rows in blocks, which any number of threads can read.
 
-h5py reads the metadata once: type, shape and the place of each chunk in the file. The rows are read without it: its
-library holds one lock over all reads, so only one thread at a time can read through h5py. `preadv` has no such lock.
+h5py reads the metadata once: type, shape and the place of each chunk in the file. The rows are read without h5py,
+because its library holds one lock during each read, so only one thread at a time can read. `preadv` needs no lock.
 """
 
 import hashlib
@@ -29,15 +29,15 @@ from fastgpu.storage.part import Part, Recordings, Request, open_parts
 __all__ = ["open_store"]
 
 AROUND_PAGE_CACHE = 1.5
-"""Files of more than this times the free memory are read around the page cache, which could keep a few blocks at most
-until the next epoch asks for them: under a third of them, if the blocks come in random order."""
+"""Files larger than this factor times the free memory are read around the page cache. The page cache could keep less
+than a third of their blocks until the next epoch, if the blocks come in random order."""
 
 
 class HDF5Dataset(Dataset):
-    """The rows of one or more HDF5 files, one file after the other. Safe to use after a fork."""
+    """The rows of one or more HDF5 files, file after file. Safe to use after a fork."""
 
     def __init__(self, parts: Sequence[Part], codecs: Mapping[str, Codec]):
-        """codecs: {field: what decodes its rows, if they are encoded}. The attributes are those of the first part."""
+        """codecs: {field: decoder of its rows, if they are encoded}. The attributes come from the first part."""
         first, *others = parts
         self.name = first.name + (f" and {len(others)} more" if others else "")
         self.part_rows = [part.n_rows for part in parts]
@@ -82,7 +82,7 @@ class HDF5Dataset(Dataset):
 
     @cached_property
     def stored_fingerprint(self) -> str:
-        """Of all rows if the files have checksums, else of some. Raises UserError."""
+        """A hash of all rows if the files have checksums, else of some rows. Raises UserError."""
         columns = [column for part in self.parts for column in part.columns.values()]
         fingerprints = side_by_side(lambda column: column.fingerprint(), columns)
         return hashlib.sha256(b"".join(fingerprints)).hexdigest()[:12]
@@ -95,7 +95,7 @@ class HDF5Dataset(Dataset):
         return np.concatenate([each.rows if isinstance(each, InMemory) else each.read_all() for each in columns])
 
     def sources(self, row_ids: np.ndarray | slice = slice(None)) -> list[str]:
-        """Where each of some rows came from, as convert.py wrote it. Empty texts if their file does not say it."""
+        """The source of each row, such as an image file, as convert.py wrote it. Empty texts if the file has none."""
         found = []
         for part in self.parts:
             with open_file(part.path, part.path) as (_, h5):
@@ -107,7 +107,7 @@ class HDF5Dataset(Dataset):
 
     @cached_property
     def recordings(self) -> Recordings:
-        """If the rows are steps: the recordings of all files, one after the other."""
+        """If rows are steps: the recordings of all files, file after file."""
         each = [part.recordings for part in self.parts]
         starts = [part.runs.starts + first_row for part, first_row in zip(each, self.first_rows, strict=True)]
         runs = Runs(np.concatenate(starts), np.concatenate([part.runs.counts for part in each]))
@@ -115,7 +115,7 @@ class HDF5Dataset(Dataset):
 
     @cached_property
     def unit_rows(self) -> int:
-        """Rows that are decompressed together: to read one of them costs as much as to read all."""
+        """Number of rows that are decompressed together: reading one of them costs as much as reading all."""
         columns = [column for part in self.parts for column in part.columns.values()]
         units = [each.chunk_rows for each in columns if isinstance(each, Layout) and not isinstance(each, PlainRows)]
         return max(units, default=1)
@@ -124,7 +124,7 @@ class HDF5Dataset(Dataset):
         self.read_ranges(plan, reads.ranges(), out)
 
     def read_ranges(self, plan: PoolPlan, ranges: Iterable[Range], out: Mapping[str, Out]) -> None:
-        """`read` of ranges, whose places may be neighbours. Each is of one file."""
+        """Like `read`, for ranges, each of one file. The places of a range may be neighbours."""
         by_part: dict[int, list[Range]] = {}
         for start, places in ranges:
             number = self._number_of(start)
@@ -134,12 +134,14 @@ class HDF5Dataset(Dataset):
                 column.read(ranges_of_part, out[name], plan)
 
     def _number_of(self, row: int) -> int:
-        """The number of the file that has a row."""
+        """The number of the part that has a row."""
         return bisect_right(self.first_rows, row) - 1
 
     def view(self, start: int, n_rows: int) -> Sequence[np.ndarray] | None:
-        """The bytes of neighbouring rows of one file, for each field, if they are in memory. They are not copied: call
-        `check_unchanged` before and after they are used. Only for rows that are steps."""
+        """Views of the bytes of neighbouring rows of one file, one for each field; None if they are not in memory.
+
+        Call `check_unchanged` before and after you use the views. Only for rows that are steps.
+        """
         number = self._number_of(start)
         first = start - self.first_rows[number]
         views = [column.view(first, n_rows) for column in self.parts[number].columns.values()]
@@ -151,13 +153,13 @@ class HDF5Dataset(Dataset):
             file.check_unchanged()
 
     def gathers(self, plan: PoolPlan, out: Mapping[str, Out], n_rows: int) -> list[Callable[[], None]]:
-        """Jobs for any thread that copy a pool out of the page cache, `n_rows` rows each in the order of the pool.
+        """Jobs for any thread that copy a pool out of the page cache, `n_rows` rows each, in the order of the pool.
 
-        Empty if `cached_rows` has none for one field, or if there are several files. `read` would take 1.11 and 1.16
-        times the CPU time for rows of 116 kB, 1.02 and 1.05 times for 12 kB, but only 0.87 times for 3 kB (two readers
-        of bench/run.py on a 2-core VM with other work, 2026-11-27; medians of 9 and of 15 rounds).
+        Empty if a field has no `cached_rows`, or if there are several files. `read` would take 1.11 and 1.16 times the
+        CPU time for rows of 116 kB, 1.02 and 1.05 times for 12 kB, but only 0.87 times for 3 kB (two readers of
+        bench/run.py on a 2-core VM with other work, 2026-11-27; medians of 9 and of 15 rounds).
         """
-        copies: list[tuple[np.ndarray, np.ndarray]] = []  # all rows and the pool, (rows, bytes) both, of each field
+        copies: list[tuple[np.ndarray, np.ndarray]] = []  # for each field: all rows, and the pool; both (rows, bytes)
         for name, column in self.parts[0].columns.items() if len(self.parts) == 1 else ():
             rows = column.cached_rows(plan.reads.ranges()) if isinstance(column, InMemory | PlainRows) else None
             if rows is None:
@@ -168,7 +170,7 @@ class HDF5Dataset(Dataset):
         def gather(places: slice) -> None:
             self.file.check_unchanged()
             for rows, pool in copies:
-                # mode="raise" would copy the pool.
+                # mode="clip": "raise" would copy the pool.
                 np.take(rows, row_ids[places], axis=0, out=pool[places], mode="clip")
             self.file.check_unchanged()
 
@@ -185,13 +187,13 @@ def open_store(
     by_step: bool = False,
     cache: str = "",
 ) -> HDF5Dataset:
-    """Open HDF5 files as one source of rows. Raises UserError if a person has to change something.
+    """Open HDF5 files as one dataset. Raises UserError if a person has to change something.
 
     key: the config key that names the files, for messages. paths: one or more of `file.h5`, `file.h5::/group`, URLs and
-    globs such as `part-*.h5`. fields: {field: dataset or CSR group in the file}. codecs: {field: what decodes its rows,
+    globs such as `part-*.h5`. fields: {field: dataset or CSR group in the file}. codecs: {field: decoder of its rows,
     if they are encoded}. by_step: rows are steps of recordings, and a ragged row is a recording. cache: the folder for
-    copies of files of a bucket; by default data/cache. The attributes are those of the first file or group, but `mean`
-    and `std` are of all rows.
+    local copies of URLs; by default data/cache. The attributes come from the first file or group, except that `mean`
+    and `std` are computed for all rows.
     """
     paths = [paths] if isinstance(paths, str) else paths
     files = [file for path in paths for file in expand(key, path, cache)]
@@ -220,7 +222,7 @@ def _check_fields(key: str, first: Part, other: Part) -> None:
 def _open_parts(
     key: str, files: Sequence[tuple[str, str]], fields: Mapping[str, str], *, by_step: bool, cache: str
 ) -> list[Part]:
-    """files: (path, group) of each part. Those in a bucket are opened side by side, as they wait for the network."""
+    """Open the parts of a dataset. files: (path, group) of each part. URLs are opened in parallel, in threads."""
     groups: dict[str, list[str]] = {}
     for path, group in files:
         groups.setdefault(path, []).append(group)
@@ -233,15 +235,15 @@ def _open_parts(
 
     opened = side_by_side(open_one, groups) if any(map(is_url, groups)) else [*map(open_one, groups)]
     parts = {path: iter(each) for path, each in zip(groups, opened, strict=True)}
-    return [next(parts[path]) for path, _ in files]  # in the order in which they are named
+    return [next(parts[path]) for path, _ in files]  # in the order of `files`
 
 
 def _pool_statistics(parts: Sequence[Part]) -> dict[str, Any]:
-    """The attributes `mean` and `std` of the rows of all files. Nothing if they do not differ, or a file has none."""
+    """The attributes `mean` and `std` over the rows of all files. Empty if the files agree, or if a file has none."""
     names = ("mean", "std")
     known = [[part.attributes[name] for name in names] for part in parts if {*names} <= part.attributes.keys()]
     if 0 < len(known) < len(parts):
-        warn(f"{len(known)} of {len(parts)} files have attributes mean and std; those of {parts[0].name} hold for all")
+        warn(f"{len(known)} of {len(parts)} files have attributes mean and std; the values of {parts[0].name} are used")
     if len(known) < len(parts) or all(each == known[0] for each in known):
         return {}
     means, stds = np.array(known, np.float64).swapaxes(0, 1)

@@ -1,14 +1,14 @@
 """Windows of long series: a row is `length` neighbouring steps of a recording, such as tokens, hours or frames.
 
-The source below has a row for each step. A recording is a file, a group, or a row of a ragged field; no window crosses
-from one to the next. A recording has P = steps - length + 1 places where a window can begin, and an epoch has
-n = ceil(P / stride) windows of it:
+The dataset below the windows has a row for each step. A recording is a file, a group, or a row of a ragged field; no
+window crosses from one recording to the next. A recording has P = steps - length + 1 places where a window can begin,
+and an epoch has n = ceil(P / stride) windows of each recording:
 
     in order of the file   at 0, stride, 2 * stride, ...
     shuffled               at (j * P + v) // n for j = 0 ... n - 1, with v drawn from 0 ... P - 1 for each epoch
 
-So in training, windows begin at most a stride apart, never twice at one place, and anywhere with the same chance: each
-step is read about length / stride times in an epoch, and many epochs have all windows that there are.
+So in training, windows begin at most a stride apart and never twice at the same place, and every place has the same
+chance. Each step is read about length / stride times in an epoch, and over many epochs all possible windows occur.
 """
 
 import hashlib
@@ -32,27 +32,27 @@ from fastgpu.storage.part import Recordings
 from fastgpu.storage.store import HDF5Dataset, open_store
 
 OVERLAP_BYTES = 128 << 10
-"""Minimum size of a block of windows that overlap. Neighbours look alike, so the more they overlap the smaller it is: a
-pool has blocks from thousands of places."""
+"""Minimum size of a block of overlapping windows. Blocks get smaller as the overlap grows, since neighbours look alike:
+a pool then has blocks from thousands of places."""
 CHUNKS_PER_BLOCK = 4
-"""A block has the windows of about so many compressed chunks, and decodes one more, at its end."""
+"""A block has the windows of about this many compressed chunks. Reading it decodes one chunk more, at its end."""
 MAX_BLOCKS = 10_000_000
-"""So many blocks are planned in a second. More would take gigabytes of memory."""
+"""Maximum number of blocks: planning them takes a second, and more would need gigabytes of memory."""
 MAX_WINDOWS = 1 << 31
-"""So many windows of an epoch have numbers whose squares are whole numbers of 64 bits."""
+"""Maximum number of windows in an epoch: the squares of their numbers fit into 64 bits."""
 LONG_WINDOW_BYTES = 16 << 10
-"""Windows of this size are copied one by one. Of shorter ones, those of a block are read together, then cut."""
+"""Windows of this size or more are copied one by one. Shorter windows of a block are read together, then cut."""
 Steps = HDF5Dataset | ArrayDataset
-"""A source whose rows are steps."""
+"""A dataset with steps as rows."""
 
 
 class WindowDataset(Dataset):
-    """Windows of a source whose rows are steps."""
+    """Windows of a dataset with steps as rows."""
 
     def __init__(self, steps: Steps, recordings: Recordings, length: int, stride: int):
-        """recordings: of the steps; those that are shorter than a window have none.
+        """recordings: of the steps. Recordings that are shorter than a window have no windows.
 
-        Raises UserError if all of them are, or if there are too many windows.
+        Raises UserError if all recordings are shorter, or if there are too many windows.
         """
         n_places = recordings.runs.counts - length + 1
         if not (n_places > 0).any():
@@ -62,7 +62,7 @@ class WindowDataset(Dataset):
             )
         n_steps = int(recordings.runs.counts.sum())
         self.recordings = recordings.part(recordings.runs.starts, np.where(n_places > 0, recordings.runs.counts, 0))
-        """Those that have room for a window."""
+        """The recordings that have room for a window."""
         self.steps = self.whole = steps
         self.length, self.stride = length, stride
         self.cut = {"window": length, "stride": stride}
@@ -89,7 +89,7 @@ class WindowDataset(Dataset):
         unit_rows = self.steps.unit_rows
         chunk_bytes = unit_rows * self.steps.row_bytes
         read_bytes = max(BLOCK_BYTES, CHUNKS_PER_BLOCK * chunk_bytes if unit_rows > 1 else 0)
-        share = min(1, self.stride / self.length)  # of the bytes of these windows, those that are read
+        share = min(1, self.stride / self.length)  # bytes that are read, as a share of the bytes of the windows
         n_bytes = max(OVERLAP_BYTES, chunk_bytes, int(read_bytes * share))
         return max(1, min(n_bytes // self.row_bytes, n_windows // MIN_BLOCKS))
 
@@ -110,31 +110,31 @@ class WindowDataset(Dataset):
 
     @cached_property
     def stored_fingerprint(self) -> str:
-        """Of the steps, and of how they are cut. Raises UserError."""
+        """A hash of the steps, and of the settings that cut them. Raises UserError."""
         content = hashlib.sha256(f"{self.steps.stored_fingerprint} {self.length} {self.stride}".encode())
         for array in (*self.recordings.runs, *self.recordings.values.values()):
             content.update(np.ascontiguousarray(array).data)
         return content.hexdigest()[:12]
 
     def stored_column(self, name: str) -> np.ndarray | None:
-        """A field of one value for each recording, repeated for its windows. Others are in no memory."""
+        """A field of one value for each recording, repeated for its windows. None for other fields."""
         values = self.recordings.values.get(name)
         return None if values is None else values.repeat(self._n_windows, axis=0)
 
     def first_steps(self) -> np.ndarray:
-        """(rows,) int64: the step where each window begins in the order of the file, as `column` has its values."""
+        """(rows,) int64: the first step of each window, in the order of the file, as in `column`."""
         recordings = Runs(self._first_rows, self._n_windows)
         return self._selected(self._find(None, recordings)[1])
 
     def _draw_shifts(self, seed: int, epoch: int) -> np.ndarray:
-        """(recordings,) the v of each in that epoch."""
+        """(recordings,) the shift v of each recording in this epoch."""
         rng = np.random.default_rng(np.random.SeedSequence((seed, epoch), spawn_key=(0, 0, 0)))
         return rng.integers(self._n_places)
 
     def _find(self, plan: PoolPlan | None, runs: Runs) -> tuple[np.ndarray, np.ndarray]:
         """(n,) the recording, and the first step, of each window. plan: None for the order of the file.
 
-        runs: of neighbouring windows, each of one recording.
+        runs: runs of neighbouring windows, each in one recording.
         """
         numbers = np.searchsorted(self._first_rows, runs.starts, "right") - 1
         j = Runs(runs.starts - self._first_rows[numbers], runs.counts).numbers()
@@ -143,18 +143,18 @@ class WindowDataset(Dataset):
         if plan is None or not plan.is_shuffled:
             return numbers, starts + j * self.stride
         shifts = self._shifts(plan.seed, plan.epoch)[numbers]
-        # This is (j * P + v) // n, where j * P might overflow.
+        # The result is (j * P + v) // n, but without j * P, which might overflow.
         moved = (j * self._rest[numbers] + shifts) // self._n_windows[numbers]
         return numbers, starts + j * self._whole[numbers] + moved
 
     def over(self, stored: Dataset) -> "WindowDataset":
         assert isinstance(stored, ArrayDataset)
-        part = copy(self)
-        part.steps = stored
-        return part
+        other = copy(self)
+        other.steps = stored
+        return other
 
     def gather(self, plan: PoolPlan, stored: Rows, out: Rows) -> Rows:
-        """The windows of a pool. stored: all steps, each of them once, whatever the stride."""
+        """The windows of a pool. stored: all steps, each step once, for any stride."""
         recordings, first_steps = np.empty((2, plan.n_rows), np.int64)
         recordings[plan.reads.places], first_steps[plan.reads.places] = self._find(plan, plan.reads.runs)
         windows: dict[str, Tensor | Ragged] = {
@@ -176,19 +176,19 @@ class WindowDataset(Dataset):
             self.steps.read_ranges(plan, zip(first_steps.tolist(), places, strict=True), steps)
             return
         rows = [_bytes_of(out[name]) for name in self.steps.fields]
-        last_steps = first_steps[np.cumsum(reads.runs.counts) - 1]  # one of each run tells its file
+        last_steps = first_steps[np.cumsum(reads.runs.counts) - 1]  # one step of each run identifies its file
         self.steps.check_unchanged(last_steps)
         done = 0
-        for part in reads.split(max(1, BLOCK_BYTES // self.row_bytes)):
-            n_rows = len(part.places)
-            self._read_together(plan, part, first_steps[done : done + n_rows], out=rows)
+        for some in reads.split(max(1, BLOCK_BYTES // self.row_bytes)):
+            n_rows = len(some.places)
+            self._read_together(plan, some, first_steps[done : done + n_rows], out=rows)
             done += n_rows
         self.steps.check_unchanged(last_steps)
 
     def _read_together(
         self, plan: PoolPlan, reads: Reads, first_steps: np.ndarray, *, out: Sequence[np.ndarray]
     ) -> None:
-        """Read the steps of each run of windows once, and cut the windows out of them. out: (rows, bytes) of fields."""
+        """Read the steps of each run of windows once, and cut the windows out of them. out: (rows, bytes) per field."""
         ends = np.cumsum(reads.runs.counts)
         starts = first_steps[ends - reads.runs.counts]
         n_steps = first_steps[ends - 1] + self.length - starts
@@ -208,7 +208,7 @@ class WindowDataset(Dataset):
                 rows[places] = np.ndarray(shape, np.uint8, content, step * n_bytes, strides)
 
     def _look_at(self, plan: PoolPlan, starts: Sequence[int], n_steps: Sequence[int]) -> list[Sequence[np.ndarray]]:
-        """The bytes of each field in each run of steps: those of the mapped file, or a copy in scratch memory."""
+        """The bytes of each field in each run of steps: a view of the mapped file, or a copy in scratch memory."""
         contents = [view or () for view in map(self.steps.view, starts, n_steps)]
         missing = [run for run, content in enumerate(contents) if not content]
         if missing:
@@ -227,7 +227,7 @@ class WindowDataset(Dataset):
 def open_windows(
     key: str, paths: str | Sequence[str], fields: Mapping[str, str], length: int, *, stride: int = 0, cache: str = ""
 ) -> WindowDataset:
-    """Open HDF5 files as windows of the steps that their rows are. stride: 0 is the length. See `open_store`."""
+    """Open HDF5 files with steps as rows, as a dataset of windows. stride: 0 means the length. See `open_store`."""
     steps = open_store(key, paths, fields, by_step=True, cache=cache)
     windows = WindowDataset(steps, steps.recordings, length, stride or length)
     n_recordings = len(steps.recordings.runs.counts)
@@ -240,10 +240,10 @@ def open_windows(
 
 
 def hold_out_steps(recordings: Recordings, share: float) -> tuple[Recordings, Recordings]:
-    """(steps to train on, steps to validate on): no step is in both, whatever the windows.
+    """(steps to train on, steps to validate on): no step is in both, for any windows.
 
-    They depend on the arguments only. Whole recordings are held out, chosen at random, and the end of one more. So of a
-    single recording, its end is.
+    The steps depend on the arguments only. Whole recordings, chosen at random, are held out, and the end of one more
+    recording. If there is a single recording, its end is held out.
     """
     starts, counts = recordings.runs
     order = np.random.default_rng(0).permutation(len(counts))
@@ -265,7 +265,7 @@ def _windows_in(column: Tensor | Ragged, length: int) -> Tensor:
 
 
 def _steps_of(windows: Out) -> np.ndarray:
-    """(rows * L, *shape): the steps of windows, (rows, L, *shape), one after the other."""
+    """(rows * L, *shape): the steps of windows, (rows, L, *shape), in their order."""
     array = np.asarray(windows)
     return array.reshape(-1, *array.shape[2:])
 
@@ -277,7 +277,7 @@ def _bytes_of(windows: Out) -> np.ndarray:
 
 
 def _cut_blocks(n_rows: np.ndarray, size: int) -> np.ndarray:
-    """(blocks,) int32: rows of each block. Every recording is cut on its own, into blocks of `size`."""
+    """(blocks,) int32: number of rows in each block. Each recording is cut separately into blocks of `size` rows."""
     n_blocks = -(-n_rows // size)
     blocks = np.full(int(n_blocks.sum()), size, np.int32)
     blocks[np.cumsum(n_blocks) - 1] = n_rows - (n_blocks - 1) * size

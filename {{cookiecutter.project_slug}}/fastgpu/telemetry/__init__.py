@@ -1,8 +1,8 @@
-"""What a run measures, and how it is shown.
+"""Measurements of a run, and where they are logged.
 
 clock       rows per second, and the time that the device waits for rows
-monitor     GPUs, CPUs and memory of the machine
-tensorboard where scalars go: metrics.jsonl, TensorBoard, Weights & Biases, the progress bar
+monitor     counters of the machine: GPUs, CPUs, memory, disks
+tensorboard the outputs of scalars: metrics.jsonl, TensorBoard, Weights & Biases, the progress bar
 """
 
 from fastgpu.telemetry.clock import Clock

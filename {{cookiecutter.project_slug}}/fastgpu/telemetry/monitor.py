@@ -1,7 +1,6 @@
-"""Counters of the machine of rank 0: its GPUs through NVML, its CPUs, memory and disks through psutil, and others
-that it is given.
+"""Counters of the machine of rank 0: GPUs through NVML; CPUs, memory and disks through psutil; and additional counters.
 
-A counter that a GPU, its driver or this system does not have is named once and left out, never logged as 0.
+If a GPU, its driver or the system lacks a counter, a warning names it once. It is left out, and never logged as 0.
 """
 
 import threading
@@ -25,16 +24,16 @@ from fastgpu.process.world import World
 
 T = TypeVar("T")
 Counters = dict[str, Callable[[], float | None]]
-"""{tag: function that reads its value, or None if there is no new one}"""
+"""{tag: function that returns its value, or None if there is no new value}"""
 HostCounters = Mapping[str, Callable[[], Mapping[str, float]]]
-"""{what is counted, in words: function that returns {tag: value}}"""
+"""{name of the counters, in words: function that returns {tag: value}}"""
 
 
 class Monitor(AbstractContextManager["Monitor"]):
-    """Reads counters from its creation to the end of the context; those of GPUs are sampled by a thread."""
+    """Reads counters from its creation to the end of the context. A thread samples the counters of GPUs."""
 
     def __init__(self, world: World, more: HostCounters = MappingProxyType({}), *, poll_s: float = 1.0):
-        """more: other counters of this process, such as of what it has read."""
+        """more: further counters of this process, such as of the bytes that it has read."""
         self._world = world
         self._poll_s = poll_s
         self._counters = gpu_counters(world) if world.is_main else {}
@@ -50,7 +49,7 @@ class Monitor(AbstractContextManager["Monitor"]):
         dict(_read_each(self._host))  # the first interval begins here
 
     def means(self) -> dict[str, float]:
-        """{tag: mean of its values since the last call}, with the minima of GPU use. Nothing on other ranks."""
+        """{tag: mean of its values since the last call}, and the minima of GPU use. Empty on other ranks."""
         if not self._world.is_main:
             return {}
         values: defaultdict[str, list[float]] = defaultdict(list)
@@ -75,7 +74,7 @@ class Monitor(AbstractContextManager["Monitor"]):
 
 
 def _read_each(counters: dict[str, Callable[[], T]]) -> Iterator[tuple[str, T]]:
-    """(tag, value) of each counter. Whatever a driver or a container raises costs this counter, not the run."""
+    """(tag, value) of each counter. A counter that raises an exception is dropped with a warning."""
     for tag, function in list(counters.items()):
         try:
             value = function()
@@ -89,14 +88,14 @@ def _read_each(counters: dict[str, Callable[[], T]]) -> Iterator[tuple[str, T]]:
 def _read_host() -> dict[str, float]:
     """The use of all CPUs since the last call in this thread, and the memory of this process and of the machine."""
     times = psutil.cpu_times_percent()._asdict()
-    times["user"] += times.pop("nice", 0.0)  # programs of lower priority use the CPUs, too
+    times["user"] += times.pop("nice", 0.0)  # includes programs of lower priority
     shares = {f"host/cpu_{name}_pct": times[name] for name in ("user", "system", "iowait") if name in times}
     rss_gib = psutil.Process().memory_info().rss / GIB
     return {**shares, "host/rss_gib": rss_gib, "host/available_gib": psutil.virtual_memory().available / GIB}
 
 
 def _read_disks() -> Iterator[dict[str, float]]:
-    """The rate of all disks of this machine since the last value. The first one means nothing."""
+    """The rate of all disks of this machine since the last value. The first value has no meaning."""
     then = before = 0.0
     while counters := psutil.disk_io_counters():
         now, after = time.monotonic(), counters.read_bytes
@@ -106,7 +105,7 @@ def _read_disks() -> Iterator[dict[str, float]]:
 
 
 def gpu_counters(world: World) -> Counters:
-    """The counters of the GPUs that the ranks of this machine use, up to one that NVML does not know."""
+    """The counters of the GPUs of this machine's ranks, up to the first GPU that NVML does not know."""
     if world.device.type != "cuda":
         return {}
     counters: Counters = {"gpu0/mem_peak_gib": lambda: torch.cuda.max_memory_allocated(0) / GIB}
@@ -119,7 +118,7 @@ def gpu_counters(world: World) -> Counters:
 
 
 def _counters_of(number: int) -> Counters:
-    """The counters of CUDA's GPU of this number. NVML has other numbers where CUDA hides or reorders GPUs."""
+    """The counters of the GPU with this CUDA number. NVML's numbers differ if CUDA hides or reorders GPUs."""
     pynvml.nvmlInit()
     gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(number).uuid}")
     counters: Counters = {
@@ -129,13 +128,13 @@ def _counters_of(number: int) -> Counters:
         f"gpu{number}/temperature_c": partial(_temperature, gpu),
     }
     counts_activity = False
-    with suppress(Exception):  # an old driver does not even have the question
+    with suppress(Exception):  # an old driver lacks this call
         counts_activity = pynvml.nvmlGpmQueryDeviceSupport(gpu).isSupportedDevice
     if counts_activity:
         of_sms, of_tensor_cores = pynvml.NVML_GPM_METRIC_SM_UTIL, pynvml.NVML_GPM_METRIC_ANY_TENSOR_UTIL
         counters[f"gpu{number}/sm_active_pct"] = partial(next, _active_pct(gpu, of_sms))
         counters[f"gpu{number}/tensor_active_pct"] = partial(next, _active_pct(gpu, of_tensor_cores))
-    elif not number:  # once, not for each of eight GPUs
+    elif not number:  # warn once, not for each of eight GPUs
         warn("gpu<n>/sm_active_pct and tensor_active_pct are not measured here (they need Hopper or newer)")
     return counters
 
@@ -148,7 +147,7 @@ def _temperature(gpu: Any) -> float:
 
 
 def _active_pct(gpu: Any, metric: int) -> Iterator[float | None]:
-    """How much of a GPU was at work since the last value, in percent. metric: NVML_GPM_METRIC_..."""
+    """The percentage of a GPU that was active since the last value. metric: NVML_GPM_METRIC_..."""
     before: Any = None
     while True:
         sample = pynvml.nvmlGpmSampleGet(gpu, pynvml.nvmlGpmSampleAlloc())

@@ -1,6 +1,6 @@
-"""Where the scalars of a run go: event files of TensorBoard, metrics.jsonl and a progress bar. On rank 0 only.
+"""The outputs of a run's scalars: event files of TensorBoard, metrics.jsonl and a progress bar. On rank 0 only.
 
-A log that cannot be written never stops a run: the first error is reported, later ones are ignored.
+A log that cannot be written never stops a run: the first error is reported, later errors are ignored.
 """
 
 import json
@@ -24,16 +24,17 @@ from fastgpu.process.world import World
 from fastgpu.telemetry.clock import Throughput
 
 LINE_EVERY_S = 5.0
-"""Seconds between two lines of progress, which replace the bar if the output is no terminal."""
+"""Seconds between two lines of progress, which replace the bar if stderr is not a terminal."""
 MIN_STEPS = 20
-"""After fewer steps that are no whole epoch, nobody is told that the run waits for data: the first pool counts most."""
+"""Minimum number of steps, unless an epoch is shorter, before a line says that the run is input-bound: in fewer steps,
+the wait for the first pool dominates."""
 
 
 class TensorBoard(AbstractContextManager["TensorBoard"]):
     """Takes the scalars and the progress of a run. On every rank but rank 0 it does nothing."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any], world: World, *, step: int):
-        """folder: of the run. config: {dotted key: value}. step: the steps that are done.
+        """folder: of the run. config: {dotted key: value}. step: number of steps that are done.
 
         Raises UserError on every rank if wandb refuses.
         """
@@ -42,16 +43,16 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
         self._n_steps = config["train.steps"]
         self._by_steps = self._n_steps > 0 or config["train.validate_every_steps"] > 0
         self._share_done = 0.0
-        self._points: list[tuple[float, Throughput]] = []  # loss and interval of each since the last validation
+        self._points: list[tuple[float, Throughput]] = []  # loss and interval of each point since the last validation
         self._has_warned = False
         self._printed = time.monotonic()
-        self._part = round(time.time())  # names this process among those that resumed the run
+        self._part = round(time.time())  # identifies this process: a resumed run has points of several processes
         self._bar = tqdm(
             initial=step,
             unit=" steps",
             dynamic_ncols=True,
             mininterval=1,
-            miniters=0,  # it moves in an epoch of few steps, too
+            miniters=0,  # the bar also moves in an epoch of few steps
             smoothing=0,
             disable=not (world.is_main and sys.stderr and sys.stderr.isatty()),
         )
@@ -59,7 +60,7 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
             if self._folder and config["log.wandb"]:
                 _start_wandb(folder, config)
         self.writer: SummaryWriter | None = None
-        """For images, texts and histograms. None on other ranks, and if the disk refused."""
+        """To log images, texts and histograms. None on other ranks, and if the disk has refused."""
         threading.excepthook = partial(_show_error, threading.excepthook)
         if self._folder:
             with self._forgiving():
@@ -76,7 +77,7 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
                 self.writer.close()
 
     def count(self, step: int, share_done: float) -> None:
-        """Count a step that is queued for the device. share_done: the part of the run that is done in its middle.
+        """Count a step that is queued for the device. share_done: the share of the run that is done in its middle.
 
         The bar is drawn once a second.
         """
@@ -87,8 +88,8 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
     def write(self, step: int, values: Mapping[str, float], interval: Throughput | None = None) -> None:
         """Log one point: {tag: value} at this optimizer step.
 
-        interval: the steps that the values are about. Its rates are logged, and shown beside the bar or as a line. Its
-        sums are in metrics.jsonl, for means over the run.
+        interval: the steps that the values describe. Its rates are logged, and shown beside the bar or as a line. Its
+        sums are written to metrics.jsonl, for means over the run.
         """
         if not self._folder:
             return
@@ -106,7 +107,7 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
             point |= interval._asdict()
         with self._forgiving():
             with open_to_append(self._folder / "metrics.jsonl") as file:
-                # JSON has no NaN and no Infinity, which the gradient norm of a first fp16 step may be.
+                # JSON has no NaN and no Infinity, but the gradient norm of a first fp16 step may be one of them.
                 finite = {tag: value if isfinite(value) else None for tag, value in values.items()}
                 file.write(json.dumps({**point, **finite}, allow_nan=False) + "\n")
             for tag, value in values.items():
@@ -118,15 +119,15 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
     ) -> None:
         """Log the metrics of a validation, and print them with the means of the steps since the last one.
 
-        epoch, step: those that are done. metrics: {tag: value}, of which those of the group `val` are printed.
-        bottleneck: for steps that waited, the slowest stage of the feed and what to try, in words. epoch_steps: of an
-        epoch.
+        epoch, step: number of epochs and steps that are done. metrics: {tag: value}; the tags of the group `val` are
+        printed. bottleneck: the slowest stage of the feed and what to try, in words, printed if steps have waited.
+        epoch_steps: number of steps in an epoch.
         """
         if not self._folder:
             return
         self.write(step, metrics)
         text = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items() if name.startswith("val/"))
-        if self._points:  # no step has been made if a resumed run begins with a validation
+        if self._points:  # empty if a resumed run begins with a validation
             total = Throughput(*map(sum, zip(*(interval for _, interval in self._points), strict=True)))
             loss = sum(loss * interval.steps for loss, interval in self._points) / total.steps
             text = f"train/loss {loss:.4g}, {text}, {total}"
@@ -140,7 +141,7 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
 
     @contextmanager
     def _forgiving(self) -> Iterator[None]:
-        """Whatever a disk or a writer raises costs a point, not the run."""
+        """Ignore any exception of a disk or a writer, and warn of the first: the run loses a point of the log."""
         try:
             yield
         except Exception as error:
@@ -150,13 +151,13 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
 
 
 def _show_error(hook: Callable[[threading.ExceptHookArgs], object], args: threading.ExceptHookArgs) -> None:
-    """Show the error of a thread, but not that of a SummaryWriter: its next call raises it, too."""
+    """Show the error of a thread, except a thread of SummaryWriter: the next call of the writer raises its error."""
     if not type(args.thread).__module__.startswith("tensorboard."):
         hook(args)
 
 
 def _start_wandb(folder: Path, config: Mapping[str, Any]) -> None:
-    """Let wandb take over what SummaryWriter writes from here on. A run that is resumed goes on there by its id."""
+    """Let wandb copy what SummaryWriter writes from here on. A resumed run continues its W&B run, found by its id."""
     project, path = config["log.wandb"], folder / "wandb-id.txt"
     try:
         import wandb

@@ -1,4 +1,4 @@
-"""What happens to a batch on the device: precision, parts of a step, gradients of all ranks, averages, validation."""
+"""Training on the device: precision, parts of a step, gradients of all ranks, averaged weights, validation."""
 
 from fastgpu.training.average import AveragedModel
 from fastgpu.training.evaluate import evaluate

@@ -9,11 +9,12 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 
 class AveragedModel(nn.Module):
-    """A copy of a model, `module`, whose weights are a moving average: decay x average + (1 - decay) x weights.
+    """A copy of a model, `module`. Its weights are a moving average: decay x average + (1 - decay) x weights.
 
-    With a decay of 0, that is the model itself. Running statistics (buffers of floats) are averaged like weights, other
-    buffers are copied. After n updates the decay is at most n / (n + 9), so that the initial weights do not count. The
-    names in the state are those of torch.optim.swa_utils.AveragedModel, in whose updates the host waits for the device.
+    With a decay of 0, `module` is the model itself. Running statistics (buffers of floats) are averaged like weights,
+    other buffers are copied. After n updates the decay is at most n / (n + 9), so that the initial weights do not
+    count. The state dict is compatible with torch.optim.swa_utils.AveragedModel, but an update of that class makes the
+    host wait for the device.
     """
 
     n_averaged: Tensor
@@ -22,7 +23,7 @@ class AveragedModel(nn.Module):
         """decay: at least 0, below 1; an average over about 1 / (1 - decay) steps."""
         super().__init__()
         self.module = deepcopy(model).requires_grad_(False) if decay else model
-        self.register_buffer("n_averaged", torch.tensor(0))  # on the CPU, where the host reads it at once
+        self.register_buffer("n_averaged", torch.tensor(0))  # on the CPU, so that the host never waits for it
         self._decay = decay
 
     @torch.no_grad()

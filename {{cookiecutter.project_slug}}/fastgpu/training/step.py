@@ -1,4 +1,4 @@
-"""Optimizers of Apex, groups of parameters, precision: what a step needs. The step itself is in train.py."""
+"""Parts of a step: precision, parameter groups, optimizers of Apex. The step itself is in train.py."""
 
 from collections.abc import Iterable
 from math import inf
@@ -15,7 +15,7 @@ from fastgpu.rows.rows import Rows
 APEX_OPTIMIZERS = {"fused_adam": "FusedAdam", "fused_lamb": "FusedLAMB"}
 """{optim.name: class in apex.optimizers}: AdamW, and LAMB (You et al., arXiv:1904.00962)."""
 DENSE_OPTIMIZERS = ("Adam", "AdamW", *APEX_OPTIMIZERS.values())
-"""Classes that take no sparse gradients. Fused ones of any class take none, either."""
+"""Optimizer classes that do not take sparse gradients. Fused optimizers of any class do not, either."""
 
 
 class MixedPrecision(NamedTuple):
@@ -24,19 +24,19 @@ class MixedPrecision(NamedTuple):
     name: Precision
     autocast: torch.autocast
     scaler: torch.amp.GradScaler
-    """Scales the loss in fp16, and skips the steps whose gradients are not finite. Otherwise it does nothing."""
+    """Scales the loss in fp16, and skips steps with gradients that are not finite. Otherwise it does nothing."""
 
 
 def mixed_precision(
     precision: Precision | Auto, device: torch.device, *optimizers: torch.optim.Optimizer
 ) -> MixedPrecision:
-    """auto: see `Train.precision`. optimizers: are made fit for steps that the scaler skips in fp16."""
+    """Autocast and scaler of a precision. auto: see `Train.precision`. optimizers: prepared for skipped fp16 steps."""
     if precision == "auto":
         has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         precision = "fp32" if device.type == "cpu" else "bf16" if has_bf16 else "fp16"
     is_fp16 = precision == "fp16"
     fused_sgd = [each for each in optimizers if is_fp16 and isinstance(each, torch.optim.SGD)]
-    for optimizer in fused_sgd:  # that of torch 2.13 leaves momentum undefined if step 1 is skipped
+    for optimizer in fused_sgd:  # the fused SGD of torch 2.13 leaves momentum undefined if step 1 is skipped
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
@@ -48,7 +48,7 @@ def mixed_precision(
 def move_model(model: nn.Module, device: torch.device) -> None:
     """Move a model to a device. Weights of 2-D convolutions get the NHWC memory format, which tensor cores prefer.
 
-    `Module.to(memory_format=...)` would refuse a model of 3-D convolutions, whose weights have another number of axes.
+    `Module.to(memory_format=...)` would refuse a model with 3-D convolutions, because their weights have 5 axes.
     """
     model.to(device)
     for tensor in (*model.parameters(), *model.buffers()):
@@ -57,9 +57,9 @@ def move_model(model: nn.Module, device: torch.device) -> None:
 
 
 def from_apex(setting: str, name: str, *arguments: Any, **options: Any) -> Any:
-    """An object of a class such as apex.optimizers:FusedAdam. Raises UserError if Apex is missing, or refuses.
+    """An object of a class such as apex.optimizers:FusedAdam. Raises UserError if Apex is missing or fails.
 
-    setting: what asks for it, for the message.
+    setting: the config setting that needs the class, for the message.
     """
     try:
         return resolve_name(name)(*arguments, **options)
@@ -71,27 +71,27 @@ def from_apex(setting: str, name: str, *arguments: Any, **options: Any) -> Any:
 def apex_optimizer(groups: list[dict[str, Any]], optim: Optim) -> torch.optim.Optimizer:
     """FusedAdam or FusedLAMB, with betas (momentum, 0.999). Raises UserError if Apex is missing."""
     name, betas = f"apex.optimizers:{APEX_OPTIMIZERS[optim.name]}", (optim.momentum, 0.999)
-    # FusedLAMB would clip gradients at a norm of 1, whatever optim.clip_grad_norm is, by which train.py clips.
+    # FusedLAMB would also clip gradients at a norm of 1. train.py clips them at optim.clip_grad_norm.
     options = {"max_grad_norm": inf} if optim.name == "fused_lamb" else {}
     return from_apex(f"optim.name is {optim.name}", name, groups, lr=optim.lr, betas=betas, **options)
 
 
 def prepare_optimizer(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
-    """Note in each group of parameters how it was made, which a resumed run compares (checkpoint.py), and its rate as
+    """Note in each parameter group its options, which a resumed run compares (checkpoint.py), and its learning rate as
     `initial_lr`, as torch's schedulers do: the schedule is a factor of it. Raises UserError like `check_groups`.
 
-    Call it once, before a torch scheduler is made.
+    Call this once, before a torch scheduler is made.
     """
     for optimizer in optimizers:
         _check_sparse(model, optimizer)
         for group in optimizer.param_groups:
-            group.setdefault("initial_lr", group["lr"])  # a scheduler may have set it, and changed the rate
+            group.setdefault("initial_lr", group["lr"])  # a scheduler may have set it already, and changed `lr`
             group["made_with"] = {name: value for name, value in group.items() if name != "params"}
     check_groups(model, optimizers)
 
 
 def _check_sparse(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise SharedError if the optimizer has a weight with sparse gradients, and takes none."""
+    """Raise SharedError if the optimizer has a weight with sparse gradients, but does not take sparse gradients."""
     kind = type(optimizer).__name__
     refusing = [group for group in optimizer.param_groups if kind in DENSE_OPTIMIZERS or group.get("fused")]
     refused = {id(each) for group in refusing for each in group["params"]}
@@ -104,7 +104,7 @@ def _check_sparse(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def sparse_weights(model: nn.Module) -> dict[str, Tensor]:
-    """{name: weight} of the embeddings that are trained by sparse gradients, which have the rows of one step only."""
+    """{name: weight} of the embeddings with sparse gradients, which contain only the rows used in a step."""
     return {
         f"{name}.weight".lstrip("."): module.weight
         for name, module in model.named_modules()
@@ -113,10 +113,10 @@ def sparse_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def check_groups(model: nn.Module, state: Iterable[object]) -> None:
-    """Raise SharedError if a parameter needs gradients and no group of an optimizer has it: it would never change.
+    """Raise SharedError if a parameter needs gradients but is in no group of an optimizer: it would never change.
 
-    That is so after `requires_grad_(True)` on a part that was frozen when the groups were made. state: optimizers, and
-    other parts of a checkpoint.
+    This happens after `requires_grad_(True)` on a part that was frozen when the groups were made. state: the objects of
+    a checkpoint, with the optimizers.
     """
     optimizers = [each for each in state if isinstance(each, torch.optim.Optimizer)]
     grouped = {id(each) for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]}
@@ -129,7 +129,7 @@ def check_groups(model: nn.Module, state: Iterable[object]) -> None:
 
 
 def cut_batch(batch: Rows, n_parts: int) -> Iterable[Rows]:
-    """Micro-batches of equal size. Raises SharedError if there are none: the mean of their losses would be another."""
+    """Micro-batches of equal size. Raises SharedError if the rows do not divide: the mean loss would be another."""
     n_rows = len(batch)
     if n_rows % n_parts or not n_rows:
         raise SharedError(
