@@ -260,9 +260,12 @@ def first_screen() -> str:
         beside.append([f"[{words}](bench/results/{page}.md)", *cells])
     text += "\n" + Table("", ["times as fast as", *PEERS.values()], beside).markdown()
     return (
-        f"{text}\nThe faster of the two DataLoaders counts, and of a peer the fastest way; nearly all of them shuffle "
-        "fully, this template in pools. The pages say what else differs. Medians of three rounds, files in the page "
-        f"cache; {_list_machines(machines)}.\n"
+        f"{text}\nA Dataset is asked for one sample a call (*by items*), or for a whole batch (*by batches*: a BatchSampler "
+        "and `batch_size=None`); the faster DataLoader counts. Each peer runs in its fastest documented way. Nearly all "
+        "peers shuffle the whole dataset; this template shuffles within pools of a few blocks, which costs less. The "
+        "pages of results say what else differs. Speeds are medians of three rounds. A ratio is the median of the "
+        "ratios of the rounds, so it can differ from the quotient of two speeds. All files were in the page cache; "
+        f"{_list_machines(machines)}.\n"
     )
 
 
@@ -397,6 +400,7 @@ FILLS = {
         [
             "cifar: each image in the Dataset, 0 workers",
             "cifar: each image in the Dataset, 2 workers",
+            "cifar: batches in the Dataset, 0 workers",
             "cifar: batches in the Dataset, 2 workers",
             "cifar: disk tier, batches augmented on this CPU",
             "cifar: disk tier, without augmentation",
