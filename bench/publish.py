@@ -262,9 +262,10 @@ def first_screen() -> str:
     return (
         f"{text}\nA Dataset is asked for one sample a call (*by items*), or for a whole batch (*by batches*: a "
         "BatchSampler and `batch_size=None`); the faster DataLoader counts. Each peer runs in its fastest documented "
-        "way. Nearly all peers shuffle the whole dataset; this template shuffles within pools of a few blocks, which costs less. The "
-        "pages of results say what else differs. Speeds are medians of three rounds. A ratio is the median of the "
-        "ratios of the rounds, so it can differ from the quotient of two speeds. All files were in the page cache; "
+        "way. Nearly all peers shuffle the whole dataset; this template shuffles within pools of a few blocks, which "
+        "costs less. The pages of results say what else differs. Speeds are medians of three rounds. A ratio is the "
+        "median of the ratios of the rounds, so it can differ from the quotient of two speeds. All files were in the "
+        "page cache; "
         f"{_list_machines(machines)}.\n"
     )
 
