@@ -1,32 +1,32 @@
 # make demo     bake the template and train what comes out, on every GPU or on two CPU processes; WORKLOAD=recsys for
 #               users and items
 # make test     the tests: of the engine and the tools in place, of the template, of baked projects
-# make slow     those of them that are marked as slow
+# make slow     the tests that are marked as slow
 # make single   the fast tests of each folder in one process, without workers that would hide a crash at its exit
-# make nightly  what takes too long for that, more than an hour: kills under torchrun, two agents, planted causes,
-#               benchmarks, Slurm, the site, `make compat hollow`, and short forms of `make fuzz images soak`
+# make nightly  the long tests, more than an hour: kills under torchrun, two agents, planted causes, benchmarks, Slurm,
+#               the site, `make compat hollow`, and short forms of `make fuzz images soak`
 # make check    the gate: format, lint, types, fast tests; changes no file
-# make fix      format, mend what the linter can, make the page and the schema of the keys again, and write the
-#               template's address where it belongs
-# make pins     find the versions of constraints.txt again; UPGRADE=--upgrade takes the newest, but for torch
+# make fix      format, fix what the linter can, write the page and the schema of the config keys, and write the
+#               template's address into CITATION.cff and pyproject.toml
+# make pins     resolve constraints.txt again; UPGRADE=--upgrade takes the newest versions, except of torch
 # make messages write the golden messages of the tests again, and show what changed: read it before you commit
 # make docs     the pages as a site in build/site; a broken link is an error
 # make pictures draw the pictures of the pages from bench/results and docs/pictures/timeline.json (bench/timeline.py)
-# make screenshots  take that of TensorBoard again (tools/screenshots.py); it needs chromium, two idle CPUs and three
+# make screenshots  take the screenshot of TensorBoard (tools/screenshots.py); it needs chromium, two idle CPUs and three
 #               minutes
 # make compat   a project on Python 3.12 and 3.13, with the lowest and with the newest packages; downloads gigabytes
 # make wheel    the engine as a package: build/fastgpu_engine-*.whl
 # make goldens  the same rows and bytes as before (tests/goldens), in seconds
-# make gpu      the tests that need a CUDA device, and with two of them those of NCCL between ranks
-# make hollow   the same tests and whole runs without a GPU, on stand-ins for two of them (tests/hollow/README.md); it needs
-#               g++, and downloads the CUDA build of torch (2.5 GB) once
+# make gpu      the tests that need a CUDA device; with two devices, also the tests of NCCL between ranks
+# make hollow   the same tests and whole runs without a GPU, on two simulated GPUs (tests/hollow/README.md); it needs g++,
+#               and downloads the CUDA build of torch (2.5 GB) once
 # make slurm    launch/slurm.sh on a cluster of two nodes on this machine; it needs root and Debian's packages slurmctld,
 #               slurmd, slurm-client and shellcheck
 # make soak     200 training runs that meet faults at random moments, about an hour
 # make fuzz     10,000 damaged files for everything that reads files, and 500 checkpoints with flipped bits
 # make images   a million small images are decoded, and the memory stays flat, about 20 minutes
 # make bench    the loader benchmark, without the peers: bench/results/loader_*.md
-# make bench-peers  the same with the peer loaders, which it installs into bench/.venv-peers
+# make bench-peers  the same with the peer loaders, installed into bench/.venv-peers
 
 .DEFAULT_GOAL := help
 
@@ -56,7 +56,7 @@ help:
 demo: .venv/installed
 	"$(BIN)/python" tools/demo.py $(WORKLOAD)
 
-# The style of the engine, which the project leaves to its owner elsewhere, binds all of it here.
+# Here, the style rules of the engine hold for the whole project. In a baked project, its owner chooses.
 WHOLE_PROJECT := --config 'lint.per-file-ignores = {"*.py" = ["E402"], "__init__.py" = ["F401"]}' "$(PROJECT)"
 
 # Three test processes share two CPUs, since runs that are killed and resumed wait a lot. They have one thread each, or
@@ -74,7 +74,7 @@ single: .venv/installed
 	@set -e; for folder in tests/engine/*/ tests/tools/*/ "tests/engine/test_*.py" tests/template/; do \
 		echo "$$folder"; "$(BIN)/python" -m pytest -n 0 -m "not slow" $$folder; done
 
-# Some tests of the night measure, for which a third process would be too many.
+# Some nightly tests measure times, which a third process would disturb.
 nightly: .venv/installed
 	$(PYTEST) -n 2 -m nightly
 	$(PYTEST) --hypothesis-profile=night -m hypothesis
@@ -124,8 +124,8 @@ wheel:
 compat: .venv/installed
 	"$(BIN)/python" tools/compat.py
 
-# Pages have sections that only some projects have, so one with all of them is baked beside the files of the template. Its
-# engine is what the page of public names is made from.
+# Some sections of pages are only in some projects, so a project with all sections is baked beside the files of the
+# template. The page of public names is made from its engine.
 SITE_PROJECT := build/pages/my_training_project
 docs: .venv/installed
 	rm -rf build/pages build/site
@@ -172,7 +172,7 @@ bench: .venv/installed
 bench-peers: .venv/installed bench/.venv-peers/installed
 	"$(BIN)/python" bench/run.py --peers
 
-# One by one, in versions that fit together: a peer that does not install is missing from the tables, and no more.
+# Peers are installed one by one: if a peer does not install, only its rows are missing from the tables.
 bench/.venv-peers/installed: bench/requirements-peers.txt
 	@echo "FFCV is compiled: on Debian it needs g++ pkg-config libopencv-dev libturbojpeg0-dev"
 	$(PYTHON) -m venv bench/.venv-peers

@@ -1,7 +1,7 @@
 """Write the address of this template, `__template` of cookiecutter.json, into the files that no program can ask for it:
 CITATION.cff and pyproject.toml. `make fix` runs it.
 
-As long as the owner is not known, which is `org`, these files name no address.
+These files name no address while the owner is the placeholder `org`.
 """
 
 import re

@@ -1,7 +1,7 @@
 """Print the page docs/config.md of a project: every key of config.yaml with its default, allowed values and meaning.
 
-Each section has a heading, so that pages can link it. Workloads that only some projects have stand between the comments
-by which the hook keeps them or removes them. Workloads with the same settings have one section.
+Each section has a heading, so that pages can link it. Workloads that only some projects have are between the
+comments with which the hook keeps or removes them. Workloads with the same settings have one section.
 """
 
 import json

@@ -3,8 +3,8 @@
     pip install scikit-learn && python tools/make_digits.py
 
 The data are 1,797 handwritten digits of 8 x 8 pixels with 17 grey levels (Optical Recognition of Handwritten Digits,
-E. Alpaydin and C. Kaynak, CC BY 4.0). A fifth of each class is for validation. The rows of both splits lie in random
-order with a fixed seed, so the rows are the same each time.
+E. Alpaydin and C. Kaynak, CC BY 4.0). A fifth of each class is for validation. The rows of both splits are in
+random order with a fixed seed, so the file is the same each time.
 """
 
 from pathlib import Path

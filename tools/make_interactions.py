@@ -7,7 +7,7 @@ makes TARGET-train.h5 and TARGET-val.h5, such as data/interactions.h5 of the gen
     p(item | user) = sum over topics of theta[user, topic] phi[topic, item]
 
 theta: Dirichlet draws. phi: one power law of popularity for all topics, times log-normal noise for each topic. The
-items of a user are drawn one after the other without repetition; their number is log-normal. This is the likelihood
+items of a user are drawn without replacement; their number is log-normal. This is the likelihood
 of Mult-VAE (Liang et al., arXiv:1802.05814) with few latent dimensions.
 
 Shapes: U users, T topics, I items, N draws.

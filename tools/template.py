@@ -14,7 +14,7 @@ PROJECT = ROOT / FOLDER
 LEAF_ROOMS = ("convert", "diagnose", "predict", "report")
 """Rooms of fastgpu/ that a user may delete together with their script and their tests."""
 
-sys.path.insert(0, str(PROJECT))  # the tools import the project as it lies here
+sys.path.insert(0, str(PROJECT))  # the tools import the project from this folder
 
 
 def tracked() -> list[str]:
@@ -45,11 +45,11 @@ QUESTIONS = json.loads((ROOT / "cookiecutter.json").read_text())
 WORKLOADS = ("images", "recsys")
 WORKLOAD_ANSWERS: list[str] = QUESTIONS["workload"]
 ALL_FILES = {"engine": "copy", "launch": "both", "examples": "yes"}
-"""Answers by which all files are kept that do not depend on the workload."""
+"""The answers that keep all files, except files of other workloads."""
 
 
 def is_inside(path: str, kept: str) -> bool:
-    """Whether a file or folder is a path of KEEP, or lies in it."""
+    """Whether a file or folder is a path of KEEP, or is inside one."""
     return path.rstrip("/") == kept or path.startswith(f"{kept}/")
 
 

@@ -6,7 +6,7 @@ from fastgpu.diagnose.command import Program, main
 
 
 def import_train() -> Program:
-    """What is measured. It comes after the config is read, because train.py imports torch, which takes seconds."""
+    """Import train.py after the config is read, because train.py imports torch, which takes seconds."""
     import train
 
     return train

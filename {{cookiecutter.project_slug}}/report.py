@@ -1,4 +1,4 @@
-"""What a run did: its values and where its time went; or many runs beside each other."""
+"""Show the values of a run and where its time went; or compare runs."""
 
 import sys
 

@@ -20,14 +20,14 @@ from fastgpu.rows.rows import Rows
 from fastgpu.training.parallel import compile_module
 
 POOL_S = 0.1
-"""Larger pools are cut until one takes this long to train on or to supply; measuring whole ones would take minutes."""
+"""Larger pools are cut until training or supply takes this long for a pool. Whole pools would take minutes."""
 
 
 class Bench:
     """The training of one config. Every rank has a bench, and calls the same methods in the same order."""
 
     def __init__(self, train: Program, config: Config, world: World, seconds: float):
-        """train: what is measured. seconds: longest time of a measurement.
+        """train: the functions of train.py. seconds: longest time of a measurement.
 
         Raises UserError if the training cannot be built.
         """
@@ -38,8 +38,8 @@ class Bench:
             val_loader.close()
         self._other = None if isinstance(parts.loader, PoolLoader) else parts.loader
         if not self._other:
-            parts.loader.close()  # measurements open feeds of their own
-        # What a closed loader keeps on the device would count twice.
+            parts.loader.close()  # measurements open their own feeds
+        # The rows that a closed loader keeps on the device would count twice.
         self.parts = parts._replace(loader=None, val_loaders={})
         self.config = parts.config
         world.check_same({"data.tier": self.config.data.tier}, "set data.tier: free memory differs")
@@ -66,7 +66,7 @@ class Bench:
         return ceilings.measure(self.meter, self.loop, self._next_order(), copy)
 
     def try_readers(self) -> tuple[str, float]:
-        """Twice as many readers, as a setting, and the seconds per step of the supply with them."""
+        """The setting for twice as many readers, and the seconds per step of the supply with this setting."""
         key, n_readers = self.loop.readers
         more = min(MAX_THREADS, max(1, 2 * n_readers))
         self.world.print_once(f"trying loader.{key}={more}")
@@ -74,7 +74,7 @@ class Bench:
         return f"loader.{key}={more}", self._supply_s(loop)
 
     def describe(self) -> str:
-        """What is measured, for the title of the table."""
+        """The batch size, tier and readers, for the title of the table."""
         rows = f"{self.parts.config.data.batch_size} rows per step"
         if self._other:
             return f"{rows}, {type(self._other).__name__} as the loader"
@@ -95,7 +95,7 @@ class Bench:
             profile.export_chrome_trace(str(path))
 
     def _supply_s(self, loop: Loop) -> float:
-        """Seconds per step of the supply of that loop, after the pools that lie ready."""
+        """Seconds per step of the supply of a loop, without the pools that are ready at the start."""
         supply = Supply(loop, self._next_order())
         supply.drain(supply.n_ready)
         _, _, ranks_s = self.meter.run(supply.drain, 4 * supply.n_joint)
@@ -103,7 +103,7 @@ class Bench:
         return max(ranks_s)
 
     def _next_order(self) -> BlockSampler:
-        """Another order each time: what is measured second must not find its blocks in the page cache."""
+        """Another order each time, so that a later measurement does not find its blocks in the page cache."""
         self._seed += 1
         data, rows, n_ranks = self.config.data, self.parts.splits.train, self.world.world_size
         shard = Shard(self.world.rank, n_ranks, int(data.canonical_ranks))
@@ -112,7 +112,7 @@ class Bench:
 
 def _make_loop(train: Program, parts: Any, batch: Rows, world: World) -> Loop:
     local = parts.ddp if world.world_size == 1 else parts.model
-    if world.world_size > 1 and parts.config.train.compile:  # so far only DDP around the model is compiled
+    if world.world_size > 1 and parts.config.train.compile:  # until here, only DDP around the model is compiled
         local = compile_module(local)
     local_parts = parts._replace(ddp=local)
     rng = reseed(world.device, parts.config.run.seed, world.rank)

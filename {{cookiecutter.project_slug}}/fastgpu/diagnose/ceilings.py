@@ -1,8 +1,8 @@
 """Measures how fast each part of the training loop is without the others.
 
-The parts are the fields of `Measured` in verdict.py, which draws the conclusions. They take turns in each round, until
-the rounds tell enough, and all ranks measure the same thing at once. The ranks agree on the number of steps and pools,
-because a rank that averages gradients must not wait for one that has stopped.
+The parts are the fields of `Measured` in verdict.py, which draws the conclusions. Each round measures every part once,
+and the last round is the one after which `is_enough` is true. All ranks measure the same part at the same time, with
+the same number of steps and pools, because a rank that averages gradients must not wait for a rank that has stopped.
 """
 
 import os
@@ -48,7 +48,7 @@ Work = Callable[[int], float]
 
 
 class Loop(NamedTuple):
-    """What the training loop does with a batch, and what its feed is made of."""
+    """The steps of the training loop, and the source and config of its feed."""
 
     transform: Callable[[Rows], Rows]
     train_step: Callable[[Rows], object]
@@ -61,7 +61,7 @@ class Loop(NamedTuple):
     """Without `auto`."""
     device: torch.device
     other: Loader | None = None
-    """A loader that is not this project's. None: this project's feed is measured, opened anew for each measurement."""
+    """A loader of the user's own. None: the feed of this project is measured, opened again for each measurement."""
 
     @property
     def tier(self) -> str:
@@ -80,9 +80,9 @@ class Supply:
     """The pools of a feed, epoch after epoch: trained on, or only taken."""
 
     n_ready = 0
-    """Pools that lie ready when the feed has rested."""
+    """Number of pools that the feed has ready after a rest."""
     n_first: int
-    """Pools until each block of an epoch has been read once."""
+    """Number of pools until each block of an epoch has been read once."""
     n_joint = 1
     """Pools that may arrive at the same time, because as many worker processes started at the same time."""
 
@@ -102,7 +102,7 @@ class Supply:
         settings = loop.config.resolved(train={"epochs": MAX_EPOCHS})
         self.feed = open_loader(source, order, ResidentRows([source], settings, loop.device), settings)
         self.feed.order = order_of_run
-        self.feed.prepare()  # rows that stay in memory are not read while it is measured
+        self.feed.prepare()  # reads rows that stay in memory before the feed is measured
         self.n_first = self.n_ready + order_of_run.pools_per_epoch
         self._pools = (pool for epoch in count() for pool in self.feed.pools(epoch))
 
@@ -116,7 +116,7 @@ class Supply:
         return sum(1 for _ in range(n_pools) for _ in self.steps())
 
     def drain(self, n_pools: int) -> int:
-        """Take that many pools without training on them. Returns the number of steps that they are good for."""
+        """Take that many pools without training on them. Returns the number of steps that they are enough for."""
         plans = [next(self._pools).plan for _ in range(n_pools)]
         return sum(self.feed.steps_on_pool(plan.epoch, plan.number) for plan in plans)
 
@@ -126,10 +126,10 @@ class Supply:
 
 
 class OtherSupply:
-    """The batches of a loader that is not this project's, epoch after epoch. A unit is a batch."""
+    """The batches of a loader of the user's own, epoch after epoch. A unit is a batch."""
 
     n_ready = 16
-    """Batches that may have been prepared when the loader has rested."""
+    """Maximum number of batches that the loader has ready after a rest."""
     n_joint = 1
 
     def __init__(self, loop: Loop, loader: Loader):
@@ -156,7 +156,7 @@ Supplies = Mapping[str, Supply | OtherSupply]
 
 
 def open_supplies(loop: Loop, order: BlockSampler) -> Supplies:
-    """real: the feed of a run; cached: a feed from files that reads the same few blocks again and again."""
+    """real: the feed of a run; cached: a feed that reads the same few blocks of files again and again."""
     if loop.other:
         return {"real": OtherSupply(loop, loop.other)}
     supplies: dict[str, Supply | OtherSupply] = {"real": Supply(loop, order)}
@@ -168,7 +168,10 @@ def open_supplies(loop: Loop, order: BlockSampler) -> Supplies:
 
 
 def first_blocks(source: Dataset, order: BlockSampler) -> BlockSampler:
-    """The same kind of order over the fewest blocks with two pools for all ranks, and one for each canonical rank."""
+    """An order of the same kind over the first blocks.
+
+    These are two pools for all ranks, and at least one block for each canonical rank.
+    """
     n_rows = 2 * order.pool_batches * order.global_batch_size
     n_blocks = int(np.searchsorted(np.cumsum(source.block_rows), n_rows)) + 1
     block_rows = source.block_rows[: max(order.canonical_ranks, n_blocks)]
@@ -185,7 +188,7 @@ def read_pool(source: Dataset, order: BlockSampler, loader: config.Loader) -> Ro
 
 
 def copies(loop: Loop, pool: Rows) -> Work:
-    """Copies of such a pool from staging memory to a GPU, whatever lies there."""
+    """Copies from staging memory to the GPU of as many bytes as a pool has. The values do not matter."""
     lengths = {name: np.diff(each.host_offsets) for name, each in pool.columns.items() if isinstance(each, Ragged)}
     host = Rows.empty(loop.source.fields, len(pool), torch.device("cpu"), pinned=True, lengths=lengths)
     on_device = host.to(loop.device)
@@ -197,7 +200,7 @@ def copies(loop: Loop, pool: Rows) -> Work:
 
 
 class Meter:
-    """Measures times, on all ranks at once, and asks the GPU. A CPU has no queue to wait for, and tells nothing."""
+    """Measures times on all ranks together, and how a GPU is used. On a CPU, only times are measured."""
 
     def __init__(self, world: World, seconds: float):
         """seconds: longest time of a measurement, unless its smallest work takes longer."""
@@ -211,9 +214,10 @@ class Meter:
             torch.cuda.synchronize(self.world.device)
 
     def run(self, work: Work, n_units: int = 1) -> tuple[int, float, list[float]]:
-        """Do `n_units`, or 2, 4, 8, ... times as many: as take more than half of `seconds`. All ranks begin together.
+        """Do `n_units` of work, or 2, 4, 8, ... times as many, until they take more than half of `seconds`.
 
-        Returns the number of units, the seconds that they take, and the seconds per step on each rank.
+        All ranks start together. Returns the number of units, the seconds that they take, and the seconds per step on
+        each rank.
         """
         while True:
             self.synchronize()
@@ -228,7 +232,7 @@ class Meter:
             n_units *= 2
 
     def busy_s(self, work: Callable[[], object]) -> float:
-        """Seconds in which the device was busy while `work` ran. 0: they cannot be seen, as in some containers."""
+        """Seconds in which the device was busy during `work`. 0: the profiler sees no kernels, as in a container."""
         if not self._is_gpu:
             return 0.0
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -259,11 +263,11 @@ class _Task(NamedTuple):
     multiple: int = 1
     """The number of timed units is a multiple of this."""
     n_ready: int = 0
-    """Units that the feed reads ahead afterwards: this must not take the CPUs from the next task."""
+    """Units that the feed reads ahead afterwards. The next task begins after that, so that it has the CPUs."""
 
 
 class _Round(NamedTuple):
-    """What one round has measured. `Measured` explains the last two."""
+    """The measurements of one round. `Measured` explains `cpu_share` and `waiting`."""
 
     step_s: dict[str, list[float]]
     """{task: seconds per step on each rank}"""
@@ -279,7 +283,7 @@ def measure(
     *,
     stop: Callable[[Measured], bool] = is_enough,
 ) -> Measured:
-    """Measure everything, round after round, until `stop` says that it is enough. copy: copies that many pools.
+    """Measure every part, round after round, until `stop` returns True. copy: copies that many pools.
 
     The steps change the model (running statistics, and the weights unless the learning rate is 0): do not keep it.
     """
@@ -317,8 +321,11 @@ def measure(
 
 
 def _measure_round(meter: Meter, tasks: Mapping[str, _Task], n_units: dict[str, int], n_workers: int) -> _Round:
-    """Measure each task once. n_units: {task: number of units to begin with}; it becomes the number that was measured.
-    n_workers: of a torch Dataset."""
+    """Measure each task once.
+
+    n_units: {task: number of units to begin with}, which becomes the number that was measured. n_workers: number of
+    worker processes of a torch Dataset.
+    """
     world = meter.world
     step_s = {}
     cpu_share, waiting = 0.0, None
@@ -330,7 +337,7 @@ def _measure_round(meter: Meter, tasks: Mapping[str, _Task], n_units: dict[str, 
         if name == "loop":
             cpu_share = world.all_reduce_max(n_cpus * world.local_world_size / available_cpus())
         if name == "supply" and n_workers:
-            # More workers than CPUs wait for each other, which is no waiting for a disk.
+            # More workers than CPUs wait for each other, not for a disk.
             n_busy = min(n_workers, available_cpus() / world.local_world_size)
             waiting = 1 - world.all_reduce_max(n_cpus / n_busy)
         time.sleep(min(MAX_REST_S, task.n_ready * passed_s / n_units[name]))
@@ -351,7 +358,7 @@ def _join(rounds: Sequence[_Round]) -> dict[str, Any]:
 
 
 def _tasks(loop: Loop, supplies: Supplies, copy: Work | None, world: World) -> dict[str, _Task]:
-    """{field of `Measured`: what is timed for it}, in the order of a round. local: see `Measured.ranks_compute`."""
+    """{field of `Measured`: its task}, in the order of a round. local: see `Measured.ranks_compute`."""
     transformed = loop.transform(loop.batch)
     steps: dict[str, Callable[[], object]] = {
         "compute": loop.step,
@@ -364,7 +371,7 @@ def _tasks(loop: Loop, supplies: Supplies, copy: Work | None, world: World) -> d
         tasks["copy"] = _Task(copy, partial(copy, 1))
     real = supplies["real"]
     multiple = 2 * real.n_joint
-    if real.n_ready:  # the loop follows at once: no pools lie ready for it
+    if real.n_ready:  # the loop follows without a rest, so it finds no pools ready
         tasks["supply"] = _Task(real.drain, partial(real.drain, real.n_ready), multiple)
     tasks["loop"] = _Task(real.train, partial(real.train, real.n_ready), multiple, real.n_ready)
     if isinstance(cached := supplies.get("cached"), Supply):

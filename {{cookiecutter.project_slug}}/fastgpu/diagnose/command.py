@@ -1,4 +1,4 @@
-"""The command of diagnose.py. It does not import torch, so --help and mistakes come at once."""
+"""The command of diagnose.py. It does not import torch, so --help and errors appear without delay."""
 
 import json
 import sys
@@ -23,7 +23,7 @@ class Program(Protocol):
     """The functions of train.py that are measured, as a module has them."""
 
     def build(self, config: Config, splits: Any, world: "World", /) -> Any:
-        """What training needs: the fields of `Training` in train.py."""
+        """The parts of the training: the fields of `Training` in train.py."""
 
     def train_step(self, training: Any, batch: "Rows", factor: float, /) -> object:
         """A step whose learning rate is multiplied by a factor, which is 0 here."""
@@ -55,11 +55,11 @@ def read(argv: Sequence[str]) -> tuple[Diagnose, Config]:
 
 
 def main(argv: Sequence[str], import_train: Callable[[], Program]) -> None:
-    """Run `diagnose.py` with these words. import_train: imports what is measured, after the config was read."""
+    """Run `diagnose.py` with these words. import_train: imports train.py, after the config was read."""
     with exit_with_message():
         asked, config = read(argv)
 
-    # Torch, whose import takes seconds, comes after what can be wrong without it.
+    # Torch is imported after the checks that do not need it, because the import takes seconds.
     train = import_train()
     from fastgpu.diagnose.program import diagnose
     from fastgpu.process.world import init_distributed

@@ -1,4 +1,4 @@
-"""Measures the training of a config, and says what to change."""
+"""Measures the training of a config, and suggests a change."""
 
 from pathlib import Path
 

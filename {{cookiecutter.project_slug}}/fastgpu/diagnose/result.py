@@ -1,4 +1,4 @@
-"""What was found out, as a table for a terminal and as JSON values."""
+"""The measurements and the verdict, as a table for a terminal and as JSON values."""
 
 import time
 from typing import Any

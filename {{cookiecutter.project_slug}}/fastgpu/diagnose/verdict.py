@@ -1,14 +1,14 @@
 """Concludes from the measurements which part of the loop is the bottleneck, and what to change.
 
-Reading, decoding, copying and training overlap, so the loop takes as long as the longest of them. Each was measured
-without the others (ceilings.py). The gain of a change follows from the same rule: afterwards the loop takes as long as
-the longest part that is left.
+Reading, decoding, copying and training overlap, so the loop takes as long as the longest part. Each part was
+measured without the others (ceilings.py). The gain of a change follows from the same rule: after the change, the loop
+takes as long as the longest part.
 
-Every question is about a share of some time, such as the share of the loop's time that compute does not need. It is
-computed in each round, so that a machine that is slow for a while cancels out, and is answered only if the interval of
-the share answers it (`exceeds`). A cause is named if the answers exclude all others; otherwise it is INCONCLUSIVE.
-Whatever the noise, the true median lies below the interval of five or eight rounds in 3.1 % (1 of 32) or 3.5 % (9 of
-256) of all cases, and above it as often.
+Every question is about a share of some time, such as the share of the loop's time that compute does not need. The share
+is computed in each round, so that a machine that is slow for a while cancels out. A question is answered only if the
+whole interval of the share is on one side (`exceeds`). A cause is named if the answers exclude all others; otherwise
+the verdict is INCONCLUSIVE. For any kind of noise, the true median is below the interval of five rounds in 3.1 % of all
+cases (1 of 32), of eight rounds in 3.5 % (9 of 256), and above the interval as often.
 
 All times are seconds per optimizer step, that is for the rows of one step over all ranks, whether echoed or not.
 """
@@ -79,9 +79,9 @@ def saved(part: Rounds, whole: Rounds) -> Rounds:
 
 
 def exceeds(share: Rounds, threshold: float) -> bool | None:
-    """Whether a share is above the threshold. None: its interval does not tell.
+    """Whether a share is above the threshold. None: its interval allows both answers.
 
-    No means at most threshold + DEAD_BAND, so that enough rounds give an answer for any share.
+    False means at most threshold + DEAD_BAND, so that enough rounds give an answer for any share.
     """
     if share.high < threshold + DEAD_BAND:
         return False
@@ -89,7 +89,7 @@ def exceeds(share: Rounds, threshold: float) -> bool | None:
 
 
 class Measured(NamedTuple):
-    """All measurements. None: the part does not exist here (no copies on the device tier), or it cannot be seen."""
+    """All measurements. None: this run has no such part (no copies on the device tier), or it cannot be measured."""
 
     batch_size: int
     """Rows of one step over all ranks."""
@@ -100,7 +100,7 @@ class Measured(NamedTuple):
     untransformed: Rounds | None = None
     """The step on a batch that was transformed before."""
     copy: Rounds | None = None
-    """Pools copied to the device from staging memory, one after the other."""
+    """Copies of pools from staging memory to the device."""
     supply: Rounds | None = None
     """The feed, without a step behind it."""
     cached: Rounds | None = None
@@ -115,13 +115,13 @@ class Measured(NamedTuple):
     cpu_share: Rounds = Rounds((0.0,))
     """Share of the CPUs' time that the loop and its readers used."""
     is_other: bool = False
-    """Whether the loader of train.py is not this project's, so that nothing is known of its parts."""
+    """Whether train.py has a loader of the user's own, so that the parts of the supply are unknown."""
     is_uncached: bool = False
     """Whether files larger than the memory are read around the page cache, so that there is no `cached`."""
     is_fetched: bool = False
     """Whether blocks came over the network while the supply was measured."""
     waiting: Rounds | None = None
-    """Share of the supply's time in which the workers of a torch Dataset do not compute: they wait, as for a disk."""
+    """Share of the supply's time in which the workers of a torch Dataset wait, for example for a disk."""
 
     @property
     def lost(self) -> Rounds:
@@ -159,29 +159,29 @@ class Verdict(NamedTuple):
     cause: Cause
     why: str
     change: str = ""
-    """What promises most: a setting as `key=value`, or a place to look at. Empty: nothing."""
+    """The change that should help most: a setting as `key=value`, or a place to look at. Empty: no change."""
     gain: float = 1.0
     """Predicted speed of the loop after the change / its speed now."""
     free_echo: float | None = None
-    """If the loop waits for rows: the data.echo with which it trains on them as long as the next ones take."""
+    """If the loop waits for rows: the data.echo with which training takes as long as loading the next rows."""
 
 
 class Suspect(NamedTuple):
-    """A cause that the measurements do not exclude. INCONCLUSIVE: one that no part shows."""
+    """A cause that the measurements do not exclude. INCONCLUSIVE: no single part explains the loss."""
 
     cause: Cause
     why: str
     share: Rounds = Rounds((0.0,))
     """Share of a step, or of a slow rank's supply, that would be saved without it."""
     limit: float = 0.0
-    """It is worth a change if the share is above this."""
+    """A share above this limit is worth a change."""
     change: str = ""
     saved_s: float = 0.0
     """Seconds of a step that the change should save."""
 
 
 def advice(cause: Cause, m: Measured) -> str:
-    """What to look at beside the change."""
+    """Where to look in addition to the change."""
     return OF_BUCKET if cause == "READ" and m.is_fetched else ADVICE[cause]
 
 
@@ -215,7 +215,7 @@ def judge(m: Measured, echo: float = 1.0, readers: tuple[str, float] | None = No
 
 
 def is_enough(m: Measured) -> bool:
-    """Whether more rounds would hardly tell more."""
+    """Whether more rounds would hardly change the verdict."""
     n_rounds = len(m.loop)
     causes = {suspect.cause for suspect in find_suspects(m)}
     if len(causes) > 1 or causes == {"INCONCLUSIVE"}:
@@ -227,7 +227,7 @@ def find_suspects(m: Measured) -> list[Suspect]:
     """The causes that the measurements do not exclude, the likeliest first."""
     loses = exceeds(m.lost, 0.0)
     if loses is None and not m.supply:
-        loses = False  # the rows lie on the device: there is no feed to wait for
+        loses = False  # the rows are on the device: there is no feed to wait for
     if loses is None:
         in_step, in_feed = _find_in_step(m), _find_in_feed(m)
         return in_feed + in_step if m.lost.median > DEAD_BAND else in_step + in_feed
@@ -235,7 +235,7 @@ def find_suspects(m: Measured) -> list[Suspect]:
 
 
 def _find_in_feed(m: Measured) -> list[Suspect]:
-    """Which part of the way to the device may be the slowest."""
+    """The causes on the way of the rows to the device that are not excluded."""
     supply = m.supply or m.copied
     supply_is_slower = exceeds(saved(m.copied, supply), 0.0)  # the supply includes copies
     copies_are_slower = exceeds(saved(m.compute, m.copied), 0.0)
@@ -295,7 +295,7 @@ def _find_in_between(m: Measured) -> list[Suspect]:
 
 
 def _find_in_step(m: Measured) -> list[Suspect]:
-    """What may cost most of the step. COMPUTE: maybe nothing costs enough to be worth a change."""
+    """The causes inside the step that may cost most. COMPUTE: no cost may be large enough for a change."""
     share = m.transform
     saved_s = share.median * m.compute.median
     why = f"the transform takes {share} of a step"
@@ -328,7 +328,7 @@ def _gradients(m: Measured) -> Suspect:
 
 
 def _straggler(ranks: Sequence[Rounds], whole: Rounds, name: str, behind: Rounds | None = None) -> Suspect:
-    """The slowest rank takes longer than the median of the others, and than what is behind it."""
+    """The slowest rank takes longer than the median of the other ranks, and than `behind`, the part after it."""
     rank = max(range(len(ranks)), key=lambda rank: ranks[rank].median)
     left = each_round(lambda *times_s: median_low(sorted(times_s)[:-1]), *ranks)
     if behind:
@@ -340,7 +340,7 @@ def _straggler(ranks: Sequence[Rounds], whole: Rounds, name: str, behind: Rounds
 
 
 def _host(m: Measured, busy_s: float) -> Suspect:
-    """The device is idle although the batch is there: it waits for launches, or the host waits for values from it."""
+    """The device is idle although it has the batch: it waits for launches, or the host waits for its values."""
     share = each_round(lambda local_s, step_s: (local_s - busy_s) / step_s, m.local, m.compute)
     idle_s = share.median * m.compute.median
     why = f"the device is idle for {share} of a step"

@@ -1,1 +1,1 @@
-"""What predict.py is made of. docs/python.md uses it in programs of your own."""
+"""The parts of predict.py. docs/python.md shows how your own programs use them."""

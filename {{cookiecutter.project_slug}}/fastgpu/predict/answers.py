@@ -1,4 +1,4 @@
-"""What a model says to rows, as a table: of each row, or of the classes of labelled rows, which it finds and confuses.
+"""The predictions of a model as a table: a line for each row; or for each class of labelled rows, with its errors.
 
 Shapes: N rows, K classes or attributes.
 """
@@ -21,9 +21,9 @@ MAX_CLASSES = 20
 """More classes make a matrix that nobody can read: this many of the worst are printed instead."""
 RANKED = {"probability": ("class", "class_name", "class_names", 1), "scores": ("items", "item_ids", "item_ids", 10)}
 """{what `predict` of a workload gives, (B, n): (column of the numbers of the best ones, column of their names,
-attribute of model.json that has all names, how many are written)}"""
+attribute of model.json with all names, default number to write)}"""
 Column = tuple[str, Iterable[object]]
-"""Of a table: its title and its cells."""
+"""A column of a table: its title and its cells."""
 
 # ---------------------------------------------------------------------------------------------- a line for each row
 
@@ -31,8 +31,9 @@ Column = tuple[str, Iterable[object]]
 def to_columns(values: dict[str, Any], attributes: dict[str, Any], top: int | None, *, every: bool) -> dict[str, Any]:
     """The tensors that `predict` gives for a batch as {column: a number, a text, None or a list of these for each row}.
 
-    attributes: of model.json. top: how many classes or items, best first; None: one class, or ten items. Those of NaN
-    or -inf have the number -1. every: the values of all, too. Raises UserError if one is given and nothing is ranked.
+    attributes: of model.json. top: number of classes or items, best first; None: one class, or ten items. A class or
+    item with the value NaN or -inf has the number -1. every: add the values of all. Raises UserError if top or every is
+    given and nothing is ranked.
     """
     ranked = [name for name, value in values.items() if name in RANKED and value.ndim == 2]
     if (top or every) and not ranked:
@@ -45,8 +46,8 @@ def to_columns(values: dict[str, Any], attributes: dict[str, Any], top: int | No
         names = names if len({*names}) == n_all else ()
         best, numbers = values[name].topk(min(top or default, n_all))
         numbers = numbers.masked_fill(~(best > -torch.inf), -1)
-        columns[number_column] = numbers.squeeze(1).tolist()  # squeezed if there is one for each row
-        if names:  # the last one is that of number -1
+        columns[number_column] = numbers.squeeze(1).tolist()  # squeezed if each row has one
+        if names:  # the last name, None, is for the number -1
             columns[name_column] = np.array([*names, None], object)[columns[number_column]].tolist()
         columns[name] = to_list(best.squeeze(1))
         if every:
@@ -67,8 +68,8 @@ def write_rows(
 ) -> tuple[str, ...]:
     """Write rows of a batch, as CSV or JSON lines. In CSV, a list becomes columns such as `scores_0`.
 
-    which: whether to write each row. titles: of the CSV, as the batch before returned them. Empty: nothing was written.
-    Raises UserError if this batch has others.
+    which: whether to write each row. titles: of the CSV, as the call for the last batch returned them. Empty: nothing
+    was written. Raises UserError if this batch has other titles.
     """
     if not is_csv:
         rows = compress(zip(*columns.values(), strict=True), which)
@@ -106,7 +107,7 @@ class Answers(NamedTuple):
 
 
 def ask(trained: Trained, batch: Rows) -> Answers | None:
-    """What the model says to a batch. None: its rows have neither classes nor attributes as `labels`."""
+    """The predictions for a labelled batch. None: `labels` of the batch are neither classes nor attributes."""
     if not trained.workload.inputs or "labels" not in batch.columns:
         return None
     labels = batch["labels"].numpy(force=True)
@@ -123,7 +124,7 @@ def ask(trained: Trained, batch: Rows) -> Answers | None:
 
 
 def find_wrong(answers: Answers, places: Mapping[str, np.ndarray]) -> dict[str, list[Any]]:
-    """{column: a value for each wrong answer}, those first that the model is surest of. places: columns of all rows."""
+    """{column: a value for each wrong answer}, the most confident first. places: columns that name all rows."""
     names, labels, chosen, probability = np.array(answers.names, object), *answers[1:]
     sureness = abs(probability - 0.5) if labels.ndim > 1 else probability
     wrong = np.nonzero(labels != chosen)
@@ -166,7 +167,7 @@ def describe(answers: Answers) -> Iterator[str]:
 
 
 def _quality(n_rows: np.ndarray, n_chosen: np.ndarray, n_hits: np.ndarray) -> list[Column]:
-    """How many rows have each class or attribute, its precision and its recall."""
+    """The columns for each class or attribute: number of rows, precision, recall."""
 
     def percent(of: np.ndarray) -> list[str]:
         return [f"{100 * hits / n:.1f}" if n else "-" for hits, n in zip(n_hits, of, strict=True)]
@@ -175,7 +176,7 @@ def _quality(n_rows: np.ndarray, n_chosen: np.ndarray, n_hits: np.ndarray) -> li
 
 
 def _best_threshold(labels: np.ndarray, probability: np.ndarray) -> tuple[str, str]:
-    """The highest F1 of an attribute, and the lowest probability that has to count as 1 for it."""
+    """The highest F1 of an attribute, and the threshold of the probability that gives this F1."""
     thresholds = np.unique(probability)
     n_hits, n_chosen = (
         len(of) - np.searchsorted(np.sort(of), thresholds) for of in (probability[labels > 0], probability)

@@ -1,4 +1,4 @@
-"""The command of predict.py. It does not import torch, so --help and mistakes come at once."""
+"""The command of predict.py. It does not import torch, so --help and errors appear without delay."""
 
 import signal
 import sys
@@ -80,14 +80,14 @@ class Predict:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run `predict.py` with these words. What is asked for goes to stdout, everything else to stderr."""
+    """Run `predict.py` with these words. The result goes to stdout, everything else to stderr."""
     start_tool()
     with exit_with_message():
         asked = parse(Predict, argv, program="predict.py")
     if asked.output == "-" and not asked.errors:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends what writes no table
 
-    # Torch, whose import takes seconds, comes after what can be wrong without it.
+    # Torch is imported after the checks that do not need it, because the import takes seconds.
     from fastgpu.predict.program import run
     from fastgpu.process.world import init_distributed
 

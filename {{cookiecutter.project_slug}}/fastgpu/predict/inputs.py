@@ -75,8 +75,8 @@ class UserRows(ArrayDataset):
         self._seen = _to_ragged(seen)
 
     def hide_seen(self, values: Mapping[str, Tensor], rows: range) -> dict[str, Tensor]:
-        """What `predict` of a workload gives for some rows, with the score -inf for all items that the file has of a
-        user, (B, I). Raises UserError if it gives no scores."""
+        """The values that `predict` of a workload gives for some rows, with the score -inf for all items that the file
+        has of a user. scores: (B, I). Raises UserError if there are no scores."""
         if "scores" not in values:
             raise UserError(f"{self.name} is a table of users, but `predict` of this workload gives no scores of items")
         offsets = self._seen.offsets[rows.start : rows.stop + 1]
@@ -130,7 +130,7 @@ def open_inputs(paths: Sequence[str], trained: Trained, *, ids: Sequence[str] = 
             raise UserError(f"{source.name}: {name} is {source.fields[name]}; the model was trained on {field}")
     check_meaning("INPUT", trained.rows, source, labels=labels)
     if labels:
-        type(trained.workload)(trained.workload.options, trained.rows, source)  # which checks them as in training
+        type(trained.workload)(trained.workload.options, trained.rows, source)  # checks the labels as in training
     if ragged := [name for name in ids if source.fields[name].is_ragged]:
         raise UserError(f"{source.name}: {ragged[0]} has any number of values in a row; --id takes fields of one")
     return source
@@ -138,8 +138,7 @@ def open_inputs(paths: Sequence[str], trained: Trained, *, ids: Sequence[str] = 
 
 def places_of(rows: Dataset) -> dict[str, np.ndarray]:
     """{column: (rows,)} that name each row: its `user`, in a table of users. Else its `file`, if there are several; the
-    `row` in that file; and the `source`, where convert.py found it, if the file says that. Of a window it is the step
-    of the file that is its first one."""
+    `row` in that file, or for a window its `first_step`; and the `source` that convert.py noted, if there is one."""
     if isinstance(rows, UserRows):
         return {"user": rows.user_ids}
     if isinstance(rows, ImageRows):
@@ -162,12 +161,12 @@ def places_of(rows: Dataset) -> dict[str, np.ndarray]:
 
 
 def _is_hdf5(path: str) -> bool:
-    """Whether a file of any name is HDF5, such as rows.mat. Others than regular files are not opened."""
+    """Whether a file with any suffix, such as rows.mat, is HDF5. Only regular files are opened."""
     return Path(path).is_file() and h5py.is_hdf5(path)
 
 
 def _centre_share(preprocessing: str | None) -> float | None:
-    """What `ImageCodec` had for validation. None: the model was trained on pixels."""
+    """The `centre_share` of `ImageCodec` in validation. None: the model was trained on pixels."""
     try:
         return json.loads(preprocessing or "")["centre_share"]
     except (ValueError, TypeError, KeyError):
@@ -191,7 +190,7 @@ def _open_arrays(path: str, names: Sequence[str]) -> ArrayDataset:
 
 @contextmanager
 def open_batches(source: Dataset, batch_size: int, device: torch.device) -> Iterator[Iterator[Rows]]:
-    """All rows once, in their order, read ahead by threads, as batches on the device. A terminal shows a bar."""
+    """Batches on the device of all rows, once and in order. Threads read ahead; a terminal shows a progress bar."""
     pool_batches = max(1, (64 << 20) // (source.row_bytes * batch_size))  # 64 MiB; three pools are in memory
     order = BlockSampler(source, batch_size, pool_batches=pool_batches, seed=None)
     loader = Loader(num_readers=available_cpus())

@@ -1,4 +1,4 @@
-"""A trained model: read from its checkpoint, exported as one file."""
+"""A trained model: read it from a checkpoint, or export it to one file."""
 
 import io
 import json
@@ -46,7 +46,7 @@ class _Card(BaseModel, extra="allow"):
 
 
 class Workload(Scorer, Protocol):
-    """The part of a workload that a trained model needs. Workload, in workloads/, says what each of them returns."""
+    """The part of a workload that a trained model needs. `Workload` in workloads/ documents these methods."""
 
     options: Any
     inputs: tuple[str, ...]
@@ -69,8 +69,11 @@ class Trained(NamedTuple):
 
     @torch.inference_mode()
     def predict(self, **columns: Any) -> Mapping[str, Tensor]:
-        """What `predict` of the workload gives for its `inputs`, by their names: arrays or tensors (rows, *shape). Of a
-        ragged field: a list of an array for each row, or a `Ragged`."""
+        """The values that `predict` of the workload gives.
+
+        columns: the `inputs` of the workload by name, arrays or tensors (rows, *shape); for a ragged field a list with
+        an array for each row, or a `Ragged`.
+        """
         device = next(self.model.parameters()).device
         rows: dict[str, Tensor | Ragged] = {}
         for name, column in columns.items():
@@ -88,8 +91,9 @@ class Trained(NamedTuple):
 def load_model(path: str | Path, *, project: str | Path | None = None) -> Trained:
     """Build the model of a checkpoint, a copy of its model.json and model.safetensors, or the best (or last) of a run.
 
-    project: the folder whose workloads/ has the code of the model. None: that of the script that was started, or the
-    current one. Raises UserError if there is no checkpoint or no such code, if one is damaged, or if they do not fit.
+    project: the folder whose workloads/ has the code of the model. None: the folder of the script that was started,
+    or the current folder. Raises UserError if there is no checkpoint or no such code, if one is damaged, or if they do
+    not fit.
     """
     run = Path(path)
     check_exist(run, cure=NO_CHECKPOINT)
@@ -126,8 +130,8 @@ def _report_damage(folder: Path) -> Iterator[None]:
 
 
 def import_workloads(project: Path | None = None) -> Any:
-    """The module `workloads` of a project. See `load_model`. Raises UserError if this process has that of another one:
-    its code would be taken for this one's."""
+    """The module `workloads` of a project. See `load_model`. Raises UserError if this process has imported the
+    workloads of another project, because their code would be used in place of this project's."""
     folder = (project or project_folder()).resolve()
     module = sys.modules.get("workloads")
     if (folder / "workloads/__init__.py").is_file():

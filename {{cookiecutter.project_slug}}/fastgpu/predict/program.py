@@ -1,4 +1,4 @@
-"""Predictions, metrics and exports, as predict.py asks for them."""
+"""The predictions, metrics and exports of predict.py."""
 
 import operator
 from collections.abc import Iterator, Mapping
@@ -25,11 +25,14 @@ from fastgpu.training.evaluate import evaluate
 from fastgpu.training.step import mixed_precision, move_model
 
 AS_TEXT: Any = {"encoding": "utf-8", "errors": "backslashreplace"}
-"""How files are written. A byte of a file name that is no text is \\udcff in them, as JSON writes it."""
+"""Encoding of the files. A byte of a file name that is not UTF-8 is written as \\udcff, as in JSON."""
 
 
 def run(asked: Predict, world: World, terminal: IO[str]) -> None:
-    """terminal: what is asked for goes there, all else to sys.stdout. Raises UserError, or OSError of the disk."""
+    """Do what a command line asks for. Raises UserError, or OSError of the disk.
+
+    terminal: gets the result; all other output goes to sys.stdout.
+    """
     trained = load_model(asked.checkpoint)
     card = trained.card
     quality = "".join(f", {name} {value:.4g}" for name, value in card["metrics"].items())
@@ -54,8 +57,8 @@ def run(asked: Predict, world: World, terminal: IO[str]) -> None:
 
 
 def write_predictions(trained: Trained, rows: Dataset, asked: Predict, file: IO[str], *, device: torch.device) -> None:
-    """Write a line for each row to the file of -o, or else to `file`. Images that cannot be read are left out, and told
-    by a UserError at the end; if there are no others, no file is written."""
+    """Write a line for each row to the file of -o, or else to `file`. Images that cannot be read are left out, and a
+    UserError at the end lists them. If no image can be read, no file is written."""
     autocast = mixed_precision(trained.card["precision"], device).autocast
     failed = rows.failed if isinstance(rows, ImageRows) else {}
     where, size = places_of(rows), asked.batch_size or trained.card["batch_size"]
@@ -66,7 +69,7 @@ def write_predictions(trained: Trained, rows: Dataset, asked: Predict, file: IO[
         titles: tuple[str, ...] = ()
         batches = stack.enter_context(open_batches(rows, size, device))
         for number, batch in enumerate(batches):
-            with torch.inference_mode(), autocast:  # not around the loader: other threads fill their memory
+            with torch.inference_mode(), autocast:  # not around the loader, in which other threads write to memory
                 values = {name: value.cpu() for name, value in trained.workload.predict(trained.model, batch).items()}
             places = range(number * size, number * size + len(batch))
             if isinstance(rows, UserRows):
@@ -112,7 +115,8 @@ class Examiner:
 def one_pass(model: nn.Module) -> Iterator[None]:
     """In this block, a model that is called again with the same tensors returns the same output without computing it.
 
-    `predict` and `score` of a workload both call the model. Tensors that were changed in place in between are others.
+    `predict` and `score` of a workload both call the model. A tensor that was changed in place is
+    not the same.
     """
     compute = model.forward
     last: list[Tensor] = []  # inputs and output of the last call
@@ -133,8 +137,8 @@ def one_pass(model: nn.Module) -> Iterator[None]:
 
 
 def write_metrics(trained: Trained, rows: Dataset, asked: Predict, terminal: IO[str], *, world: World) -> None:
-    """Write the metrics of labelled rows to the terminal; of classes and attributes also which of them are confused,
-    and the rows with wrong answers to the file of --errors."""
+    """Write the metrics of labelled rows to the terminal, for classes and attributes also the confusions; and the rows
+    with wrong answers to the file of --errors."""
     precision = mixed_precision(trained.card["precision"], world.device)
     size = asked.batch_size or trained.card["batch_size"]
     examiner = Examiner(trained)

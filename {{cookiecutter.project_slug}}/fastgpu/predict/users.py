@@ -25,7 +25,7 @@ class Items(NamedTuple):
     liked: Sequence[int]
     """Numbers of items in the order of time: the input of the model."""
     seen: Sequence[int]
-    """Numbers of all items that the file has of the user, which are no recommendations."""
+    """Numbers of all items that the file has of the user, which are not recommended."""
 
 
 class Line(NamedTuple):
@@ -34,16 +34,17 @@ class Line(NamedTuple):
     user: str
     item: str
     is_liked: bool | None
-    """None: without a rating, so that only `seen` has the item."""
+    """None: the line has no rating, so only `seen` has the item."""
     time: float
-    """0 without times."""
+    """0 if the file has no times."""
 
 
 def read_users(path: str, n_items: int, attributes: Mapping[str, Any]) -> dict[str, Items]:
-    """{id of a user: items} of a CSV file. What was found, and does not count, is printed.
+    """{id of a user: items} of a CSV file. Prints the number of lines, and warns of lines that do not count.
 
-    attributes: of the rows that the model was trained on. `item_ids` names the items, or else their number does;
-    `events` says how convert.py read them, which holds here, too. Raises UserError for a file that does not fit.
+    attributes: of the rows that the model was trained on. `item_ids` has the ids of the items; without it, an
+    id is the item's number. `events` has the columns and flags of convert.py, which apply here, too. Raises UserError
+    for a file that does not fit.
     """
     facts = json.loads(attributes.get("events", "{}"))
     ids = attributes.get("item_ids") or range(n_items)
@@ -77,8 +78,8 @@ def read_users(path: str, n_items: int, attributes: Mapping[str, Any]) -> dict[s
 
 
 def _settle(events: Sequence[tuple[int, bool | None]], repeats: str) -> Items:
-    """The items of a user. events: (item, whether it is liked), in the order of time. repeats: which of an item counts,
-    as --repeats of convert.py says."""
+    """The items of a user. events: (item, whether it is liked), in the order of time. repeats: which event of an item
+    counts, see --repeats of convert.py."""
     rated = [event for event in events if event[1] is not None]
     if repeats != "all":
         chosen: dict[int, bool | None] = {}
@@ -91,7 +92,7 @@ def _settle(events: Sequence[tuple[int, bool | None]], repeats: str) -> Items:
 
 
 def _read(path: str, facts: Mapping[str, Any]) -> Iterator[Line]:
-    """The lines of a file. facts: the attribute `events`; without one, the first two columns are those of the ids."""
+    """The lines of a file. facts: the attribute `events`; without it, the first two columns are the ids."""
     rows = _read_rows(path)
     line, names = next(rows, (0, []))
     if not names:
@@ -132,7 +133,7 @@ def _read_rows(path: str) -> Iterator[tuple[int, list[str]]]:
 
 
 def _is_liked(text: str, where: str, facts: Mapping[str, Any]) -> bool | None:
-    """Whether convert.py would count a rating. None if it is missing, or stands for none."""
+    """Whether convert.py would count a rating as a like. None if the rating is missing, or a number for "no rating"."""
     try:
         rating = float(text or "nan")
     except ValueError:

@@ -1,1 +1,1 @@
-"""What a run did, from the files in its folder: its values (results.py), and where its time went (ledger.py)."""
+"""A report about a run from the files in its folder: its values (results.py), and its wall time (ledger.py)."""

@@ -28,9 +28,7 @@ class Report:
     """
 
     runs: tuple[Path, ...] = argument("folder of a run", metavar="RUN")
-    compare: bool = flag(
-        "a line for each run, the best one first; runs of another metric are a table of their own", default=False
-    )
+    compare: bool = flag("a line for each run, the best run first; a table for each metric", default=False)
     csv: bool = flag("all in one table, as CSV", default=False)
     sort: str = flag(
         "a scalar or setting, such as data/wait_pct or optim.lr: the run with the lowest value is first",
@@ -45,13 +43,13 @@ class Report:
 
 
 def report(asked: Report) -> None:
-    """Print what is asked for. Raises UserError, or OSError if the output cannot be written."""
+    """Print the report. Raises UserError, or OSError if the output cannot be written."""
     read = [results.read_run(run) for run in asked.runs]
     runs = [run for run in read if run.points]
     empty = [str(run.folder) for run in read if not run.points]
     if not runs:
         raise UserError(f"{', '.join(empty)}: no points in metrics.jsonl; it is no run, or has just begun")
-    if empty:  # such as runs that failed at their start, which a sweep is about
+    if empty:  # a sweep may have runs that failed at their start
         say(f"left out: {len(empty)} without a point in metrics.jsonl: {', '.join(empty)}", sys.stderr)
     if asked.sort and not any(asked.sort in results.facts(run) for run in runs):
         cure = "name a scalar such as data/wait_pct, a setting such as optim.lr, goodput or steps"
@@ -78,7 +76,7 @@ def show(run: results.Run) -> None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run `report.py` with these words. It does not import torch, so it answers at once."""
+    """Run `report.py` with these words. It does not import torch, so it answers without delay."""
     start_tool()
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the program
     with exit_with_message(OSError):

@@ -18,26 +18,26 @@ KINDS = {
     "lost to kills": "x",
     "other": "-",
 }
-"""{what a run spends time on: its character in the bar}. Older versions did not log how long saving takes: their runs
-have it in one with validating."""
+"""{kind of time: its character in the bar}. Older versions did not log how long saving takes, so their runs have
+`validating and saving` as one kind."""
 BAR_WIDTH = 72
 SHORT_S = 600
 MAX_S = 1e8
-"""Three years. Longer times come from a clock that was set."""
+"""Three years. A longer time comes from a clock that was changed."""
 
 
 class Process(NamedTuple):
-    """A process that made a part of a run, as its run.json describes it. NaN: not known, or the process was killed."""
+    """The process of a part of a run, from its run.json. NaN: not known, or the process was killed."""
 
     written_s: float = nan
     """When run.json was written, just before the first point."""
     started_s: float = nan
     ended_s: float = nan
-    """When all was saved. Versions that know `started_s` write it, too."""
+    """When everything was saved. All versions that write `started_s` write this, too."""
 
 
 def read_process(description: Mapping[str, Any]) -> Process:
-    """What a run.json says. Raises an error of any kind if it says nothing."""
+    """The times in a run.json. Raises an exception of any kind if there are none."""
     written_s = datetime.fromisoformat(description["started"]).timestamp()
     return Process(written_s, *(float(description.get(name, nan)) for name in ("started_s", "ended_s")))
 
@@ -51,7 +51,7 @@ def account(points: Sequence[Point], processes: Iterable[Process]) -> dict[str, 
     spent = dict.fromkeys(KINDS, 0.0)
 
     def add(kind: str, seconds: float) -> None:
-        spent[kind] += seconds if 0 < seconds < MAX_S else 0.0  # other times come from a clock that was set
+        spent[kind] += seconds if 0 < seconds < MAX_S else 0.0  # other times come from a clock that was changed
 
     parts: dict[float, list[Point]] = {}
     for point in points:
@@ -103,7 +103,7 @@ def _add_point(
 
 
 def goodput(spent: Mapping[str, float]) -> float:
-    """The share of the wall time in which steps were computed that were kept."""
+    """The share of the wall time spent on steps that the run kept."""
     return spent.get("computing", 0.0) / sum(spent.values())
 
 
@@ -115,7 +115,7 @@ def as_rows(spent: Mapping[str, float]) -> list[tuple[str, str, str]]:
 
 
 def bar(spent: Mapping[str, float]) -> str:
-    """A line of BAR_WIDTH characters, of which each kind has its share of the wall time. It is empty without times."""
+    """A line of BAR_WIDTH characters, shared by the kinds as the wall time is. It is empty if there are no times."""
     line = ""
     for kind, end_s in zip(spent, accumulate(spent.values()), strict=True):
         line += KINDS[kind] * (round(BAR_WIDTH * end_s / sum(spent.values())) - len(line))
@@ -123,5 +123,5 @@ def bar(spent: Mapping[str, float]) -> str:
 
 
 def _duration(seconds: float, total: float) -> str:
-    """A part of some time, with one decimal if that is short."""
+    """A time as text, with one decimal if the total is short."""
     return f"{seconds:.1f} s" if total < SHORT_S else str(timedelta(0, round(seconds)))

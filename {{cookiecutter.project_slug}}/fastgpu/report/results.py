@@ -1,4 +1,4 @@
-"""What a run did, read from the files that it left. It does not import torch, so `python report.py` answers at once."""
+"""The values of runs, from the files in their folders. No torch is imported, so report.py answers without delay."""
 
 import json
 import sys
@@ -22,7 +22,7 @@ SPEED = ("train/trained_rows_per_s", "data/wait_pct", "gpu0/util_pct", "train/lo
 
 
 class Run(NamedTuple):
-    """What the folder of a run holds."""
+    """The content of a run's folder."""
 
     folder: Path
     points: list[Point]
@@ -41,7 +41,7 @@ class Run(NamedTuple):
 
 
 def read_run(folder: Path) -> Run:
-    """Points that a resumed run trained again, because they came after its checkpoint, are left out."""
+    """Read the folder of a run, without the points after a checkpoint that a resumed run trained again."""
     points: list[Point] = []
     path = folder / "metrics.jsonl"
     lines = path.read_bytes().splitlines() if path.is_file() else []
@@ -60,7 +60,7 @@ def read_run(folder: Path) -> Run:
     descriptions = [*_read_all(folder, "run*.json")]
     processes = []
     for description in descriptions:
-        with suppress(Exception):  # of many kinds: a person may write anything
+        with suppress(Exception):  # any kind of error: a person may have edited the file
             processes.append(read_process(description))
     return Run(folder, points, config, descriptions[0] if descriptions else {}, account(read, processes))
 
@@ -75,9 +75,9 @@ def _read_point(line: bytes) -> Point | None:
 
 
 def _read_all(folder: Path, pattern: str) -> Iterator[dict[str, Any]]:
-    """The whole files of those that the parts of a run wrote, such as config-2.yaml, the newest one first."""
+    """The undamaged files that the parts of a run wrote, such as config-2.yaml, the newest first."""
     for path in sorted(folder.glob(pattern), key=lambda path: (len(path.name), path.name), reverse=True):
-        with suppress(Exception):  # of many kinds: whatever the bytes have become
+        with suppress(Exception):  # any kind of error: the file may be damaged
             text = path.read_text(encoding="utf-8") if path.is_file() else ""  # a fifo would never end
             content = YamlLoader(text).get_single_data()  # JSON is YAML, too
             if isinstance(content, dict):
@@ -86,9 +86,9 @@ def _read_all(folder: Path, pattern: str) -> Iterator[dict[str, Any]]:
 
 
 def over_run(points: Sequence[Point], name: str) -> float:
-    """A scalar over the whole run: the last metric, loss or learning rate; an extreme; the time of saving; or a mean,
-    which is a sum divided by a sum. A mean is without the first point of each part, which holds what happens only at
-    the start, if there are others. Some point has the scalar."""
+    """A scalar over the whole run: the last metric, loss or learning rate; an extreme; the total time of saving; or a
+    weighted mean. A mean leaves out the first point of each part, which includes the start, if there are other points.
+    At least one point must have the scalar."""
     logged = [point for point in points if name in point]
     if name.startswith(("val/", "train/loss", "train/lr")):
         return logged[-1][name]
@@ -120,7 +120,7 @@ def summary(run: Run) -> dict[str, float]:
 
 
 def by_metric(runs: Iterable[Run]) -> list[list[Run]]:
-    """The runs that are judged by the same metric together: no others can be compared with them."""
+    """Groups of runs with the same metric. Runs of different groups cannot be compared."""
     groups: dict[tuple[str, str], list[Run]] = {}
     for run in runs:
         groups.setdefault(run.best, []).append(run)
@@ -128,7 +128,7 @@ def by_metric(runs: Iterable[Run]) -> list[list[Run]]:
 
 
 def facts(run: Run) -> dict[str, Any]:
-    """{name: value} of all that runs can be sorted by: `summary`, the steps, the goodput, the settings."""
+    """{name: value} of everything that --sort takes: `summary`, the steps, the goodput, the settings."""
     spent = {"goodput": goodput(run.ledger)} if run.ledger else {}
     return run.config | summary(run) | {"steps": int(run.points[-1]["step"])} | spent
 
@@ -168,7 +168,7 @@ def _rank(value: Any, sign: int) -> tuple[int, float, str]:
 
 
 def setting_text(value: Any) -> str:
-    """A value of the config as one would write it."""
+    """A value of the config as a person writes it."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
