@@ -121,7 +121,7 @@ def read_likes(table: TextTable, name: str, above: float, unrated: Unrated) -> L
 
 
 def read_times(table: TextTable, name: str) -> tuple[np.ndarray, Clock]:
-    """The times of the events, (events,) int64 or float64, and their clock. Rows without a number or date are broken."""
+    """The times, (events,) int64 or float64, and their clock. Rows without a number or date are broken."""
     column = table.column(name)
     if not (column.dtype.is_numeric() or column.dtype in (*TEXT, pl.Date, pl.Datetime)):
         _refuse_type(column, "numbers, dates or text")

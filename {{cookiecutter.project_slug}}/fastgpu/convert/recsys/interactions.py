@@ -71,8 +71,11 @@ class Numbering:
         return self._number_of_item[log.items] >= 0
 
     def rows(self, users: np.ndarray, **events: Log) -> UserRows:
-        """A row for each of `users`, which are places in `user_ids`. events: {field: log with the items of these users}.
-        Events of other users, and events with items that training does not know, are left out."""
+        """A row for each of `users`, which are places in `user_ids`.
+
+        events: {field: log with the items of these users}. Events of other users, and events with items that training
+        does not know, are left out.
+        """
         log = next(iter(events.values()))
         row_of_user = np.full(len(log.user_ids), -1, np.int64)
         row_of_user[users] = np.arange(len(users))
@@ -146,7 +149,7 @@ def draw_hidden(rows: np.ndarray, seed: int) -> np.ndarray:
 
 
 def make_csr(rows: np.ndarray, items: np.ndarray, n_rows: int, ranks: np.ndarray | None = None) -> RaggedArray:
-    """Pairs (row, item) as `n_rows` rows of items. The items of a row are sorted by rank, or without ranks by number."""
+    """Pairs (row, item) as `n_rows` rows of items, each sorted by rank, or by number if there are no ranks."""
     order = items if ranks is None else ranks
     keys = np.sort(rows.astype(np.int64) << 32 | order.astype(np.int64))
     offsets = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=n_rows))])

@@ -87,8 +87,8 @@ def split_by_time(log: Log, cuts: Sequence[float], clock: Clock, *, repeats: Rep
 def leave_last_out(log: Log, *, min_items: int) -> Split:
     """Hold out the last two items of each user.
 
-    The last item is to be found by `test`, from all earlier items. The item before the last one is to be found by `val`,
-    from all earlier items. The other items are for training.
+    The last item is to be found by `test`, from all earlier items. The item before the last one is to be found by
+    `val`, from all earlier items. The other items are for training.
 
     log: each user and item once, with times. Raises UserError if no user has min_items items, and at least three.
     """
