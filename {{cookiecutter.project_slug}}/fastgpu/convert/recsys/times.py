@@ -45,7 +45,7 @@ class Clock(NamedTuple):
         return f"{kind}, {self.show(times.min())} to {self.show(times.max())}"
 
     def parse(self, text: str) -> float:
-        """The time of a text: a date in UTC, or a number in the unit of the column. Raises UserError for other texts."""
+        """The time of a text: a date in UTC, or a number in the unit of the column. Raises UserError for others."""
         if self.unit != DATES:
             with suppress(ValueError):
                 if isfinite(number := float(text)):
