@@ -47,6 +47,10 @@ class Log:
         """(users,) number of events of each user."""
         return np.bincount(self.users, minlength=len(self.user_ids))
 
+    def pairs(self) -> np.ndarray:
+        """(events,) int64: a number for each pair of a user and an item."""
+        return self.users.astype(np.int64) << 32 | self.items
+
 
 def rank(times: np.ndarray) -> np.ndarray:
     """(events,) int32: the place of each event in the order of time; at equal times, in the order of the source."""
@@ -85,7 +89,7 @@ def settle(log: Log, repeats: Repeats) -> Settled:
 
     The order is the order of time, or of the source if there are no times.
     """
-    pairs = log.users.astype(np.int64) << 32 | log.items
+    pairs = log.pairs()
     ordered = np.sort(pairs)  # np.unique takes ten times as long for many different numbers
     if repeats == "all" or (ordered[1:] != ordered[:-1]).all():
         return Settled(log if log.is_liked.all() else log.at(log.is_liked), 0, 0)

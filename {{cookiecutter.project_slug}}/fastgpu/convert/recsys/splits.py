@@ -70,7 +70,7 @@ def split_by_time(log: Log, cuts: Sequence[float], clock: Clock, *, repeats: Rep
         known = history.at(numbering.knows(history))
         is_user = np.isin(later.log.users, _users_with(known, min_items))
         is_known = numbering.knows(later.log)
-        is_seen = np.isin(_pairs(later.log), _pairs(known)) & is_known & (repeats != "all")
+        is_seen = np.isin(later.log.pairs(), known.pairs()) & is_known & (repeats != "all")
         wanted = later.log.at(is_user & is_known & ~is_seen)
         left_out = {
             f"users without {min_items} known items before": ~is_user,
@@ -123,11 +123,6 @@ def leave_last_out(log: Log, *, min_items: int) -> Split:
 def _users_with(log: Log, min_items: int) -> np.ndarray:
     """The users with at least min_items events, and at least one."""
     return np.flatnonzero(log.count_items() >= max(1, min_items))
-
-
-def _pairs(log: Log) -> np.ndarray:
-    """(events,) int64: a number for each pair of a user and an item."""
-    return log.users.astype(np.int64) << 32 | log.items
 
 
 def _describe(part: str, wanted: Log, left_out: Mapping[str, np.ndarray]) -> str:
