@@ -1,6 +1,6 @@
 """The command line of convert.py: a dataclass for each command, whose fields are its arguments.
 
-Nothing here imports torch, which takes seconds: --help and mistakes, also of paths, come at once.
+This module does not import torch, which takes seconds: --help and mistakes, also in paths, are shown immediately.
 """
 
 import glob
@@ -31,9 +31,9 @@ TEXT = """\
 Write your data to HDF5 files that are read fastest, and look at files.
 
 The files have blocks of 2 MiB, rows in random order and a checksum for each
-block. They are complete, or absent."""
+block. A file gets its name when it is complete."""
 SUFFIXES = (".h5", ".hdf5")
-"""Of the files that are written, which .gitignore covers."""
+"""Suffixes of the files that are written. .gitignore has them."""
 PARQUET = (".parquet", ".pq")
 """Suffixes of Parquet files, alone or in a pattern."""
 
@@ -51,7 +51,7 @@ def natural(text: str, lowest: int = 0, highest: int | None = None) -> int:
 
 
 def shares(text: str) -> tuple[float, ...]:
-    """The shares of train, val and perhaps test: `0.9` is (0.9, 0.1), `0.8,0.1,0.1` is itself."""
+    """The shares of train, val and, if given, test: `0.9` is (0.9, 0.1), `0.8,0.1,0.1` is (0.8, 0.1, 0.1)."""
     try:
         numbers = tuple(map(float, text.split(",")))
     except ValueError:
@@ -64,7 +64,7 @@ def shares(text: str) -> tuple[float, ...]:
 
 
 def max_broken(text: str) -> float:
-    """The share of the rows that may be left out: of `stop` none, of `skip` 1 %."""
+    """The maximum share of broken rows: `stop` is 0, `skip` is 0.01, `skip=10%` is 0.1."""
     if text in ("stop", "skip"):
         return 0.0 if text == "stop" else 0.01
     found = re.fullmatch(r"skip=(\d+\.?\d*)%", text)
@@ -75,7 +75,7 @@ def max_broken(text: str) -> float:
 
 
 def split_name(source: str) -> tuple[str, str]:
-    """(name, path) of `name=path`. A path alone has no name; a folder may be called year=2024."""
+    """(name, path) of `name=path`. The name of a path alone is empty, also of an existing folder `year=2024`."""
     name, equals, path = source.partition("=")
     is_path = os.path.lexists(source) or glob.glob(source)  # noqa: PTH207 (absolute ones, too)
     return (name, path) if equals and not is_path else ("", source)
@@ -87,16 +87,16 @@ def is_parquet(path: str) -> bool:
 
 
 class Command(ABC):
-    """What was asked for. It is only made of arguments that fit together, and of paths that exist."""
+    """A command with its arguments. Arguments that do not fit together, and missing paths, raise UserError."""
 
     @abstractmethod
     def run(self) -> int | None:
-        """Do it. Returns the exit code, or None for 0. Raises UserError."""
+        """Run the command. Returns the exit code, or None for 0. Raises UserError."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WriteCommand(Command):
-    """What the commands that write files have in common."""
+    """The arguments of all commands that write files."""
 
     target: Path = argument("file to write; it has a temporary name until it is complete")
     seed: int = flag("seed of order and split", type=natural, default=0, metavar="N")
@@ -104,20 +104,24 @@ class WriteCommand(Command):
     compression: Literal["none", "gzip"] = flag("default: none", default="none")
     force: bool = flag("replace existing files", default=False)
     on_error: float | None = flag(
-        "list broken rows and stop (default), or leave out 1 %% of all rows, or a share; if it is given, NaN and "
-        "infinite values are broken, too",
+        "broken rows: list them and stop (default), or leave out up to 1 %% (skip) or another share of all rows. With "
+        "this flag, also with stop, rows with NaN or infinite values are broken",
         type=max_broken,
         metavar="{stop,skip,skip=10%}",
     )
     limit: int | None = flag(
-        "write N rows, for a first look: drawn at random, of each class alike; or the first, with --keep-order",
+        "write N rows, for a first look: drawn at random, the same share of each class; or the first ones, if the "
+        "order is kept",
         type=partial(natural, lowest=1),
         metavar="N",
     )
     threads: int | None = flag(
-        "threads that read; default: the CPUs", type=partial(natural, lowest=1, highest=MAX_THREADS), metavar="N"
+        "threads that read rows; default: the CPUs. It limits neither polars (POLARS_MAX_THREADS does) nor the "
+        "processes of --num-workers",
+        type=partial(natural, lowest=1, highest=MAX_THREADS),
+        metavar="N",
     )
-    dry_run: bool = flag("show what was understood of the source; write nothing", default=False)
+    dry_run: bool = flag("show the rows, classes and splits of the source; write nothing", default=False)
 
     def __post_init__(self) -> None:
         if self.target.suffix not in SUFFIXES:
@@ -126,13 +130,14 @@ class WriteCommand(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class SplitCommand(WriteCommand):
-    """What the commands that can split rows at random have in common."""
+    """The arguments of all commands that can split rows at random."""
 
     split: tuple[float, ...] | None = flag(
         "shares of train, val and test, 0.8,0.1,0.1; or of train", type=shares, metavar="SHARES"
     )
     split_by: str = flag(
-        "column whose values, such as patients, --split keeps together; without --split, it says train, val or test",
+        "column, such as patient: --split puts all rows with one value into one file. Without --split, the values are "
+        "train, val or test",
         type=str.strip,
         default="",
         metavar="COLUMN",
@@ -153,7 +158,7 @@ class Arrays(SplitCommand):
     )
     layout: Literal["nhwc"] | None = flag("of fields with four axes: write them as (N, C, H, W)")
     dtype: NumberType | None = flag(
-        "of raw binary files, name=x.bin: the type of their numbers, such as uint16; they keep their order",
+        "type of the numbers in raw binary files, name=x.bin, such as uint16; their order is kept",
         choices=get_args(NumberType),
         metavar="TYPE",
     )
@@ -190,10 +195,10 @@ class Dataset(WriteCommand):
     python convert.py dataset mine:Photos photos/ data/photos.h5
     """
 
-    source: str = argument("package.module:Class, or a function that makes the Dataset")
-    path: str = argument("what it is called with, such as a folder")
+    source: str = argument("package.module:Class, or a function that returns the Dataset")
+    path: str = argument("the argument of the class or function, such as a folder")
     fields: tuple[str, ...] = flag(
-        "names of what an item has; default: images labels", default=(), nargs="+", metavar="NAME[=KEY]"
+        "names of the values of an item; default: images labels", default=(), nargs="+", metavar="NAME[=KEY]"
     )
     num_workers: int | None = flag(
         "processes that read; 0: none, to debug; default: the CPUs", type=natural, metavar="N"
@@ -227,7 +232,7 @@ class Repack(WriteCommand):
 
 @dataclass(frozen=True, kw_only=True)
 class LookCommand(Command):
-    """What the commands that only look at files have in common."""
+    """The arguments of all commands that only read files."""
 
     sources: tuple[str, ...] = argument("file.h5, or file.h5::/group", metavar="SOURCE")
 
@@ -262,7 +267,7 @@ class Check(LookCommand):
 
 
 def commands() -> Mapping[str, type[Command]]:
-    """{name: command}. Folders in this one have those for a kind of data; a copy of the engine may lack some."""
+    """{name: command}. Each folder beside this module adds the commands for one kind of data, if a project has it."""
     kinds: dict[str, type[Command]] = {
         "arrays": Arrays,
         "dataset": Dataset,
@@ -282,7 +287,7 @@ def parse(argv: Sequence[str]) -> Command:
 
 
 def run(command: Command) -> int:
-    """Do what was asked for. Returns the exit code. Raises UserError."""
+    """Run a command. Returns the exit code. Raises UserError."""
     try:
         return command.run() or 0
     except ModuleNotFoundError as error:
@@ -292,7 +297,7 @@ def run(command: Command) -> int:
 
 
 def announce(command: WriteCommand) -> None:
-    """Say on a terminal what is read: folders are listed and tables are parsed before there is more to say."""
+    """Print the sources on a terminal: listing folders and parsing tables may take long before the next output."""
     given = vars(command)
     sources = given.get("sources") or [given["source"]]
     if sys.stderr and sys.stderr.isatty():

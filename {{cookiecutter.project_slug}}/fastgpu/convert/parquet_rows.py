@@ -1,4 +1,4 @@
-"""Columns of numbers in Parquet files as rows: numbers, arrays of one shape, and lists of any length."""
+"""Rows from Parquet files with columns of numbers, arrays of one shape, or lists of any length."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -29,18 +29,16 @@ CURES = {
     pl.Null: "fill it in",
     pl.Binary: "`convert.py images` takes images",
 }
-"""{type: how to make numbers of it, with polars}"""
-
-
+"""{type: how polars converts it to numbers}"""
 TOO_WIDE = ("Int128", "UInt128")
 
 
 class Kind(NamedTuple):
-    """What a column holds."""
+    """The type of a column."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
-    """Of a row, or of the values in a list."""
+    """Shape of a row, or of each value in a list."""
     is_list: bool
 
 
@@ -68,14 +66,14 @@ def open_parquet(sources: Sequence[str], *, channels_last: bool = False, split_b
 class ParquetRows(Reader):
     """Columns of Parquet files. A block is a row group. Rows with a null are broken.
 
-    Lists that all have one length are arrays. Raises UserError for columns that are no numbers.
+    If all lists of a column have one length, they become arrays. Raises UserError for columns of other types.
     """
 
     def __init__(
         self, source: str, columns: Mapping[str, str] | None = None, *, channels_last: bool = False, split_by: str = ""
     ):
-        """columns: {field: column}; empty: all of them. channels_last: rows (H, W, C) become (C, H, W). split_by: the
-        column `split_by` of a `Reader`, which is no field if it is text."""
+        """columns: {field: column}; empty: all columns. channels_last: rows (H, W, C) become (C, H, W). split_by: the
+        column `split_by` of a `Reader`; it is not written if it is text."""
         self._files = ParquetFiles(source)
         self._columns = dict(columns or {name: name for name in self._files.schema})
         self._files.check([*self._columns.values(), *filter(None, [split_by])])
@@ -101,9 +99,9 @@ class ParquetRows(Reader):
         return Field(dtype, (shape[2], *shape[:2]) if name in self._turned else shape, mean_values)
 
     def _measure_lists(self) -> dict[str, float]:
-        """{field: mean number of values} of lists. Those that all have one length become arrays in `_kinds`.
+        """{field: mean number of values in a list}. In `_kinds`, lists that all have one length become arrays.
 
-        Reads the columns once.
+        Reads all columns of lists once.
         """
         lists = {name: column for name, column in self._columns.items() if self._kinds[name].is_list}
         lengths = {name: pl.Series([], dtype=pl.UInt32) for name in lists}
@@ -120,7 +118,7 @@ class ParquetRows(Reader):
         return {name: count / len(self) for name, count in n_values.items() if self._kinds[name].is_list}
 
     def stored_column(self, name: str) -> np.ndarray | None:
-        """See `Dataset`. Broken rows are 0."""
+        """See `Dataset`. The values of broken rows are 0."""
         field = self.fields.get(name)
         if field is None or field.is_ragged or field.shape or len(self._files) * field.row_bytes > COLUMN_BYTES:
             return None
@@ -151,7 +149,7 @@ class ParquetRows(Reader):
         return columns
 
     def _read_group(self, group: int, places: np.ndarray, rows: np.ndarray) -> dict[str, "Values"]:
-        """{field: values} of some rows of a row group. Those that are broken are 0, or have no values."""
+        """{field: values} of some rows of a row group. Broken rows are 0, or empty lists."""
         try:
             frame = self._recent[group][places]
         except UserError as error:
@@ -169,24 +167,24 @@ class ParquetRows(Reader):
 
 
 class Values(NamedTuple):
-    """A column of some rows."""
+    """The values of some rows in one column."""
 
     values: np.ndarray
-    """(rows, *shape), or of lists (sum of counts, *shape)."""
+    """(rows, *shape); for lists (sum of counts, *shape)."""
     counts: np.ndarray
-    """(rows,) number of values in each row: of arrays 1."""
+    """(rows,) length of each list; 1 if the column has no lists."""
     has_null: np.ndarray
-    """(rows,) bool"""
+    """(rows,) bool: whether the row is null or has a null in it."""
 
     @classmethod
     def none(cls, kind: Kind, n_rows: int) -> "Values":
-        """Zeros, or lists without values."""
+        """Zeros, or empty lists."""
         values = np.zeros((0 if kind.is_list else n_rows, *kind.shape), kind.dtype)
         return cls(values, np.full(n_rows, int(not kind.is_list)), np.zeros(n_rows, bool))
 
     @classmethod
     def of(cls, series: pl.Series, kind: Kind) -> "Values":
-        """The values of a column as polars has them. Nulls become 0."""
+        """The values of a polars column. Nulls become 0."""
         has_null = series.is_null().to_numpy().copy()
         counts = series.list.len().fill_null(0).to_numpy() if kind.is_list else np.ones(len(series), np.int64)
         numbers = series.filter(pl.Series(~has_null & (counts > 0)))
@@ -204,7 +202,7 @@ class Values(NamedTuple):
         return cls(values, counts, has_null)
 
     def without(self, is_broken: np.ndarray, kind: Kind) -> "Values":
-        """The same rows, where broken ones have no values if they are lists."""
+        """The same rows. In a column of lists, broken rows become empty lists."""
         if not kind.is_list or not is_broken.any():
             return self
         values = self.values[np.repeat(~is_broken, self.counts)]
@@ -212,7 +210,7 @@ class Values(NamedTuple):
 
 
 def _kind_of(files: ParquetFiles, name: str) -> Kind:
-    """What a column holds. Raises UserError, with a cure, if these are no numbers."""
+    """The type of a column. Raises UserError, with a cure, if the column has no numbers."""
     column = files.schema[name]
     kind: Any = column
     shape: tuple[int, ...] = ()

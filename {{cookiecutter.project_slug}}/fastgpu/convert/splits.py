@@ -1,4 +1,4 @@
-"""Which rows go to which file: splits that a source has, or that are drawn at random."""
+"""Decides which rows go to which file: by the splits of the source, or at random."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -12,34 +12,33 @@ from fastgpu.rows.selection import Subset
 
 SPLITS = ("train", "val", "test")
 WORDS = ("train training", "val valid validation dev publictest", "test testing privatetest")
-"""What data sets call each split, in small letters. PublicTest and PrivateTest are those of Kaggle."""
+"""Names of train, val and test in data sets, in lower case. Kaggle has PublicTest and PrivateTest."""
 SPLIT_OF_WORD = {word: number for number, words in enumerate(WORDS) for word in words.split()}
 
-
 MIN_OBTAINED = 0.5
-"""Part of its share that each split has to get where the values of a column stay together."""
+"""Minimum rows of a split in a group split, as a part of the share that was asked for."""
 
 
 class Split(NamedTuple):
-    """What was asked for."""
+    """The flags of convert.py that choose rows."""
 
     shares: Sequence[float] | None = None
-    """Of train, val and perhaps test, of a split that is drawn at random."""
+    """Shares of train, val and, if given, test in a random split. None: no random split."""
     by: str = ""
-    """The name of the column `split_by` of the source."""
+    """Name of the column of --split-by. Empty: none."""
     seed: int = 0
     limit: int | None = None
-    """Number of rows, for a first look."""
+    """Maximum number of rows, for a first look. None: all rows."""
     is_in_order: bool = False
-    """Whether these are the first rows of each split, and not drawn at random."""
+    """Whether `limit` takes the first rows of each split instead of random ones."""
 
 
 def split_rows(source: Dataset, asked: Split = Split()) -> dict[str, Dataset]:  # noqa: B008 (immutable)
-    """{split: its rows}, or {"": all rows}, without those that are known to be broken (see `Reader`).
+    """{split: its rows}, or {"": all rows}, without rows that are known to be broken (see `Reader`).
 
-    Raises UserError if a split is asked for and the source is split already, or if a split gets no rows.
+    Raises UserError if a random split is asked for and the source is split already, or if a split gets no rows.
     """
-    # A reader looks at some rows for its fields, and may find broken ones: now, before a limit leaves rows out.
+    # A reader reads some rows to know its fields, and may find broken ones: now, before a limit leaves rows out.
     source.fields  # noqa: B018
     broken = getattr(source, "broken", {})
     is_split = any(getattr(source, name, None) is not None for name in ("splits", "split_by"))
@@ -70,7 +69,7 @@ def split_rows(source: Dataset, asked: Split = Split()) -> dict[str, Dataset]:  
 
 
 def _find_splits(source: Dataset, asked: Split, is_whole: np.ndarray) -> np.ndarray | None:
-    """(whole rows,) uint8, places in SPLITS; None: there is no split."""
+    """The split of each row that is not broken: (whole rows,) uint8, places in SPLITS. None: there is no split."""
     splits: np.ndarray | None = getattr(source, "splits", None)
     column: np.ndarray | None = getattr(source, "split_by", None)
     if column is not None:
@@ -89,7 +88,7 @@ def _find_splits(source: Dataset, asked: Split, is_whole: np.ndarray) -> np.ndar
 
 
 def _limit_rows(source: Dataset, asked: Split, splits: np.ndarray) -> np.ndarray:
-    """(rows,) bool: the rows of a first look. Of the others, the source forgets which are broken."""
+    """(rows,) bool: the rows that --limit takes. Broken rows among the others are removed from `broken`."""
     assert asked.limit
     n_rows = len(splits)
     labels = None if asked.is_in_order else source.stored_column("labels")
@@ -104,7 +103,7 @@ def _limit_rows(source: Dataset, asked: Split, splits: np.ndarray) -> np.ndarray
 
 
 def limit_parts(parts: Mapping[str, Dataset], asked: Split) -> Mapping[str, Dataset]:
-    """The parts of a source that was split otherwise, of which each has its share of the rows of a first look."""
+    """The splits of a source that is split already, limited to `limit` rows in proportion to their sizes."""
     numbers = np.repeat(np.arange(len(parts)), [len(part) for part in parts.values()])
     if not asked.limit or asked.limit >= len(numbers):
         return parts
@@ -127,9 +126,9 @@ def _print_limit(asked: Split, n_rows: int, of_classes: str = "") -> None:
 
 
 def draw_rows(strata: np.ndarray, n_rows: int, seed: int | None) -> np.ndarray:
-    """(rows,) bool: `n_rows` of them, as many of each stratum as its share. strata: (rows,) whole numbers.
+    """(rows,) bool: `n_rows` rows, from each stratum in proportion to its size. strata: (rows,) integers.
 
-    seed: None takes the first ones of each.
+    seed: of the random choice. None: the first rows of each stratum.
     """
     rng = None if seed is None else np.random.default_rng(seed)
     order = np.arange(len(strata)) if rng is None else rng.permutation(len(strata))
@@ -145,7 +144,7 @@ def draw_rows(strata: np.ndarray, n_rows: int, seed: int | None) -> np.ndarray:
 
 
 def draw_splits(labels: np.ndarray, shares: Sequence[float], seed: int) -> np.ndarray:
-    """(rows,) uint8, places in SPLITS, drawn at random: of each class alike if the labels are integers (rows,)."""
+    """(rows,) uint8, random places in SPLITS, with the same shares in each class if labels are integers (rows,)."""
     classes = _classes_of(labels)
     order = np.random.default_rng(seed).permutation(len(classes))
     order = order[np.argsort(classes[order], kind="stable")]
@@ -158,16 +157,16 @@ def draw_splits(labels: np.ndarray, shares: Sequence[float], seed: int) -> np.nd
 
 
 def _classes_of(labels: np.ndarray) -> np.ndarray:
-    """(rows,) numbers from 0 on: the class of each row, or 0 if the labels are no classes."""
+    """(rows,) the class of each row, numbered from 0; all 0 if the labels are not classes."""
     if labels.ndim == 1 and labels.dtype.kind in "bui" and len(labels):
         return np.unique(labels, return_inverse=True)[1]
     return np.zeros(len(labels), np.int64)
 
 
 def draw_groups(name: str, values: np.ndarray, shares: Sequence[float], seed: int) -> np.ndarray:
-    """(rows,) uint8, places in SPLITS, drawn at random: all rows with one value of a column get the same.
+    """(rows,) uint8, random places in SPLITS: a group split, in which all rows with one value get the same split.
 
-    name, values: of the column, (rows,). Raises UserError if the shares are far from those that are asked for.
+    name: of the column. values: (rows,). Raises UserError if a split gets less than MIN_OBTAINED of its share.
     """
     names, group_of_row, counts = np.unique(values, return_inverse=True, return_counts=True)
     if len(names) < len(shares):
@@ -198,7 +197,7 @@ def draw_groups(name: str, values: np.ndarray, shares: Sequence[float], seed: in
 
 
 def read_splits(where: str, words: Iterable[str]) -> np.ndarray:
-    """(rows,) uint8, places in SPLITS. words: what `where` calls the split of each row. Raises UserError for others."""
+    """(rows,) uint8, places in SPLITS. words: the name of each row's split. Raises UserError for unknown names."""
     names = [word.lower() for word in words]
     if unknown := sorted({*names} - SPLIT_OF_WORD.keys()):
         cure = "or add --split 0.8,0.1,0.1, which keeps the rows of each value together"

@@ -1,4 +1,4 @@
-"""CSV files, read by polars, and what belongs to a mistake in one: its line. Labels from columns of text."""
+"""CSV files, read with polars; the line of each mistake in a file; labels from columns of text."""
 
 import csv
 import io
@@ -20,12 +20,12 @@ from fastgpu.rows.classes import MAX_UNUSED_CLASSES
 SEPARATORS = (",", ";", "\t", "|")
 MAX_COLUMNS = (1 << 16) + 100  # pixels of 256x256 images, and others; reading takes minutes for more
 MAX_LISTED = 10
-"""Wrong lines that a message lists."""
+"""Maximum wrong lines that a message lists."""
 NO_NAME = re.compile(r"[./]|^\d")
-"""What names of columns rarely have, but paths and numbers do."""
+"""Matches paths and numbers, but few names of columns."""
 NUMBER_WITH_COMMAS = r"^[-+]?\d[\d,]*,[\d.]+$"
 UNIT = r"^([$€£¥₩₹]?)\s*[-+]?\d[\d,.]*\s*([^\W\d]*[^\w\s]*)$"
-"""A number with a sign such as $ before it, or a unit such as % or kg behind it."""
+"""A number, after a currency sign such as $, or before a unit such as % or kg."""
 csv.field_size_limit(1 << 30)  # pixels of one image may be a field
 
 
@@ -39,7 +39,7 @@ def read_text(path: Path) -> bytes:
 
 
 class TextTable:
-    """Columns of text in memory. A row is broken if it has a value that the method for its column does not allow."""
+    """Columns of text in memory. The methods that read a column count rows with a wrong value as broken."""
 
     broken: dict[int, str] | None
     """{row: reason}, to which broken rows are added. None: they raise UserError."""
@@ -57,7 +57,7 @@ class TextTable:
         raise NotImplementedError
 
     def _list(self, rows: Sequence[int]) -> str:
-        """Wrong rows, in a few words."""
+        """The number of wrong rows, or their lines, for a message."""
         return f"wrong rows: {len(rows):,}"
 
     @property
@@ -69,14 +69,14 @@ class TextTable:
         return is_whole
 
     def texts(self, name: str) -> pl.Series:
-        """A column of text without the spaces around it. Rows in which it is missing, null, are broken."""
+        """A column of text, without surrounding spaces. Rows without a text are null, and broken."""
         column = self.column(name).str.strip_chars().replace("", None)
         self.check(column, column.is_not_null(), "it is missing")
         self.check(column, ~column.str.contains("\n", literal=True), "remove the line break or stray quote")
         return column
 
     def whole_numbers(self, name: str, highest: int, cure: str = "") -> np.ndarray:
-        """A column as int64. Rows with anything else than numbers from 0 to `highest` are broken. cure: for them."""
+        """A column as int64. Rows without a whole number from 0 to `highest` are broken. cure: added to the reason."""
         texts = self.texts(name)
         numbers = texts.cast(pl.Int64, strict=False)
         cure = f"it should be a whole number from 0 to {highest:,}{cure}"
@@ -84,9 +84,10 @@ class TextTable:
         return numbers.fill_null(0).to_numpy()
 
     def check(self, values: pl.Series, is_right: pl.Series | np.ndarray, cure: str) -> None:
-        """Rows whose value of a column is not right are broken. cure: what is allowed. None is wrong.
+        """Count the rows with a wrong value in a column as broken. is_right: (rows,). cure: what is allowed.
 
-        If no value is right, the column is another one than was meant, and is refused.
+        Raises UserError if no value is right, because the wrong column was named. If `broken` is None, a single wrong
+        value raises UserError.
         """
         is_wrong = ~_as_bool(is_right)
         if self.broken is None or is_wrong.all():
@@ -96,9 +97,9 @@ class TextTable:
             self.broken[row] = self._describe(values, row, f"; {cure}")
 
     def refuse(self, values: pl.Series, is_right: pl.Series | np.ndarray, cure: str) -> None:
-        """Raise UserError, with the lines of the values of a column that are not right, if there are any.
+        """Raise UserError with the lines of the wrong values of a column, if there are any.
 
-        For a column that was taken for something else than it is.
+        For columns that were misunderstood as a whole.
         """
         wrong = np.flatnonzero(~_as_bool(is_right) & self.is_whole)
         if not len(wrong):
@@ -112,7 +113,7 @@ class TextTable:
 
 
 class TextColumns(TextTable):
-    """Columns of text that came from no CSV."""
+    """Columns of text from other sources than a CSV."""
 
     def __init__(
         self,
@@ -120,7 +121,7 @@ class TextColumns(TextTable):
         where: Callable[[int], str],
         broken: dict[int, str] | None = None,
     ):
-        """columns: (rows,) each. where: tells where a row comes from, by its number. broken: see `TextTable`."""
+        """columns: {name: (rows,)}. where: returns the source of a row, by its number. broken: see `TextTable`."""
         self.broken = broken
         self._columns = {name: pl.Series(name, column, pl.String) for name, column in columns.items()}
         self._where = where
@@ -136,10 +137,10 @@ class TextColumns(TextTable):
 
 
 class Table(TextTable):
-    """A CSV file of UTF-8 text, in memory. Its first line has one of SEPARATORS most often.
+    """A CSV file of UTF-8 text, in memory. The most frequent of SEPARATORS in the first line separates its columns.
 
-    A row is broken if it has more or fewer columns, or a value that the method for its column does not allow. Warns of
-    line breaks, which a stray quote makes.
+    Rows with more or fewer columns than the first line are broken. Warns of line breaks in quotes, which may come from
+    a stray quote.
     """
 
     def __init__(
@@ -151,8 +152,8 @@ class Table(TextTable):
         has_header: bool = True,
         broken: dict[int, str] | None = None,
     ):
-        """content: the text, if it is not that of the file. names: of the first columns, if there is no header. The
-        others are then called by their numbers, from 1 on. broken: see `TextTable`."""
+        """content: the text; None reads the file. names: of the first columns, if there is no header; without a name,
+        a column is called by its number, from 1 on. broken: see `TextTable`."""
         self.path = path
         self.broken = broken
         with explain_errors(path, "CSV in UTF-8 (Korean: iconv -f CP949 -t UTF-8; close quotes, double stray ones)"):
@@ -174,7 +175,7 @@ class Table(TextTable):
         return len(self._rows)
 
     def _read(self) -> pl.DataFrame:
-        """The rows. Those that have more or fewer columns than the first line are broken."""
+        """The rows. Rows with more or fewer columns than the first line are broken."""
         how: dict[str, Any] = {"infer_schema": False, "raise_if_empty": False, "has_header": self._has_header}
         try:
             rows = pl.read_csv(self._content, separator=self._separator, **how)
@@ -197,7 +198,7 @@ class Table(TextTable):
         return rows
 
     def column(self, name: str) -> pl.Series:
-        """The column of this name. Raises UserError unless there is one, and rows."""
+        """The column of this name. Raises UserError if there is no such column, or more than one, or no row."""
         n_found = self.names.count(name)
         if n_found == 1 and len(self._rows):
             return self._rows[:, self.names.index(name)].alias(name)
@@ -231,7 +232,7 @@ class Table(TextTable):
         return [line for line, _ in self._lines()]
 
     def _lines(self) -> Iterator[tuple[int, int]]:
-        """The line of each row and its number of columns, as the csv module reads them: slowly, to find mistakes."""
+        """The line and the number of columns of each row, read with the csv module: slow, only to find mistakes."""
         text = io.TextIOWrapper(io.BytesIO(self._content), encoding="utf-8-sig", newline="")
         reader = csv.reader(text, delimiter=self._separator)
         for fields in islice(filter(any, reader), int(self._has_header), None):
@@ -239,7 +240,7 @@ class Table(TextTable):
 
 
 def _as_bool(values: pl.Series | np.ndarray) -> np.ndarray:
-    """(rows,) bool. None is False."""
+    """(rows,) bool. Null is False."""
     return values.fill_null(False).to_numpy() if isinstance(values, pl.Series) else values
 
 
@@ -250,7 +251,7 @@ def parse_labels(table: TextTable, names: Sequence[str]) -> tuple[np.ndarray, di
         several columns of 0 and 1, or of -1 and 1  attributes, uint8 (N, K), and their names as `class_names`
         decimals in any of the columns              targets, float32 (N,), or (N, K) and `target_names`
 
-    Numbers of one length, such as 01 and 10, are names. Rows with a wrong label are broken; theirs have no meaning.
+    Numbers of one length with leading zeros, such as 01 and 10, are names. The labels of broken rows have no meaning.
     """
     texts = [table.texts(name) for name in names]
     texts = [text.set(pl.Series(~table.is_whole), None) for text in texts]
@@ -288,8 +289,8 @@ def parse_labels(table: TextTable, names: Sequence[str]) -> tuple[np.ndarray, di
 
 
 def refuse_other_labels(table: TextTable, texts: pl.Series) -> None:
-    """Raise UserError, with the first lines, for labels that look like names of classes and are none: numbers with
-    commas or one unit, and several labels in a cell."""
+    """Raise UserError, with the first lines, for texts that are not names of classes: numbers with commas or a unit,
+    and several labels in a cell."""
     has_comma = texts.str.contains(NUMBER_WITH_COMMAS)
     table.refuse(texts, ~has_comma, "write a decimal point, and no separator of thousands")
     units = texts.str.replace(UNIT, "$1$2")
@@ -301,7 +302,7 @@ def refuse_other_labels(table: TextTable, texts: pl.Series) -> None:
     for separator in "|;,":
         parts = distinct.str.split(separator)
         parts = parts.filter(parts.list.len() > 1).explode().str.strip_chars()
-        # The sign may belong to a name, above all a comma. A part that is a label of its own, or comes again, is one.
+        # The separator, above all a comma, may belong to a name. A part that is also a label, or occurs again, is one.
         if parts.is_in(distinct.to_list()).any() or (separator != "," and parts.n_unique() < len(parts)):
             with_space = " " * texts.str.contains(f"{separator} ", literal=True).any()
             get_dummies = f'table["{texts.name}"].str.get_dummies("{separator}{with_space}")'

@@ -26,7 +26,7 @@ def size(text: str) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageCommand(SplitCommand):
-    """What both commands have in common."""
+    """The arguments of both commands."""
 
     no_header: bool = flag("the first line is a row; columns are called 1, 2, ...", default=False)
 
@@ -43,8 +43,8 @@ class Images(ImageCommand):
         "pattern: Parquet (images in a column), tar (WebDataset, or folders of classes), zip (folders of classes)"
     )
     split_by: str = flag(
-        "column whose values, such as patients, --split keeps together; without --split, it says train, val or test. "
-        "Of a folder: a regular expression of a part of the paths, such as 'p\\d+'",
+        "column, such as patient: --split puts all rows with one value into one file. Without --split, the values are "
+        "train, val or test. For class folders: a regular expression for a part of the paths, such as 'p\\d+'",
         type=str.strip,
         default="",
         metavar="COLUMN",
@@ -56,11 +56,11 @@ class Images(ImageCommand):
     size: tuple[int, int] | None = flag(
         "height and width of the rows; default: those of the images", type=size, metavar="HxW"
     )
-    resize: Literal["shorter", "exact"] | None = flag("cut off the rest (shorter, the default), or stretch")
+    resize: Literal["shorter", "exact"] | None = flag("shorter (default): centre-crop; exact: stretch")
     keep_encoded: bool = flag("keep the files; if the shorter side is above --size: smaller JPEG", default=False)
     masks: Path | None = flag("folder with a mask of the same name for each image", metavar="DIR")
     binary_masks: bool = flag("the masks hold 0 and 255, which is class 1 and not ignored", default=False)
-    masks_fit: Literal["shown", "stored"] | None = flag("where EXIF turns images: whether masks are of the turned ones")
+    masks_fit: Literal["shown", "stored"] | None = flag("masks fit the images rotated by EXIF (shown), or the files")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -84,7 +84,7 @@ class Images(ImageCommand):
 
     @property
     def suffix(self) -> str:
-        """That of the source, in small letters."""
+        """The suffix of the source, in lower case."""
         return self.source.suffix.lower()
 
     def run(self) -> None:

@@ -12,13 +12,13 @@ from fastgpu.process.launch import UserError
 
 Unrated = Literal["refuse", "drop", "keep"]
 NO_RATING = ("", "nan", "na", "n/a", "null", "none", "\\n")
-"""What stands for a missing rating, in small letters."""
+"""Texts that stand for a missing rating, in lower case."""
 TEXT = (pl.String, pl.Categorical, pl.Enum)
 FORMATS = ("%Y-%m-%d", "%Y-%m-%dT%H:%M:%S%.f", "%Y-%m-%dT%H:%M:%S%.f%#z", "%Y-%m-%dT%H:%M", "%Y-%m-%dT%H:%M%#z")
 
 
 class ParquetTable(TextTable):
-    """Columns of Parquet files, which may be numbers and dates, too."""
+    """Columns of Parquet files: text, numbers or dates."""
 
     def __init__(self, source: str, broken: dict[int, str] | None):
         """source: a file or a pattern. broken: see `TextTable`."""
@@ -43,20 +43,20 @@ class Ids(NamedTuple):
     numbers: np.ndarray
     """(events,) int32: the place of each id in `ids`."""
     ids: np.ndarray
-    """Each id once, in order: int64 if all are whole numbers as a program writes them, else texts."""
+    """Each id once, sorted: int64 if all are whole numbers without leading zeros, otherwise texts."""
     kind: str
-    """What the ids are, for people."""
+    """The type of the ids, for messages."""
 
 
 class Texts(NamedTuple):
-    """A column of ids as text, in which each text is kept once."""
+    """A column of ids as text. Each text is kept once."""
 
     codes: np.ndarray
-    """(events,) the place of each text in `texts`."""
+    """(events,) the place of each event's text in `texts`."""
     texts: pl.Series
 
     def number(self, is_whole: np.ndarray) -> Ids:
-        """The ids of some events. is_whole: (all events,) bool."""
+        """The ids of the events that are not broken. is_whole: (all events,) bool."""
         codes = self.codes if is_whole.all() else self.codes[is_whole]
         used = np.flatnonzero(np.bincount(codes, minlength=len(self.texts)))
         texts = self.texts[used]
@@ -70,7 +70,7 @@ class Texts(NamedTuple):
 
 
 def read_ids(table: TextTable, name: str) -> Texts:
-    """A column of ids without the spaces around them. Rows in which it is missing are broken."""
+    """A column of ids, without surrounding spaces. Rows without an id are broken."""
     column = table.column(name)
     if not (column.dtype.is_integer() or column.dtype in TEXT):
         _refuse_type(column, "whole numbers or text")
@@ -87,18 +87,19 @@ def read_ids(table: TextTable, name: str) -> Texts:
 
 
 class Likes(NamedTuple):
-    """Which events count by their rating."""
+    """Whether each event is liked, and whether it has a rating."""
 
     is_liked: np.ndarray
     """(events,) bool: whether the rating is above the limit."""
     is_unrated: np.ndarray
-    """(events,) bool: whether there is no rating, or one that stands for none."""
+    """(events,) bool: whether the rating is missing, or stands for a missing one."""
 
 
 def read_likes(table: TextTable, name: str, above: float, unrated: Unrated) -> Likes:
-    """A column of ratings. Those below 0 stand for none, as -1 often does, unless the limit is below 0, too.
+    """A column of ratings. Ratings above `above` are liked.
 
-    Rows with anything else than a number are broken. Raises UserError for no rating if unrated is "refuse".
+    If `above` is 0 or more, ratings below 0 stand for missing ones, as -1 often does. Rows whose rating is not a number
+    are broken. Raises UserError for missing ratings if `unrated` is "refuse".
     """
     column = table.column(name)
     if not (column.dtype.is_numeric() or column.dtype in (*TEXT, pl.Boolean)):
@@ -120,7 +121,7 @@ def read_likes(table: TextTable, name: str, above: float, unrated: Unrated) -> L
 
 
 def read_times(table: TextTable, name: str) -> tuple[np.ndarray, Clock]:
-    """(events,) int64 or float64, and what they are. Rows with anything else are broken."""
+    """The times, (events,) int64 or float64, and their clock. Rows without a number or date are broken."""
     column = table.column(name)
     if not (column.dtype.is_numeric() or column.dtype in (*TEXT, pl.Date, pl.Datetime)):
         _refuse_type(column, "numbers, dates or text")
@@ -143,7 +144,7 @@ def _refuse_type(column: pl.Series, allowed: str) -> None:
 
 
 def _read_numbers(values: pl.Series) -> pl.Series:
-    """Int64, or Float64 if any has a fraction; null for what is neither."""
+    """Int64, or Float64 for floats and fractions. Values that are not numbers are null."""
     whole = values.cast(pl.Int64, strict=False)
     if not whole.has_nulls() and not values.dtype.is_float():
         return whole
@@ -152,7 +153,7 @@ def _read_numbers(values: pl.Series) -> pl.Series:
 
 
 def _read_dates(values: pl.Series) -> pl.Series:
-    """Microseconds since 1970 in UTC; null for what is no date in the format of most."""
+    """Microseconds since 1970 in UTC, by the format that fits most values. Values that do not fit are null."""
     texts = values.str.replace(" ", "T", literal=True).str.replace(r"(Z|T?UTC)$", "+00:00")
     found = (_microseconds(texts.str.to_datetime(form, time_unit="us", strict=False)) for form in FORMATS)
     return min(found, key=pl.Series.null_count)

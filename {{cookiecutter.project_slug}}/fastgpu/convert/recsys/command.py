@@ -20,7 +20,7 @@ HELD_OUT = 10_000
 
 
 def moments(text: str) -> tuple[float, ...] | tuple[str, ...]:
-    """Shares of train, val and perhaps test; or when training ends, and perhaps when validation does."""
+    """Shares of train, val and, if given, test; or the times at which training and, if given, validation end."""
     words = text.split(",")
     with suppress(ValueError):
         if any(0 < float(word) < 1 for word in words):
@@ -67,10 +67,10 @@ class Events(WriteCommand):
         "count them as liked"
     )
     repeats: Literal["last", "first", "all"] | None = flag(
-        "which event counts if a user has several of an item; default: last, by time"
+        "which event counts if a user has an item several times; default: last, by time"
     )
     min_items: int = flag(
-        "users with fewer items do not count; default: 5",
+        "leave out users with fewer items; default: 5, at least 3 with --leave-last-out",
         type=partial(natural, lowest=1),
         default=MIN_ITEMS,
         metavar="N",
@@ -79,13 +79,13 @@ class Events(WriteCommand):
         "users for val, and as many for test; default: 10,000", type=partial(natural, lowest=1), metavar="N"
     )
     split_by_time: tuple[float, ...] | tuple[str, ...] | None = flag(
-        "share of the events for training, or the date from which on events are to be found; two dates, or "
-        "0.8,0.1,0.1: also a test file",
+        "share of the liked events for training, or the time at which training ends (a date, or a number as in the "
+        "column); two times, or 0.8,0.1,0.1: also a test file",
         type=moments,
         metavar="TIME",
     )
     leave_last_out: bool = flag(
-        "the last item of each user is to be found by test, the one before it by val", default=False
+        "test is the last item of each user, val the item before the last one", default=False
     )
 
     @property

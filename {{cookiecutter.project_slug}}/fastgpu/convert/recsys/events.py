@@ -1,7 +1,7 @@
-"""Which user liked which item: MovieLens as GroupLens publishes it, or any table of users, items, ratings and times.
+"""Reads which user liked which item: from MovieLens, or any table of users, items, ratings and times.
 
-MovieLens is ratings.csv, ratings.dat or u.data, or the zip file that holds one of them. Its licence forbids passing the
-data on: fetch it from https://grouplens.org/datasets/movielens.
+MovieLens is ratings.csv, ratings.dat or u.data, or the zip file with one of these. Its licence forbids passing the data
+on: download it from https://grouplens.org/datasets/movielens.
 """
 
 import re
@@ -27,23 +27,23 @@ from fastgpu.process.machine import free_host_bytes
 COLUMNS = ("userId", "movieId", "rating")
 TIME = "timestamp"
 PUBLISHED = ("ratings.csv", "ratings.dat", "u.data")
-"""Names of the ratings in the zip files: of ml-20m and later ones, of ml-1m and ml-10m, and of ml-100k."""
+"""Names of the file of ratings in the zip files: ml-20m and later; ml-1m and ml-10m; ml-100k."""
 MEMORY_PER_BYTE = 4
-"""Memory that reading takes for each byte of the text: 3 for a file of zeros."""
+"""Bytes of memory that reading takes for each byte of text. Measured: 3, for a file of zeros."""
 WITHOUT_HEADER = re.compile(rb"\d+(::|\t)\d+\1\d+(\.\d+)?(\1.*)?\s*")
 """The first line of ratings.dat or u.data."""
 
 
 class Events(NamedTuple):
-    """What a table has."""
+    """The events of a table."""
 
     log: Log
     clock: Clock | None
-    """What its times are, if it has some."""
+    """The unit of the times. None: the table has no times."""
     found: list[str]
-    """Lines of text about it."""
+    """Lines of text about the events, to be printed."""
     n_rows: int
-    """Number of all rows, with those that are broken."""
+    """Number of rows of the table, including broken ones."""
 
 
 def read_events(
@@ -55,12 +55,12 @@ def read_events(
     has_header: bool = True,
     broken: dict[int, str] | None = None,
 ) -> Events:
-    """The events of a table. Those with a rating > `above` are liked.
+    """The events of a table. Events with a rating > `above` are liked.
 
-    columns: names of the columns of the user, the item, the rating and the time. An empty name, or none, is a column
-    that is not there: without ratings, all events are liked. Without a name, `timestamp` is the time, if there is one.
-    unrated: what becomes of events without a rating. has_header, broken: see `Table`; MovieLens without a header has
-    `columns`.
+    columns: names of the columns of user, item, rating and time. An empty or missing name says that there is no such
+    column. Without ratings, all events are liked. If the fourth name is missing, a column `timestamp` is the time.
+    unrated: what to do with events without a rating. has_header, broken: see `Table`; MovieLens without a header gets
+    the names in `columns`.
     """
     user, item, rating, time = name_columns(columns)
     names = (user, item, rating or COLUMNS[2], time or TIME)
@@ -106,7 +106,7 @@ def read_events(
 
 
 def name_columns(columns: Sequence[str]) -> tuple[str, str, str, str]:
-    """The columns of the user, the item, the rating and the time; an empty name for one that is not there."""
+    """The columns of user, item, rating and time. The name of a missing column is empty."""
     names = [name.strip() for name in columns]
     user, item, rating, time = [*names, "", "", "", ""][:4]
     if len(names) not in (2, 3, 4) or not user or not item:
@@ -120,7 +120,7 @@ def name_columns(columns: Sequence[str]) -> tuple[str, str, str, str]:
 def open_table(
     source: Path, names: Sequence[str], *, has_header: bool, broken: dict[int, str] | None
 ) -> Table | ParquetTable:
-    """A table of any format. names: of the four columns of MovieLens without a header. broken: see `Table`."""
+    """A table of any format. names: of the columns, if it is MovieLens without a header. broken: see `Table`."""
     if is_parquet(str(source)):
         return ParquetTable(str(source), broken)
     content = _read(source)
@@ -133,7 +133,7 @@ def open_table(
 
 
 def _read(source: Path) -> bytes:
-    """The text of the ratings, alone or in a zip file."""
+    """The text of the ratings: a file, or a member of a zip file."""
     with explain_errors(source, "ratings.csv, or a whole zip archive with it"):
         open_regular(source).close()  # is_zipfile would wait for a FIFO
         if not zipfile.is_zipfile(source):

@@ -1,9 +1,9 @@
-"""Events (user, item) -> rows of items, split as recommenders are compared: some users are held out for evaluation.
+"""Turns events (user, item) into rows of items, and holds out users for evaluation.
 
-The protocol of Liang et al. (arXiv:1802.05814): users with few items are dropped. Two groups of the others are held
-out, for validation and test. The items are those of the training users. A fifth of the items of each held-out user is
-hidden, to be found from the rest. Random numbers are drawn as the authors' code draws them, so users and items are the
-same.
+The protocol of Liang et al. (arXiv:1802.05814): users with few items are left out. Two groups of the remaining users
+are held out, for validation and test. Only items of the training users are known. A fifth of the items of each held-out
+user is hidden, to be found from the rest. Random numbers are drawn as in the authors' code, so the split has the same
+users and items.
 """
 
 import json
@@ -21,20 +21,20 @@ from fastgpu.storage.arrays import ArrayDataset
 PUBLISHED_SEED = 98765
 HIDDEN_SHARE = 0.2
 MIN_ITEMS = 5
-"""Items of a user, to count at all; of a held-out user, to have any hidden."""
+"""Minimum items of a user that is kept, and of a held-out user that has hidden items."""
 
 
 class Split(NamedTuple):
-    """Users for training, validation and perhaps test."""
+    """Rows for training, validation and, if asked for, test."""
 
     parts: dict[str, ArrayDataset]
-    """train: `items`. val, test: `items`, `held_out`. All: `user`, a number that a user has in all parts."""
+    """{split: rows}. train: `items`. val, test: `items`, `held_out`. All: `user`, the same number in all splits."""
     found: list[str]
-    """Lines of text about it."""
+    """Lines of text about the split, to be printed."""
 
 
 class UserRows(ArrayDataset):
-    """Rows of users. The ragged columns hold item numbers in range(n_items)."""
+    """A row for each user. The ragged columns hold item numbers in range(n_items)."""
 
     def __init__(
         self,
@@ -45,18 +45,18 @@ class UserRows(ArrayDataset):
         *,
         user_ids: np.ndarray | None = None,
     ):
-        """user_ids: (rows,), if the users have ids."""
+        """user_ids: (rows,). None: users have no ids."""
         items = Field(OFFSET_DTYPE, (), n_items=n_items)
         super().__init__(name, columns, attributes, fields=dict.fromkeys(columns, items))
         self.user_ids = user_ids
 
     def sources(self, row_ids: np.ndarray) -> list[str]:
-        """The ids of the users of some rows."""
+        """The ids of the users of these rows, as text. Empty if users have no ids."""
         return [] if self.user_ids is None else [*map(str, self.user_ids[row_ids].tolist())]
 
 
 class Numbering:
-    """The items that training knows, in the order in which they appear, and rows of them."""
+    """Numbers the items of the training events, in the order in which they appear, and makes rows of these numbers."""
 
     def __init__(self, log: Log):
         """log: events of training."""
@@ -71,8 +71,11 @@ class Numbering:
         return self._number_of_item[log.items] >= 0
 
     def rows(self, users: np.ndarray, **events: Log) -> UserRows:
-        """A row for each of `users`, places in `user_ids`. events: {field: log with the items of these users}. Events
-        of other users, or with items that are not known, are left out."""
+        """A row for each of `users`, which are places in `user_ids`.
+
+        events: {field: log with the items of these users}. Events of other users, and events with items that training
+        does not know, are left out.
+        """
         log = next(iter(events.values()))
         row_of_user = np.full(len(log.user_ids), -1, np.int64)
         row_of_user[users] = np.arange(len(users))
@@ -90,15 +93,15 @@ class Numbering:
 
 
 def hold_out_users(log: Log, n_held_out: int, *, min_items: int = MIN_ITEMS, seed: int = PUBLISHED_SEED) -> Split:
-    """The protocol. log: each user and item once, in the order of the source.
+    """Split the users by the protocol. log: each user and item once, in the order of the source.
 
-    n_held_out: users in each of val and test. Raises UserError if too few users are left to train on.
+    n_held_out: number of users in val, and in test. Raises UserError if no user is left to train on.
     """
     counts = log.count_items()
     kept = np.flatnonzero(counts >= max(1, min_items))
     log = log.at(counts[log.users] >= min_items)
 
-    # A random order of the users: those to train on first, then val, then test.
+    # A random order of the users: first training, then val, then test.
     n_train = len(kept) - 2 * n_held_out
     if n_train < 1:
         too_few = f"{len(kept):,} users have {min_items} items or more, and 2 x {n_held_out:,} are to be held out"
@@ -133,7 +136,7 @@ def hold_out_users(log: Log, n_held_out: int, *, min_items: int = MIN_ITEMS, see
 
 
 def draw_hidden(rows: np.ndarray, seed: int) -> np.ndarray:
-    """(events,) bool: a fifth of the events of each row that has enough. rows: (events,), equal ones side by side."""
+    """(events,) bool: a fifth of the events of each row with MIN_ITEMS or more. rows: (events,), grouped by row."""
     rng = np.random.RandomState(seed)
     hidden = np.zeros(len(rows), bool)
     borders = np.flatnonzero(np.diff(rows, prepend=-1, append=-1))
@@ -146,7 +149,7 @@ def draw_hidden(rows: np.ndarray, seed: int) -> np.ndarray:
 
 
 def make_csr(rows: np.ndarray, items: np.ndarray, n_rows: int, ranks: np.ndarray | None = None) -> RaggedArray:
-    """Pairs (row, item) as `n_rows` rows of items, in each row in the order of their ranks, or else ascending."""
+    """Pairs (row, item) as `n_rows` rows of items, each sorted by rank, or by number if there are no ranks."""
     order = items if ranks is None else ranks
     keys = np.sort(rows.astype(np.int64) << 32 | order.astype(np.int64))
     offsets = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=n_rows))])

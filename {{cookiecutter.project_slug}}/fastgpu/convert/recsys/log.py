@@ -1,4 +1,4 @@
-"""A log of events: which user liked which item, perhaps when. Each user and item counts once."""
+"""A log of events: which user liked which item, and when. `settle` counts each pair of a user and an item once."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,28 +16,29 @@ class Log:
     """Events in the order of their source. Users and items are numbered in the order of their ids."""
 
     name: str
-    """Where they are from."""
+    """The source of the events, for messages."""
     users: np.ndarray
     """(events,) int32: places in `user_ids`."""
     items: np.ndarray
     """(events,) int32: places in `item_ids`."""
     user_ids: np.ndarray
-    """int64, or texts."""
+    """(users,) int64, or texts."""
     item_ids: np.ndarray
+    """(items,) int64, or texts."""
     is_liked: np.ndarray
-    """(events,) bool: whether the event counts, or says that the user did not like the item."""
+    """(events,) bool: whether the user liked the item."""
     times: np.ndarray | None = None
-    """(events,) numbers."""
+    """(events,) int64 or float64."""
     ranks: np.ndarray | None = None
-    """(events,) int32: places in the order of time; at equal times, in the order of the source."""
+    """(events,) int32: see `rank`."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What the numbers were made of, for the attribute `events` of files."""
+    """The columns and flags of the conversion, for the attribute `events` of files."""
 
     def __len__(self) -> int:
         return len(self.users)
 
     def at(self, places: np.ndarray) -> "Log":
-        """The events at some places, or of a mask."""
+        """Some of the events. places: their numbers, or a mask (events,)."""
         columns = ("users", "items", "is_liked", "times", "ranks")
         chosen = {name: column[places] for name in columns if (column := getattr(self, name)) is not None}
         return replace(self, **chosen)
@@ -45,6 +46,10 @@ class Log:
     def count_items(self) -> np.ndarray:
         """(users,) number of events of each user."""
         return np.bincount(self.users, minlength=len(self.user_ids))
+
+    def pairs(self) -> np.ndarray:
+        """(events,) int64: a number for each pair of a user and an item."""
+        return self.users.astype(np.int64) << 32 | self.items
 
 
 def rank(times: np.ndarray) -> np.ndarray:
@@ -55,7 +60,7 @@ def rank(times: np.ndarray) -> np.ndarray:
 
 
 def number(name: str, users: np.ndarray, items: np.ndarray) -> Log:
-    """A log of ids, (events,) integers, which all count."""
+    """A log in which all events are liked. users, items: (events,) integer ids."""
     user_ids, users = np.unique(users, return_inverse=True)
     item_ids, items = np.unique(items, return_inverse=True)
     return Log(
@@ -69,20 +74,22 @@ def number(name: str, users: np.ndarray, items: np.ndarray) -> Log:
 
 
 class Settled(NamedTuple):
-    """What is left of a log if each user and item counts once."""
+    """A log in which each pair of a user and an item counts once."""
 
     log: Log
-    """The events that are liked."""
+    """The liked events that count."""
     n_repeated: int
-    """Number of events that do not count, because another one of the same user and item does."""
+    """Number of events that do not count, because another event of the same user and item counts."""
     n_changed: int
-    """Number of pairs of a user and an item with events that are liked, and others that are not."""
+    """Number of pairs of a user and an item that have both liked events and others."""
 
 
 def settle(log: Log, repeats: Repeats) -> Settled:
-    """Of the events of a user and an item, the last or the first one counts, in the order of time; or all that are
-    liked. Without times, the order is that of the source."""
-    pairs = log.users.astype(np.int64) << 32 | log.items
+    """Keep the last or the first event of each user and item, if it is liked; or all liked events.
+
+    The order is the order of time, or of the source if there are no times.
+    """
+    pairs = log.pairs()
     ordered = np.sort(pairs)  # np.unique takes ten times as long for many different numbers
     if repeats == "all" or (ordered[1:] != ordered[:-1]).all():
         return Settled(log if log.is_liked.all() else log.at(log.is_liked), 0, 0)
@@ -98,8 +105,10 @@ def settle(log: Log, repeats: Repeats) -> Settled:
 
 
 def describe_repeats(settled: Sequence[Settled], repeats: Repeats, time: str) -> Iterator[str]:
-    """A line about events that do not count, if there are any. Warns of users who changed their mind. time: the column
-    of times, or an empty text."""
+    """A line about events that do not count, if there are any. Warns of pairs whose ratings disagree.
+
+    time: name of the column of times, or an empty text.
+    """
     if n_repeated := sum(each.n_repeated for each in settled):
         order = (
             f"by {time}" if time else "in the order of the source; name a column of times as the fourth of --columns"

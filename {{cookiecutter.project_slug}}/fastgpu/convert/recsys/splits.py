@@ -1,6 +1,6 @@
-"""Splits by time: of all users at one moment, or of each user at the last items.
+"""Splits by time: at one moment for all users, or before the last items of each user.
 
-Nothing that comes later is in the history of a user in validation: what a rating says is decided by what is known then.
+In validation, the history of a user has only events before that moment, and a rating counts as it was known then.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,8 +18,11 @@ LATER_PARTS = ("val", "test")
 
 
 def find_cuts(log: Log, clock: Clock, asked: Sequence[float] | Sequence[str]) -> list[float]:
-    """When training ends, and perhaps validation. asked: these times as texts; or shares of the liked events of all
-    parts, which sum to 1. Events of one time stay together, so the first parts may have less than their share."""
+    """The time at which training ends, and if there is a test split, the time at which validation ends.
+
+    asked: these times as texts; or the shares of train, val and test among the liked events. Events of one time stay
+    together, so train and val may get less than their shares.
+    """
     assert log.times is not None
     if isinstance(asked[0], str):
         cuts = [clock.parse(str(text)) for text in asked]
@@ -32,11 +35,13 @@ def find_cuts(log: Log, clock: Clock, asked: Sequence[float] | Sequence[str]) ->
 
 
 def split_by_time(log: Log, cuts: Sequence[float], clock: Clock, *, repeats: Repeats, min_items: int) -> Split:
-    """Events before cuts[0] are for training; those from then on, and before cuts[1], are to be found by `val`, and
-    those from cuts[1] on by `test`. The history of a user in val and test is what comes before the cut.
+    """Split the events at the times `cuts`.
 
-    log: all events, also those that are not liked. Users with less than min_items known items before a cut are no row
-    of its part. Raises UserError if a part would be empty.
+    Events before cuts[0] are for training. Events from cuts[0] on, and before cuts[1], are to be found by `val`; events
+    from cuts[1] on by `test`. The history of a user in val or test is the user's events before the cut.
+
+    log: all events, liked or not. A user with fewer than min_items known items before a cut has no row after this cut.
+    Raises UserError if a split would be empty.
     """
     assert log.times is not None
     for since, cut in pairwise([-np.inf, *cuts, np.inf]):
@@ -65,7 +70,7 @@ def split_by_time(log: Log, cuts: Sequence[float], clock: Clock, *, repeats: Rep
         known = history.at(numbering.knows(history))
         is_user = np.isin(later.log.users, _users_with(known, min_items))
         is_known = numbering.knows(later.log)
-        is_seen = np.isin(_pairs(later.log), _pairs(known)) & is_known & (repeats != "all")
+        is_seen = np.isin(later.log.pairs(), known.pairs()) & is_known & (repeats != "all")
         wanted = later.log.at(is_user & is_known & ~is_seen)
         left_out = {
             f"users without {min_items} known items before": ~is_user,
@@ -80,10 +85,12 @@ def split_by_time(log: Log, cuts: Sequence[float], clock: Clock, *, repeats: Rep
 
 
 def leave_last_out(log: Log, *, min_items: int) -> Split:
-    """The last item of each user is to be found by `test`, from all before it; the one before it by `val`, from all
-    before that, which are for training.
+    """Hold out the last two items of each user.
 
-    log: each user and item once, with times. Raises UserError if no user has min_items items, or three.
+    The last item is to be found by `test`, from all earlier items. The item before the last one is to be found by
+    `val`, from all earlier items. The other items are for training.
+
+    log: each user and item once, with times. Raises UserError if no user has min_items items, and at least three.
     """
     min_items = max(min_items, 3)
     counts = log.count_items()
@@ -92,7 +99,7 @@ def leave_last_out(log: Log, *, min_items: int) -> Split:
         raise UserError(f"{log.name}: no user has {min_items} items; choose a smaller --min-items, of 3 or more")
     log = log.at(counts[log.users] >= min_items)
 
-    # How many items of its user come after each event.
+    # Number of later events of the same user, for each event.
     assert log.ranks is not None
     order = np.argsort(log.users.astype(np.int64) << 32 | log.ranks)
     n_later = np.empty(len(log), np.int64)
@@ -114,17 +121,12 @@ def leave_last_out(log: Log, *, min_items: int) -> Split:
 
 
 def _users_with(log: Log, min_items: int) -> np.ndarray:
-    """The users with so many events, or one."""
+    """The users with at least min_items events, and at least one."""
     return np.flatnonzero(log.count_items() >= max(1, min_items))
 
 
-def _pairs(log: Log) -> np.ndarray:
-    """(events,) int64: a number for each user and item."""
-    return log.users.astype(np.int64) << 32 | log.items
-
-
 def _describe(part: str, wanted: Log, left_out: Mapping[str, np.ndarray]) -> str:
-    """A line about the items to be found. left_out: {why events are not among them: (events,) bool}."""
+    """A line about the items to be found. left_out: {reason: (events,) bool, the events that are left out for it}."""
     reasons = [f"{n:,} of {why}" for why, mask in left_out.items() if (n := np.count_nonzero(mask))]
     text = f"{part}: {len(wanted):,} items of {len(np.unique(wanted.users)):,} users to be found"
     return f"{text}; left out: {', '.join(reasons)}" if reasons else text

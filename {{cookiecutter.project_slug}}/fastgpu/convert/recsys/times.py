@@ -1,4 +1,4 @@
-"""A column of times: what its numbers are, and the moment that a person names."""
+"""The unit of a column of times, and times as text."""
 
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -11,41 +11,41 @@ from fastgpu.process.launch import UserError
 
 NUMBERS, DATES = "numbers", "dates"
 PER_SECOND = {DATES: 10**6, "seconds": 1, "milliseconds": 10**3, "microseconds": 10**6, "nanoseconds": 10**9}
-"""{unit: how many a second has}. Dates are kept as microseconds since 1970."""
+"""{unit: units per second}. Dates are kept as microseconds since 1970."""
 SECONDS = (10**8, 10**11)
-"""Whole numbers are taken for a time since 1970 in the first unit in which they are from 1973 to the year 5138."""
+"""Numbers are times since 1970 in the first unit in which the largest of them is a year from 1973 to 5138."""
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class Clock(NamedTuple):
-    """What the numbers of a column of times are."""
+    """The unit of a column of times."""
 
     name: str
-    """Of the column."""
+    """Name of the column."""
     unit: str
     """NUMBERS, or a key of PER_SECOND."""
 
     @classmethod
     def guess(cls, name: str, times: np.ndarray) -> "Clock":
-        """The clock of whole numbers, by the largest of them."""
+        """The clock of a column of numbers, guessed from the largest one."""
         largest = max(abs(float(times.min())), abs(float(times.max())))
         units = [unit for unit, n in PER_SECOND.items() if unit != DATES and largest < SECONDS[1] * n]
         return cls(name, units[0] if units and largest >= SECONDS[0] else NUMBERS)
 
     def show(self, time: float) -> str:
-        """A time as people write it."""
+        """A time as text: a date and time of day, or a number."""
         if self.unit != NUMBERS:
             with suppress(OverflowError):  # before the year 1, or after 9999
                 return f"{EPOCH + timedelta(seconds=float(time) / PER_SECOND[self.unit]):%Y-%m-%d %H:%M:%S}"
         return f"{time:.15g}"
 
     def describe(self, times: np.ndarray) -> str:
-        """What the times are, from the first to the last."""
+        """The unit of the times, with the first and the last time."""
         kind = self.unit if self.unit in (NUMBERS, DATES) else f"{self.unit} since 1970"
         return f"{kind}, {self.show(times.min())} to {self.show(times.max())}"
 
     def parse(self, text: str) -> float:
-        """The number of a moment: a date in UTC, or a number as the column has it. Raises UserError for others."""
+        """The time of a text: a date in UTC, or a number in the unit of the column. Raises UserError for others."""
         if self.unit != DATES:
             with suppress(ValueError):
                 if isfinite(number := float(text)):
