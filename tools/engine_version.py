@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def engine_version() -> str:
-    """Such as 0.1.0 for the tag v0.1.0 and for an archive without a repository, otherwise 0.1.0+g1a2b3c4d5e."""
+    """Such as 0.2.0 for the tag v0.2.0 and for an archive without a repository, otherwise 0.2.0+g1a2b3c4d5e."""
     source = (ROOT / "{{cookiecutter.project_slug}}/fastgpu/__init__.py").read_text("utf-8")
     (release,) = re.findall(r'(?m)^TEMPLATE_VERSION = "(.+)"$', source)
     tags, commit = ask_git("tag", "--points-at", "HEAD"), ask_git("rev-parse", "--short=10", "HEAD")

@@ -20,6 +20,7 @@ import yaml
 from packaging.requirements import Requirement
 from template import FOLDER, LEAF_ROOMS, PROJECT, QUESTIONS, project_files
 
+from fastgpu import TEMPLATE_VERSION
 from support import ROOT
 from support.projects import convert_commands, expected_files, files_below, load_hook, parse_files, read_blocks, run_in
 from support.ranks import printed_by, run_to_end, run_train
@@ -476,7 +477,7 @@ def test_update_of_the_engine_and_its_ways(template, tmp_path, run):
     commit(run, source)
     assert follow(update) == {".cruft.json"}
     head = run(source, "git", "rev-parse", "--short=10", "HEAD").strip()
-    assert place() == [str(site / "fastgpu/__init__.py"), f"0.1.0+g{head}"]
+    assert place() == [str(site / "fastgpu/__init__.py"), f"{TEMPLATE_VERSION}+g{head}"]
     assert (site / "fastgpu/process/seeds.py").read_text().endswith("# theirs\n")
     assert head in run(project, "bash", "-euc", prelude + version)
 
