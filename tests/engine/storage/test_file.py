@@ -245,7 +245,9 @@ def test_file_descriptors_of_many_files(dense_file, tmp_path, monkeypatch, n_ope
     assert rows_are_in_order(opened)
     assert 100 <= n_open() <= 100 + 2 * 256 / 16
     monkeypatch.setattr(resource, "getrlimit", lambda _: (128, 128))
-    with pytest.raises(UserError, match="h5 is one file too many for the limit of 128 open files; raise it with ulimit"):
+    with pytest.raises(
+        UserError, match="h5 is one file too many for the limit of 128 open files; raise it with ulimit"
+    ):
         open_store("data.train", str(tmp_path / "*.h5"), {"images": "images"})
 
 

@@ -98,7 +98,9 @@ def test_store_reads_any_small_column_when_asked(dense_file, monkeypatch):
     assert store.stored_fingerprint == before
     monkeypatch.setattr(module, "COLUMN_BYTES", 8 * 70 - 1)
     assert store.stored_column("images") is None
-    with pytest.raises(UserError, match="images is not in memory: HDF5 fields are read if they have one shape and up to 1 GiB"):
+    with pytest.raises(
+        UserError, match="images is not in memory: HDF5 fields are read if they have one shape and up to 1 GiB"
+    ):
         store.column("images")
 
 
