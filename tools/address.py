@@ -6,7 +6,7 @@ As long as the owner is not known, which is `org`, these files name no address.
 
 import re
 
-from template import QUESTIONS, ROOT, hook_constant
+from facts import QUESTIONS, ROOT, hook_constant
 
 
 def with_address(name: str, text: str, address: str) -> str:

@@ -7,7 +7,7 @@ by which the hook keeps them or removes them. Workloads with the same settings h
 import json
 from typing import Any
 
-from template import KEEP, PROJECT
+from facts import KEEP, PROJECT
 
 import workloads
 from fastgpu.process.config import Config, Section

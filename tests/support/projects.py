@@ -17,7 +17,7 @@ from cookiecutter.environment import StrictEnvironment
 from cookiecutter.generate import generate_context
 from cookiecutter.main import cookiecutter
 from cookiecutter.prompt import prompt_for_config
-from template import QUESTIONS, project_files, removed_files
+from facts import QUESTIONS, project_files, removed_files
 
 from support import PROJECT, ROOT
 from support.ranks import printed_by

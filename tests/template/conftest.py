@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from template import ALL_FILES, tracked
+from facts import ALL_FILES, tracked
 
 from support import ROOT
 from support.projects import bake_project

@@ -17,8 +17,8 @@ from pathlib import Path
 import h5py
 import pytest
 import yaml
+from facts import FOLDER, LEAF_ROOMS, PROJECT, QUESTIONS, project_files
 from packaging.requirements import Requirement
-from template import FOLDER, LEAF_ROOMS, PROJECT, QUESTIONS, project_files
 
 from support import ROOT
 from support.projects import convert_commands, expected_files, files_below, load_hook, parse_files, read_blocks, run_in

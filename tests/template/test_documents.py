@@ -18,7 +18,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from template import FOLDER, QUESTIONS, WORKLOAD_ANSWERS, project_files, tracked
+from facts import FOLDER, QUESTIONS, WORKLOAD_ANSWERS, project_files, tracked
 
 from support import PROJECT, ROOT
 from support.projects import EXAMPLES, Block, convert_commands, read_blocks

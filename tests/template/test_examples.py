@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from contract import check_workload
-from template import LEAF_ROOMS
+from facts import LEAF_ROOMS
 
 from fastgpu.convert.images.readers import IGNORED_CLASS
 from fastgpu.rows.rows import Field, Ragged, Rows

@@ -6,7 +6,7 @@ import ast
 import re
 
 import pytest
-from template import LEAF_ROOMS, project_files
+from facts import LEAF_ROOMS, project_files
 
 from support import PROJECT
 

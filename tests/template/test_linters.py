@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from template import FOLDER, PROJECT, ROOT
+from facts import FOLDER, PROJECT, ROOT
 
 from fastgpu.process.config import Data, Run
 from support.projects import EXAMPLES, read_blocks, render, run_in, use_loader

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from template import project_files, tracked
+from facts import project_files, tracked
 
 from support import PROJECT, ROOT
 from support.projects import read_blocks

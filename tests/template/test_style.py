@@ -13,7 +13,7 @@ import config_page
 import config_schema
 import jsonschema
 import pytest
-from template import project_files, tracked
+from facts import project_files, tracked
 
 import workloads
 from fastgpu.process.config import Config

@@ -15,10 +15,10 @@ import pytest
 import yaml
 from address import with_address
 from cookiecutter.exceptions import FailedHookException
+from facts import FOLDER, QUESTIONS, tracked
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from pins import compile_pins
-from template import FOLDER, QUESTIONS, tracked
 
 from support import PROJECT, ROOT
 from support.projects import bake_project, expected_files, files_below, load_hook, parse_files, resolve

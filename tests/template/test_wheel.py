@@ -7,7 +7,7 @@ import zipfile
 
 import engine_version
 import pytest
-from template import ROOT, project_files
+from facts import ROOT, project_files
 
 from support import PROJECT
 from support.ranks import printed_by
