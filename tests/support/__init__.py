@@ -1,7 +1,7 @@
 """Helpers that tests share. Modules of tests import from here and from the project, never from each other.
 
 `rows` has rows that carry their own numbers, `images` has image files, `runs` has training runs and parts of them,
-`ranks` has processes, and `projects` has baked projects and pages.
+`ranks` has processes, and `projects` has baked projects, pages and examples.
 """
 
 import sys

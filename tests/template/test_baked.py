@@ -307,7 +307,7 @@ def test_bake_tests_find_a_leak(own_copy):
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_bake_without_tools(own_copy):
-    """As docs/code.md says. That no room and no tool imports another tool, test_style.py shows."""
+    """As docs/code.md says. That no room and no tool imports another tool, test_imports.py shows."""
     project = own_copy("both")
     for tool in LEAF_ROOMS:
         shutil.rmtree(project / "fastgpu" / tool)
