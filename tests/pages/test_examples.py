@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 import yaml
 from contract import check_workload
-from facts import LEAF_ROOMS
 
 from fastgpu.convert.images.readers import IGNORED_CLASS
 from fastgpu.rows.rows import Field, Ragged, Rows
@@ -38,6 +37,7 @@ from support.projects import (
 from support.ranks import copy_project, printed_by, run_train
 from support.rows import write_rows
 from support.runs import metrics_of, newest, same_after_a_kill, step_of, weights_of
+from tools.facts import LEAF_ROOMS
 from workloads.recsys import rank
 
 GENERATOR = torch.Generator()

@@ -6,17 +6,16 @@ import re
 import runpy
 from pathlib import Path
 
-import config_page
-import config_schema
 import jsonschema
 import pytest
-from facts import tracked
 
 import workloads
 from fastgpu.process.config import Config
 from fastgpu.process.config_loader import keys, load_config
 from support import PROJECT, ROOT
 from support.projects import EXAMPLES
+from tools import config_page, config_schema
+from tools.facts import tracked
 
 NOT_SHIPPED = {
     *("run.check", "run.deterministic", "log.wandb", "loader.num_workers", "loader.timeout_s"),

@@ -17,10 +17,10 @@ from cookiecutter.environment import StrictEnvironment
 from cookiecutter.generate import generate_context
 from cookiecutter.main import cookiecutter
 from cookiecutter.prompt import prompt_for_config
-from facts import ALL_FILES, QUESTIONS, project_files, removed_files, tracked
 
 from support import PROJECT, ROOT
 from support.ranks import printed_by
+from tools.facts import ALL_FILES, QUESTIONS, project_files, removed_files, tracked
 
 EXAMPLES = PROJECT / "docs/examples"
 

@@ -17,13 +17,13 @@ from pathlib import Path
 import h5py
 import pytest
 import yaml
-from facts import FOLDER, LEAF_ROOMS, PROJECT, QUESTIONS, project_files
 from packaging.requirements import Requirement
 
 from support import ROOT
 from support.projects import convert_commands, expected_files, files_below, load_hook, parse_files, read_blocks, run_in
 from support.ranks import printed_by, run_to_end, run_train
 from support.runs import metrics_of
+from tools.facts import FOLDER, LEAF_ROOMS, PROJECT, QUESTIONS, project_files
 
 WORDS_OF_THE_OTHER = {
     "recsys": r"cifar|celeba|\bdigits\b|\bPIL\b|pillow|image_files|mixup|cutout",

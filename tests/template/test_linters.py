@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from facts import FOLDER, PROJECT, ROOT
 
 from fastgpu.process.config import Data, Run
 from support.projects import render
 from support.ranks import printed_by, run_to_end
+from tools.facts import FOLDER, PROJECT, ROOT
 
 TOOLS = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 FOLDERS = [ROOT / ".github", PROJECT / ".github"]

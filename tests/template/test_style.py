@@ -4,10 +4,10 @@ import re
 import sys
 
 import pytest
-from facts import project_files, tracked
 
 from support import PROJECT, ROOT
 from support.ranks import run_to_end
+from tools.facts import project_files, tracked
 
 SOURCES = [name for name in project_files() if name.endswith(".py") and not name.startswith("tests/")]
 """The project's Python files without its tests, relative to its folder."""
