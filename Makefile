@@ -1,6 +1,6 @@
 # make demo     bake the template and train what comes out, on every GPU or on two CPU processes; WORKLOAD=recsys for
 #               users and items
-# make test     the tests: of the engine and the tools in place, of the template, of baked projects
+# make test     the tests: of the engine and the tools in place, of the template, of baked projects, of the pages
 # make slow     the tests that are marked as slow
 # make single   the fast tests of each folder in one process, without workers that would hide a crash at its exit
 # make nightly  the long tests, more than an hour: kills under torchrun, two agents, planted causes, benchmarks, Slurm,
@@ -71,7 +71,7 @@ slow: .venv/installed
 	$(PYTEST) -m "slow and not nightly"
 
 single: .venv/installed
-	@set -e; for folder in tests/engine/*/ tests/tools/*/ "tests/engine/test_*.py" tests/template/; do \
+	@set -e; for folder in tests/engine/*/ tests/tools/*/ "tests/engine/test_*.py" tests/template/ tests/pages/; do \
 		echo "$$folder"; "$(BIN)/python" -m pytest -n 0 -m "not slow" $$folder; done
 
 # Some nightly tests measure times, which a third process would disturb.

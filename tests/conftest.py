@@ -1,6 +1,8 @@
-"""Options and fixtures of all tests: messages, signals, and files of numbered rows."""
+"""Options and fixtures of all tests: messages, signals, files of numbered rows, and baked projects."""
 
+import functools
 import re
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ import yaml
 
 from fastgpu.process.launch import UserError
 from fastgpu.process.signals import STOP
+from support.projects import bake_all_files, copy_template
 from support.rows import write_ragged, write_rows
 from support.runs import write_minimal
 
@@ -110,3 +113,30 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_minimal(tmp_path)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture(scope="session")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A clean copy of the template, as a user clones it."""
+    return copy_template(tmp_path_factory.mktemp("template"))
+
+
+@pytest.fixture(scope="session")
+def baked(template: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """baked(workload, **answers) is a project that all tests share and leave as it is, see `bake_all_files`."""
+
+    @functools.cache
+    def project(workload: str, **answers: str) -> Path:
+        return bake_all_files(tmp_path_factory.mktemp(workload), template, workload, **answers)
+
+    return project
+
+
+@pytest.fixture
+def own_copy(baked: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+    """own_copy(workload, **answers) is a project that the test may change."""
+
+    def copy(workload: str, **answers: str) -> Path:
+        return shutil.copytree(baked(workload, **answers), tmp_path / workload)
+
+    return copy

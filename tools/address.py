@@ -6,7 +6,7 @@ These files name no address while the owner is the placeholder `org`.
 
 import re
 
-from template import QUESTIONS, ROOT, hook_constant
+from facts import QUESTIONS, ROOT, hook_constant
 
 
 def with_address(name: str, text: str, address: str) -> str:

@@ -7,7 +7,7 @@ comments with which the hook keeps or removes them. Workloads with the same sett
 import json
 from typing import Any
 
-from template import KEEP, PROJECT
+from facts import KEEP, PROJECT
 
 import workloads
 from fastgpu.process.config import Config, Section

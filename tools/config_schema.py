@@ -7,7 +7,7 @@ key is required, since a config may be one of several `--config` files.
 import json
 from typing import Any
 
-import template  # noqa: F401  (it finds the project)
+import facts  # noqa: F401  (it finds the project)
 
 from fastgpu.process.config import Config
 

@@ -14,8 +14,8 @@ import matplotlib as mpl
 
 mpl.use("svg")
 import matplotlib.pyplot as plt
+from facts import PROJECT, ROOT
 from matplotlib.axes import Axes
-from template import PROJECT, ROOT
 
 sys.path.insert(0, str(ROOT / "bench"))
 import publish

@@ -16,8 +16,8 @@ Shapes: U users, T topics, I items, N draws.
 import argparse
 from pathlib import Path
 
+import facts  # noqa: F401  makes the project importable
 import numpy as np
-import template  # noqa: F401  makes the project importable
 import torch
 
 from fastgpu.convert.recsys.interactions import UserRows, draw_hidden, make_csr

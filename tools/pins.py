@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from cookiecutter.main import cookiecutter
-from template import PROJECT, ROOT
+from facts import PROJECT, ROOT
 
 EXTRAS = ("dev", "convert", "codecs", "cloud", "export")
 ALSO = ("torchvision", "setuptools")

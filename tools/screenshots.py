@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from cookiecutter.main import cookiecutter
+from facts import PROJECT, ROOT
 from PIL import Image, ImageDraw
-from template import PROJECT, ROOT
 
 PICTURES = PROJECT / "docs" / "pictures"
 PORT = 6016

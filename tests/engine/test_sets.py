@@ -97,13 +97,17 @@ def test_sets_share_the_memory_and_the_threads_of_one(tier):
     for name, words in (("one", ()), ("three", (THREE,))):
         before = threading.active_count()
         parts = build("data.pool_batches=3", f"data.tier={tier}", "loader.num_readers=4", *words)
-        slots = []
+        memory = {}  # that of all pools
         for loader in parts.val_loaders.values():
             assert isinstance(loader, PrefetchLoader)
             for epoch in range(2):
-                assert sum(map(len, loader.batches(epoch))) == len(loader.source)
-            slots += loader._slots
-        n_bytes[name] = sum(column.nbytes for slot in slots for column in slot.host.columns.values())
+                n_rows = 0
+                for pool in loader.pools(epoch):
+                    n_rows += pool.plan.n_real_rows
+                    storages = [column.untyped_storage() for column in pool.rows.columns.values()]
+                    memory |= {storage.data_ptr(): storage.nbytes() for storage in storages}
+                assert n_rows == len(loader.source)
+        n_bytes[name] = sum(memory.values())
         # What one set has read ahead of its next validation is kept by its threads.
         assert threading.active_count() - before == {"one": 5, "three": 0}[name]
         parts.close()

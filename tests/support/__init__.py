@@ -1,7 +1,7 @@
 """Helpers that tests share. Modules of tests import from here and from the project, never from each other.
 
 `rows` has rows that carry their own numbers, `images` has image files, `runs` has training runs and parts of them,
-`ranks` has processes, and `projects` has baked projects and pages.
+`ranks` has processes, and `projects` has baked projects, pages and examples.
 """
 
 import sys
@@ -12,5 +12,10 @@ ROOT = Path(__file__).parents[2]
 PROJECT = ROOT / "{{cookiecutter.project_slug}}"
 """The project in place."""
 
-# Scripts of the template, and the check of a workload that projects ship, are not in packages.
-sys.path += [str(PROJECT), str(ROOT / "tools"), str(ROOT / "bench"), str(PROJECT / "tests")]
+# Where names come from that tests import:
+# - `fastgpu`, `workloads`, and scripts such as `train`: the project;
+# - `tools.NAME`: tools/ of the repository;
+# - `contenders`, `data`, `order`, `peers`, `publish`, `tables`, `timeline`, `windows`, `worker`: bench/, whose modules
+#   are scripts that import each other by these names;
+# - `contract`: tests/ of the project, the check of a workload that projects ship.
+sys.path += [str(PROJECT), str(ROOT), str(ROOT / "bench"), str(PROJECT / "tests")]

@@ -17,15 +17,30 @@ from cookiecutter.environment import StrictEnvironment
 from cookiecutter.generate import generate_context
 from cookiecutter.main import cookiecutter
 from cookiecutter.prompt import prompt_for_config
-from template import QUESTIONS, project_files, removed_files
 
 from support import PROJECT, ROOT
 from support.ranks import printed_by
+from tools.facts import ALL_FILES, QUESTIONS, project_files, removed_files, tracked
 
 EXAMPLES = PROJECT / "docs/examples"
 
 
 # ---------------------------------------------------------------------------------------------- baking
+
+
+def copy_template(folder: Path) -> Path:
+    """Copy the files that a clone of the template has. Returns the folder."""
+    for name in tracked():
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, target)
+    return folder
+
+
+def bake_all_files(folder: Path, template: Path, workload: str, **answers: str) -> Path:
+    """Make a project in folder/out that has all files, unless the answers say otherwise. Returns its folder."""
+    given = {"project_slug": "cats", "license": "MIT", "workload": workload} | ALL_FILES | answers
+    return bake_project(folder, template, **given)
 
 
 def bake_project(folder: Path, template: Path, **answers: str) -> Path:

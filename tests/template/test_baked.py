@@ -18,13 +18,13 @@ import h5py
 import pytest
 import yaml
 from packaging.requirements import Requirement
-from template import FOLDER, LEAF_ROOMS, PROJECT, QUESTIONS, project_files
 
 from fastgpu import TEMPLATE_VERSION
 from support import ROOT
 from support.projects import convert_commands, expected_files, files_below, load_hook, parse_files, read_blocks, run_in
 from support.ranks import printed_by, run_to_end, run_train
 from support.runs import metrics_of
+from tools.facts import FOLDER, LEAF_ROOMS, PROJECT, QUESTIONS, project_files
 
 WORDS_OF_THE_OTHER = {
     "recsys": r"cifar|celeba|\bdigits\b|\bPIL\b|pillow|image_files|mixup|cutout",
@@ -308,7 +308,7 @@ def test_bake_tests_find_a_leak(own_copy):
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_bake_without_tools(own_copy):
-    """As docs/code.md says. That no room and no tool imports another tool, test_style.py shows."""
+    """As docs/code.md says. That no room and no tool imports another tool, test_imports.py shows."""
     project = own_copy("both")
     for tool in LEAF_ROOMS:
         shutil.rmtree(project / "fastgpu" / tool)

@@ -6,9 +6,9 @@ import ast
 import re
 
 import pytest
-from template import LEAF_ROOMS, project_files
 
 from support import PROJECT
+from tools.facts import LEAF_ROOMS, project_files
 
 SOURCES = {name: (PROJECT / name).read_text() for name in project_files() if re.match(r"(?!tests/|docs/).*\.py$", name)}
 """{file of the project: what it holds}, without its tests and examples."""

@@ -1,18 +1,17 @@
-"""Linters accept the workflows and the Dockerfiles, and the code of the pages and of the examples."""
+"""Linters accept the workflows and the Dockerfiles."""
 
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from template import FOLDER, PROJECT, ROOT
 
 from fastgpu.process.config import Data, Run
-from support.projects import EXAMPLES, read_blocks, render, run_in, use_loader
+from support.projects import render
 from support.ranks import printed_by, run_to_end
+from tools.facts import FOLDER, PROJECT, ROOT
 
 TOOLS = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 FOLDERS = [ROOT / ".github", PROJECT / ".github"]
@@ -113,30 +112,3 @@ def test_image_packages(baked, tmp_path):
     for name in copied.split():
         shutil.copyfile(baked("both", launch="both") / name, tmp_path / name)
     lint("sh", "-c", f"{extras}; {install} --dry-run", cwd=tmp_path)
-
-
-@pytest.mark.slow
-def test_code_of_pages_and_examples(own_copy):
-    """It passes the gate that a project ships."""
-    project = own_copy("both")
-    for page in ("tutorial.md", "code.md"):  # with the sections of all projects
-        for block in read_blocks(PROJECT / "docs" / page):
-            if block.language == "python" and block.target:
-                (project / block.target).write_text(block.text)
-    cells = [block.text for block in read_blocks(project / "docs/python.md") if block.language == "python"]
-    (project / "page.py").write_text("# ruff: noqa: E402\n" + "\n".join(cells))  # a notebook imports in its cells, too
-    for example in EXAMPLES.glob("*.py"):
-        is_workload = example.with_suffix(".yaml").exists()
-        shutil.copyfile(example, project / ("workloads" if is_workload else "") / example.name)
-    mypy = ("mypy", "--ignore-missing-imports")  # torchvision is not installed here
-    for command in (("ruff", "check"), ("ruff", "format", "--check"), mypy):
-        run_in(project, "-m", *command)
-
-    # Two that change train.py, each in its own way.
-    program = (project / "train.py").read_text()
-    subprocess.run(["git", "apply", EXAMPLES / "gan.diff"], cwd=project, check=True)
-    run_in(project, "-m", *mypy)
-    (project / "train.py").write_text(program)
-    use_loader(project, "Another loader in this loop", "torch_loader", "TorchLoader")
-    for command in (("ruff", "check", "--fix"), mypy):  # two imports of train.py are no longer used
-        run_in(project, "-m", *command)

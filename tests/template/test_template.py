@@ -9,20 +9,20 @@ from importlib import metadata
 from pathlib import Path
 
 import h5py
-import make_interactions
 import numpy as np
 import pytest
 import yaml
-from address import with_address
 from cookiecutter.exceptions import FailedHookException
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from pins import compile_pins
-from template import FOLDER, QUESTIONS, tracked
 
 from support import PROJECT, ROOT
 from support.projects import bake_project, expected_files, files_below, load_hook, parse_files, resolve
 from support.ranks import printed_by
+from tools import make_interactions
+from tools.address import with_address
+from tools.facts import FOLDER, QUESTIONS, tracked
+from tools.pins import compile_pins
 
 
 @pytest.mark.parametrize(

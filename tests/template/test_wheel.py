@@ -5,12 +5,12 @@ import subprocess
 import tomllib
 import zipfile
 
-import engine_version
 import pytest
-from template import ROOT, project_files
 
 from support import PROJECT
 from support.ranks import printed_by
+from tools import engine_version
+from tools.facts import ROOT, project_files
 
 WITHOUT_ENGINE = re.sub(r"{%.*?%}", "", (PROJECT / "pyproject.toml").read_text())
 """pyproject.toml of a project of images that has a copy of the engine."""

@@ -545,17 +545,17 @@ def test_workers_end_whenever_the_feed_closes():
 @pytest.mark.parametrize("n_hang", [2, 7])
 def test_workers_that_do_not_begin_are_made_again(monkeypatch, tmp_path, n_hang):
     """A fork may wait for ever for a lock of a thread that is not in it."""
-    work = workers._work
+    end_with_parent = workers.end_with_parent
 
-    def hang_at_first(*arguments):
+    def hang_at_first():
         with (tmp_path / "begun").open("a+") as file:  # "a": each process adds a letter
             file.write("x")
             file.flush()
             if file.tell() <= n_hang:
                 signal.pause()
-        work(*arguments)
+        end_with_parent()
 
-    monkeypatch.setattr(workers, "_work", hang_at_first)
+    monkeypatch.setattr(workers, "end_with_parent", hang_at_first)  # with which each of them begins
     monkeypatch.setattr(workers, "START_S", 1.0)
     source = numbered_source()
     if n_hang > 6:

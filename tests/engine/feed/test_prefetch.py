@@ -145,7 +145,7 @@ def test_prefetch_read_that_hangs_shows_its_stack(store, monkeypatch, capfd, met
             is_back.wait(TIMEOUT_S)
         return real(*arguments)
 
-    offset = store.parts[0].columns["images"]._chunks[3, 0]
+    offset = store.parts[0].columns["images"].chunks[3, 0]
     monkeypatch.setattr(OpenFile, "cached", lambda *_: None)  # as on a network file system
     monkeypatch.setattr(OpenFile, method, hang)
     order = BlockSampler(store.block_rows, 8, pool_batches=2, seed=None)

@@ -219,10 +219,10 @@ def test_world_hang_warning_comes_before_the_end(monkeypatch, capsys, asks_until
     monkeypatch.setattr(world_module, "time", clock)
     monkeypatch.setattr(dist, "all_reduce", Mock())
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: stream)
-    monkeypatch.setattr(threading, "Thread", Mock())
+    monkeypatch.setattr(threading, "Thread", thread := Mock())
     hang_warning = HangWarning(CPU, 100)
     with suppress(Ended):
-        hang_warning._run()
+        thread.call_args.kwargs["target"]()
     printed = capsys.readouterr().out
     assert ("torch ends this process: look for a rank that" in printed) == (hangs_at_s is not None)
     assert hangs_at_s is None or clock.now - hangs_at_s <= 90

@@ -7,7 +7,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from math import inf, isnan, nan
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -355,15 +354,16 @@ def test_run_error_of_the_saving_thread_is_raised(tmp_path, monkeypatch):
             run.save()
 
 
-def test_run_saves_into_the_same_memory(tmp_path):
+def test_run_saves_into_the_same_memory(tmp_path, monkeypatch):
     """Copies for a save take no new memory, unless a tensor has another shape."""
-    with started_run(tmp_path) as run:
+    model, take_snapshot, taken = nn.Linear(2, 2), checkpoint.take_snapshot, []
+    monkeypatch.setattr(checkpoint, "take_snapshot", lambda *words: taken.append(take_snapshot(*words)) or taken[-1])
+    with started_run(tmp_path, model) as run:
         run.save()
-        run.wait_for_save()
-        memory = [copy.data_ptr() for copy in run._saver._memory]
         run.save()
-        assert [copy.data_ptr() for copy in run._saver._memory] == memory
-        run._state["model"].weight = nn.Parameter(torch.ones(3, 2))
+        first, second = ([copy.data_ptr() for copy in each.state_dicts["model"].values()] for each in taken)
+        assert first == second
+        model.weight = nn.Parameter(torch.ones(3, 2))
         run.save()
         run.wait_for_save()
     saved = torch.load(newest(tmp_path / "a", "last") / "model.pt", weights_only=True)
@@ -379,7 +379,7 @@ def test_run_best_that_was_removed_is_forgotten(tmp_path):
     assert step_of(newest(tmp_path / "a", "best")) == 2 * SHORT_STEPS
 
 
-def train_until_the_loader_fails(run: Run, problem: str = "") -> None:
+def train_until_the_loader_fails(run: Run, model: nn.Module, problem: str) -> None:
     """Three steps, and then the error of the loader."""
 
     def batches() -> Iterator[int]:
@@ -390,11 +390,10 @@ def train_until_the_loader_fails(run: Run, problem: str = "") -> None:
         run.progress.step += 1
         run.progress.epoch_step += 1
         if problem == "nan":
-            nn.init.constant_(run._state["model"].weight, nan)
-        if problem == "saved before":
+            nn.init.constant_(model.weight, nan)
+        if problem in ("saved before", "validation"):
             run.save()
         if problem == "validation":  # of an epoch whose last step is saved
-            run._saved = replace(run.progress)
             run.progress.epoch += 1
 
 
@@ -412,8 +411,9 @@ def test_run_loader_that_fails_costs_no_step(tmp_path, monkeypatch, capsys, prob
     """The error of the loader is raised, whatever comes of saving."""
     if problem == "disk":
         monkeypatch.setattr(checkpoint, "save_model", Mock(side_effect=OSError(28, "No space left on device")))
-    with started_run(tmp_path) as run, pytest.raises(UserError, match="the server is gone"):
-        train_until_the_loader_fails(run, problem)
+    model = nn.Linear(2, 2)
+    with started_run(tmp_path, model) as run, pytest.raises(UserError, match="the server is gone"):
+        train_until_the_loader_fails(run, model, problem)
     assert checkpoints(tmp_path / "a") == saved
     lines = capsys.readouterr().out.splitlines(keepends=True)
     assert re.fullmatch(printed, "".join(line for line in lines[1:] if "validation rows" not in line), re.DOTALL)
@@ -421,18 +421,24 @@ def test_run_loader_that_fails_costs_no_step(tmp_path, monkeypatch, capsys, prob
 
 
 @pytest.mark.parametrize(
-    ("problem", "told"), [("", "steps 1 to 3 are in no checkpoint and lost"), ("validation", "step 3 is saved")]
+    ("problem", "saved", "told"),
+    [
+        ("", [], "steps 1 to 3 are in no checkpoint and lost"),
+        ("validation", ["last-000002", "last-000003"], "step 3 is saved"),
+    ],
 )
-def test_run_loader_that_fails_on_a_rank_of_two(tmp_path, monkeypatch, capsys, problem, told):
+def test_run_loader_that_fails_on_a_rank_of_two(tmp_path, monkeypatch, capsys, problem, saved, told):
     """Saving needs both, and the other one waits in its step."""
     for name, text in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, text)
-    with started_run(tmp_path) as run:
-        run._world = World(1, 2, 2, CPU)
-        with pytest.raises(UserError, match="the server is gone"):
-            train_until_the_loader_fails(run, problem)
+    for name in ("all_gather_object", "get_backend"):  # both have the same values until then
+        monkeypatch.setattr(torch.distributed, name, Mock(return_value="gloo"))
+    model = nn.Linear(2, 2)
+    run = started_run(tmp_path, model, world=World(0, 2, 2, CPU))
+    with run, pytest.raises(UserError, match="the server is gone"):
+        train_until_the_loader_fails(run, model, problem)
     assert f"warning: [rank 1] the loader failed; {told}\n" in capsys.readouterr().out
-    assert checkpoints(tmp_path / "a") == []
+    assert checkpoints(tmp_path / "a") == saved
 
 
 @pytest.mark.parametrize(("n_rows", "is_told"), [(199, True), (200, False)])
@@ -450,7 +456,9 @@ def test_run_best_of_another_metric(tmp_path, capsys):
     with started_run(tmp_path, best=("loss", "lower"), resume="auto") as run:
         train_epoch(run, loss=0.6)
         assert run.progress.best == 0.6
-        run._val_rows = "other rows"  # to validate on
+    others = ArrayDataset("others", {"x": np.ones((9, 100), np.uint8)})
+    splits = Splits(SHORT_SOURCE, {"val": others})
+    with started_run(tmp_path, best=("loss", "lower"), resume="auto", splits=splits) as run:
         train_epoch(run, loss=0.7)
         assert run.progress.best == 0.7
     with started_run(tmp_path, best=("recall", "higher"), resume="auto") as run:
@@ -552,8 +560,9 @@ def test_run_lock_lost_stops_writing(tmp_path, how):
         if how == "moved":
             run.folder.rename(tmp_path / "b")
         if how == "replaced":
+            content = lock.read_bytes()
             lock.unlink()
-            lock.write_bytes(run._lock._holder)
+            lock.write_bytes(content)
         if how == "taken":
             lock.write_text("process 1 on another machine")
         saved = sorted(tmp_path.rglob("*-0*"))

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from fastgpu.process.launch import UserError
 from fastgpu.storage import local_copy
 from fastgpu.storage.file import PAGE_BYTES
-from fastgpu.storage.local_copy import LocalCopy
+from fastgpu.storage.local_copy import HEADER, LocalCopy
 from support.ranks import fork
 
 SIZE = 10 * PAGE_BYTES - 100
@@ -143,29 +144,33 @@ def test_copy_that_others_write_is_unchanged():
 def test_copy_is_unchanged_for_a_process_that_sleeps(monkeypatch):
     """Another one notes a write between two looks, and seconds pass between them on a busy machine."""
     _, copy = open_copy(), open_copy()
-    inode, written_ns = copy._header()
-    headers = iter([(inode, 1), (inode, written_ns)])
-    monkeypatch.setattr(copy, "_header", headers.__next__)
+    account = Path("cache/x.h5.pages")
+    noted = account.read_bytes()
+    inode, written_ns = HEADER.unpack(noted[: HEADER.size])
+    account.write_bytes(HEADER.pack(inode, written_ns - 1) + noted[HEADER.size :])
+    sleep = Mock(side_effect=lambda _: account.write_bytes(noted))
+    monkeypatch.setattr(local_copy.time, "sleep", sleep)
     monkeypatch.setattr(local_copy.time, "monotonic", count(0, 10).__next__)
     copy.check_unchanged()
-    assert not [*headers]
+    sleep.assert_called_once()
 
 
-@pytest.mark.parametrize("n_calls", [0, 1])
+@pytest.mark.parametrize("n_calls", [1, 2])
 def test_copy_whose_writer_is_killed_lacks_the_page(monkeypatch, n_calls):
-    """Before or after the bytes were written, but before that was noted."""
+    """Before or after the bytes were written, but before that was noted. The first call says that it writes."""
     write_pages(open_copy(), 2)
-    write_all, left = local_copy._write_all, [n_calls]
+    write, left = os.pwrite, [n_calls]
 
-    def write_or_die(*arguments) -> None:
+    def write_or_die(*arguments) -> int:
         if not left[0]:
             os._exit(0)
         left[0] -= 1
-        write_all(*arguments)
+        return write(*arguments)
 
     def die(pipe) -> None:
-        monkeypatch.setattr(local_copy, "_write_all", write_or_die)
-        write_pages(open_copy(), 4)
+        copy = open_copy()
+        monkeypatch.setattr(os, "pwrite", write_or_die)
+        write_pages(copy, 4)
 
     process, _ = fork(die)
     process.join()

@@ -62,8 +62,8 @@ def bucket(tmp_path: Path, monkeypatch) -> Iterator[Store]:
 
 def forget() -> None:
     """As a new process, which has opened nothing."""
-    remote._opened.clear()
-    remote._client.cache_clear()
+    remote.opened.clear()
+    remote.client_of.cache_clear()
 
 
 def put(store: Store, path: str | Path) -> str:
@@ -202,16 +202,17 @@ def test_remote_rows_are_local_once_all_were_fetched(bucket, dense_file):
 
 def test_remote_groups_of_a_file_wait_for_the_rows_of_all(bucket, dense_file, monkeypatch):
     rows = open_store("data.train", put(bucket, dense_file(500, (3, 16, 16))), DENSE_FIELDS)
-    concatenate = np.concatenate
+    concatenate, n_chunks = np.concatenate, []
 
     def concatenate_slowly(arrays: list[np.ndarray]) -> np.ndarray:
         time.sleep(0.01)
-        return concatenate(arrays)
+        joined = concatenate(arrays)
+        n_chunks.append(len(joined))
+        return joined
 
     monkeypatch.setattr("fastgpu.storage.remote.np.concatenate", concatenate_slowly)
-    n_chunks = len(rows.file._expected)
     side_by_side(rows.file.expect, [np.zeros((1, 2), np.int64)] * 4)  # as their layouts do while they are opened
-    assert len(rows.file._expected) == n_chunks + 4
+    assert n_chunks == [*range(n_chunks[0], n_chunks[0] + 4)]
 
 
 def test_remote_readers_that_waited_for_the_network_end(bucket, dense_file, monkeypatch):
@@ -284,7 +285,7 @@ def test_remote_server_that_is_gone_for_a_while(bucket, dense_file, monkeypatch)
     rows = open_store("data.train", put(bucket, path := dense_file(3000, (3, 32, 32))), DENSE_FIELDS)
     monkeypatch.setattr(remote, "PATIENCE", timedelta(minutes=1))
     monkeypatch.setitem(remote.PAUSES, "max_backoff", timedelta(seconds=0.1))
-    remote._client.cache_clear()
+    remote.client_of.cache_clear()
     bucket.refused = 12
     assert same(read_rows(rows), read_rows(open_store("data.train", path, DENSE_FIELDS)))
 
@@ -594,7 +595,7 @@ def test_remote_fork_reads_while_its_parent_fetches(bucket, dense_file):
         fetching.set()
         ending.wait()
 
-    offset, count, _ = rows.parts[0].columns["images"]._chunks[4].tolist()
+    offset, count, _ = rows.parts[0].columns["images"].chunks[4].tolist()
     thread = threading.Thread(target=rows.file.prepare, args=(offset, count, check))
     thread.start()
     fetching.wait()

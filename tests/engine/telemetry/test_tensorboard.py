@@ -170,10 +170,10 @@ def test_log_bar_ends_at_the_last_step(board, monkeypatch):
     terminal = io.StringIO()
     terminal.isatty = lambda: True
     monkeypatch.setattr(tensorboard.sys, "stderr", terminal)
-    log = board(step=100)
-    for step in range(101, 301):
-        log.count(step, (step - 0.5) / 300)
-    assert log._bar.n == log._bar.total == 300
+    with board(step=100) as log:
+        for step in range(101, 301):
+            log.count(step, (step - 0.5) / 300)
+    assert "| 300/300 [" in terminal.getvalue().rpartition("\r")[2]
     assert "Warning" not in terminal.getvalue()  # that of tqdm, if the rows are more than planned
 
 

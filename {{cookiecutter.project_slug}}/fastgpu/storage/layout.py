@@ -55,9 +55,10 @@ class Layout:
         self._n_rows = len(data)
         self._n_items = n_items
         self._filters = filters_of(data)
-        self._chunks = find_chunks(name, data, self.chunk_rows, file.size)
-        self.checksums = read_checksums(name, data, len(self._chunks))
-        file.expect(self._chunks[:, :2])
+        self.chunks = find_chunks(name, data, self.chunk_rows, file.size)
+        """(chunks, 3) int64: first byte, number of bytes in the file, and skipped filters of each chunk."""
+        self.checksums = read_checksums(name, data, len(self.chunks))
+        file.expect(self.chunks[:, :2])
 
     def __len__(self) -> int:
         return self._n_rows
@@ -112,7 +113,7 @@ class Layout:
     def _prepare(self, chunk: int) -> np.ndarray | None:
         """See `OpenFile.prepare`."""
         check = None if self.checksums is None else partial(self._check, chunk, self.checksums[chunk].tobytes())
-        offset, n_bytes, _ = self._chunks[chunk].tolist()
+        offset, n_bytes, _ = self.chunks[chunk].tolist()
         return self._file.prepare(offset, n_bytes, check)
 
     def _check(self, chunk: int, checksum: bytes, content: np.ndarray) -> None:
@@ -164,10 +165,10 @@ class CompressedRows(Layout):
 
     def _content(self, chunk: int) -> np.ndarray | None:
         content = self._prepare(chunk)
-        return self._file.cached(*self._chunks[chunk, :2].tolist()) if content is None else content
+        return self._file.cached(*self.chunks[chunk, :2].tolist()) if content is None else content
 
     def read_chunk(self, chunk: int, content: np.ndarray | None = None) -> np.ndarray:
-        offset, n_bytes, skipped = self._chunks[chunk].tolist()
+        offset, n_bytes, skipped = self.chunks[chunk].tolist()
         size = self.chunk_rows * self.field.row_bytes
         if n_bytes == size and not skipped and self._n_rows < (chunk + 1) * self.chunk_rows:
             # A last chunk that is not full may be stored without filters (H5Pset_chunk_opts). Only the library knows.
@@ -191,10 +192,10 @@ class PlainRows(Layout):
 
     @cached_property
     def _is_one_piece(self) -> bool:
-        return bool(np.all(np.diff(self._chunks[:, 0]) == self.chunk_rows * self.field.row_bytes))
+        return bool(np.all(np.diff(self.chunks[:, 0]) == self.chunk_rows * self.field.row_bytes))
 
     def read_chunk(self, chunk: int, content: np.ndarray | None = None) -> np.ndarray:
-        return self._as_rows(self._file.read(*self._chunks[chunk, :2].tolist()) if content is None else content)
+        return self._as_rows(self._file.read(*self.chunks[chunk, :2].tolist()) if content is None else content)
 
     def _read(self, by_chunk: dict[int, list[Range]], out: np.ndarray) -> None:
         """Copy rows to their places. Bytes in the page cache are copied out of a mapping of the file. Other bytes are
@@ -205,7 +206,7 @@ class PlainRows(Layout):
             content = self._prepare(chunk)
             for row, places in ranges:
                 begin, n_bytes = row * row_bytes, len(places) * row_bytes
-                offset = int(self._chunks[chunk, 0]) + begin
+                offset = int(self.chunks[chunk, 0]) + begin
                 part = self._file.cached(offset, n_bytes) if content is None else content[begin : begin + n_bytes]
                 pieces.append((part, offset, places))
         # Copies out of the mapping come last and together, because each displaces code and data from the CPU's caches.
@@ -237,10 +238,10 @@ class PlainRows(Layout):
         if not (self._is_as_in_pools and self._is_one_piece):
             return None
         chunks = range(start // self.chunk_rows, (start + n_rows - 1) // self.chunk_rows + 1)
-        if not all(self._file.is_prepared(int(self._chunks[chunk, 0])) for chunk in chunks):
+        if not all(self._file.is_prepared(int(self.chunks[chunk, 0])) for chunk in chunks):
             return None
         row_bytes = self.field.row_bytes
-        return self._file.cached(int(self._chunks[0, 0]) + start * row_bytes, n_rows * row_bytes)
+        return self._file.cached(int(self.chunks[0, 0]) + start * row_bytes, n_rows * row_bytes)
 
     def cached_rows(self, ranges: Iterable[Range]) -> np.ndarray | None:
         """All rows in the mapped file, (rows, bytes) uint8. Values may be unaligned.
@@ -251,7 +252,7 @@ class PlainRows(Layout):
         is_one_piece = row_bytes >= SCATTER_BYTES and self._is_one_piece
         if not is_one_piece or any(self.view(start, len(places)) is None for start, places in ranges):
             return None
-        first = int(self._chunks[0, 0])
+        first = int(self.chunks[0, 0])
         return self._file.mapped[first : first + self._n_rows * row_bytes].reshape(-1, row_bytes)
 
 

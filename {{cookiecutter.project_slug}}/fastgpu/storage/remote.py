@@ -56,7 +56,8 @@ Fetched = list[tuple[int, np.ndarray]]
 
 _locks: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
 os.register_at_fork(after_in_child=_locks.clear)  # a fork has no threads that could release locks
-_opened: dict[str, "RemoteFile"] = {}
+opened: dict[str, "RemoteFile"] = {}
+"""{URL: the file}: what this process has opened."""
 _held = threading.local()
 """`pages`: (file, first byte, bytes) that this thread has fetched for h5py, for the case that the copy lacks them."""
 
@@ -178,14 +179,14 @@ class RemoteFile(OpenFile):
 
     def _ask(self, begin: int, end: int, obstore: Any, *, is_opening: bool = False) -> tuple[Any, tuple[Any, ...]]:
         """These bytes, and the version of the object, which must not change while the object is in use."""
-        client = _client(self._bucket, is_opening=is_opening)
+        client = client_of(self._bucket, is_opening=is_opening)
         found = obstore.get(client, self._name, options={"range": (begin, end)})
         return found.bytes(), (found.meta["e_tag"], found.meta["size"], found.meta["last_modified"])
 
     def _get(self, begin: int, end: int) -> np.ndarray:
         content, version = _request(self.path, partial(self._ask, begin, end), then=", then go on with run.resume=auto")
         if version != self._version:
-            _opened.pop(self.path, None)
+            opened.pop(self.path, None)
             raise UserError(f"{self.path} was changed while in use; {RESTORE}")
         if len(content) != end - begin:
             raise UserError(f"{self.path}: {len(content)} bytes came instead of {end - begin}; {RESTORE}")
@@ -247,9 +248,9 @@ class _Metadata(io.RawIOBase):
 def open_remote(url: str, where: str, folder: str) -> RemoteFile:
     """The file of a URL. A process opens each URL once. See `RemoteFile`."""
     with _locks[hash(url) % N_LOCKS]:
-        if url not in _opened:
-            _opened[url] = RemoteFile(url, where, folder or CACHE)
-        return _opened[url]
+        if url not in opened:
+            opened[url] = RemoteFile(url, where, folder or CACHE)
+        return opened[url]
 
 
 def expand(key: str, pattern: str) -> list[str]:
@@ -259,7 +260,9 @@ def expand(key: str, pattern: str) -> list[str]:
         raise UserError(f"{key}: {pattern} should end in the name of a file, or in a pattern such as part-*.h5")
     if query or not glob.has_magic(name):
         return [pattern]
-    listed = _request(f"{key}: {bucket}", lambda obstore: obstore.list_with_delimiter(_client(bucket, is_opening=True)))
+    listed = _request(
+        f"{key}: {bucket}", lambda obstore: obstore.list_with_delimiter(client_of(bucket, is_opening=True))
+    )
     names = sorted(matching([each["path"].rpartition("/")[2] for each in listed["objects"]], name))
     if not names:
         raise UserError(f"{key}: no file matches {pattern}")
@@ -268,7 +271,7 @@ def expand(key: str, pattern: str) -> list[str]:
 
 def counters() -> dict[str, float]:
     """{tag: value}: requests and bytes of this process so far, and the share of its files that is on this machine."""
-    files = list(_opened.values())
+    files = list(opened.values())
     n_local = sum(512 * os.fstat(file._raw.fileno()).st_blocks for file in files)
     counts = {
         "storage/requests": float(sum(file.n_requests for file in files)),
@@ -346,7 +349,7 @@ def _process() -> int:
 
 
 @cache
-def _client(bucket: str, *, is_opening: bool) -> Any:
+def client_of(bucket: str, *, is_opening: bool) -> Any:
     """The client of a bucket. It takes credentials, regions and endpoints from the environment."""
     retries = {"max_retries": OPENING_RETRIES if is_opening else 1000, "retry_timeout": PATIENCE}
     store = import_module("obstore.store")

@@ -10,10 +10,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from template import project_files, tracked
 
 from support import PROJECT, ROOT
 from support.projects import read_blocks
+from tools.facts import project_files, tracked
 
 PAGES = [name for name in tracked() if name.endswith(".md") and not re.match("bench/results/|tests/|CHANGELOG", name)]
 MODULES = {

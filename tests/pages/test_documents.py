@@ -18,11 +18,11 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from template import FOLDER, QUESTIONS, WORKLOAD_ANSWERS, project_files, tracked
 
 from support import PROJECT, ROOT
 from support.projects import EXAMPLES, Block, convert_commands, read_blocks
 from support.ranks import printed_by
+from tools.facts import FOLDER, QUESTIONS, WORKLOAD_ANSWERS, project_files, tracked
 
 DOCUMENTS = [name for name in tracked() if name.endswith(".md") and not name.startswith("bench/results/")]
 

@@ -1,5 +1,7 @@
 """The examples in docs/examples: their losses, metrics and messages; those with a state of their own are resumed. And
-what docs/code.md adds to train.py: a plain DataLoader, a loader without a Dataset, a second model, a scheduler."""
+what docs/code.md adds to train.py: a plain DataLoader, a loader without a Dataset, a second model, a scheduler. The
+linters of a project accept the code of the pages and of the examples.
+"""
 
 import os
 import re
@@ -15,7 +17,6 @@ import torch
 import torch.nn.functional as F
 import yaml
 from contract import check_workload
-from template import LEAF_ROOMS
 
 from fastgpu.convert.images.readers import IGNORED_CLASS
 from fastgpu.rows.rows import Field, Ragged, Rows
@@ -36,6 +37,7 @@ from support.projects import (
 from support.ranks import copy_project, printed_by, run_train
 from support.rows import write_rows
 from support.runs import metrics_of, newest, same_after_a_kill, step_of, weights_of
+from tools.facts import LEAF_ROOMS
 from workloads.recsys import rank
 
 GENERATOR = torch.Generator()
@@ -551,3 +553,30 @@ def test_large_table_with_sparse_gradients_is_resumed(folder):
     assert same_after_a_kill(folder, "last-00000[5-9]", *words, *INSIDE)
     errors = [point["val/mse"] for point in metrics_of(folder / "runs/killed") if "val/mse" in point]
     assert errors[-1] < 0.9 * errors[0]
+
+
+@pytest.mark.slow
+def test_code_of_pages_and_examples(own_copy):
+    """It passes the gate that a project ships."""
+    project = own_copy("both")
+    for page in ("tutorial.md", "code.md"):  # with the sections of all projects
+        for block in read_blocks(PROJECT / "docs" / page):
+            if block.language == "python" and block.target:
+                (project / block.target).write_text(block.text)
+    cells = [block.text for block in read_blocks(project / "docs/python.md") if block.language == "python"]
+    (project / "page.py").write_text("# ruff: noqa: E402\n" + "\n".join(cells))  # a notebook imports in its cells, too
+    for example in EXAMPLES.glob("*.py"):
+        is_workload = example.with_suffix(".yaml").exists()
+        shutil.copyfile(example, project / ("workloads" if is_workload else "") / example.name)
+    mypy = ("mypy", "--ignore-missing-imports")  # torchvision is not installed here
+    for command in (("ruff", "check"), ("ruff", "format", "--check"), mypy):
+        run_in(project, "-m", *command)
+
+    # Two that change train.py, each in its own way.
+    program = (project / "train.py").read_text()
+    subprocess.run(["git", "apply", EXAMPLES / "gan.diff"], cwd=project, check=True)
+    run_in(project, "-m", *mypy)
+    (project / "train.py").write_text(program)
+    use_loader(project, "Another loader in this loop", "torch_loader", "TorchLoader")
+    for command in (("ruff", "check", "--fix"), mypy):  # two imports of train.py are no longer used
+        run_in(project, "-m", *command)
