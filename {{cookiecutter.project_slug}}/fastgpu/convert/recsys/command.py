@@ -84,9 +84,7 @@ class Events(WriteCommand):
         type=moments,
         metavar="TIME",
     )
-    leave_last_out: bool = flag(
-        "test is the last item of each user, val the item before the last one", default=False
-    )
+    leave_last_out: bool = flag("test is the last item of each user, val the item before the last one", default=False)
 
     @property
     def is_matrix(self) -> bool:
