@@ -321,6 +321,7 @@ def of_commands() -> Mistakes:
         repack rows.h5 x.h5; info text.h5; check absent.h5; images photos.zip x.h5;
         images photos x.h5 --keep-encoded --masks m; images photos x.h5 --keep-encoded --size 8x9;
         arrays a=rows.h5 x.h5 --dtype uint17; arrays a=rows.h5 x.h5 --dtype uint8 --split 0.9;
+        arrays a=rows.h5 x.h5 --dtype uint8 --split-by who; dataset mine:Photos photos x.h5 --threads 2;
         images photos x.h5 --binary-masks; images photos x.h5 --split-by Usage;
         images cats x.h5 --split 0.9 --split-by (x; images x.csv x.h5 --masks m;
         events x.csv x.h5 --columns who,what --above 3; events x.npz x.h5 --above 3; events counts.npz x.h5"""

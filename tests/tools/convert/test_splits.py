@@ -140,7 +140,7 @@ def test_limit_writes_some_rows(tmp_path, convert):
     assert "--limit: 50 of 1,000 rows, drawn at random, of each class alike\n" in convert(words, 50).out
     with h5py.File("y.h5") as file:
         assert (len(file["x"]), file["labels"][:].sum()) == (50, 5)
-    assert "the first ones, as --keep-order is given" in convert(words, "20 --keep-order").out
+    assert "the first ones, in the order of the source" in convert(words, "20 --keep-order").out
     with h5py.File("y.h5") as file:
         assert file["x"][:].tolist() == [*range(20)]
     assert "--limit" not in convert(words, 2000).out

@@ -116,8 +116,7 @@ class WriteCommand(Command):
         metavar="N",
     )
     threads: int | None = flag(
-        "threads that read rows; default: the CPUs. It limits neither polars (POLARS_MAX_THREADS does) nor the "
-        "processes of --num-workers",
+        "threads that read rows; default: the CPUs. It does not limit polars (POLARS_MAX_THREADS does)",
         type=partial(natural, lowest=1, highest=MAX_THREADS),
         metavar="N",
     )
@@ -168,6 +167,8 @@ class Arrays(SplitCommand):
         if self.dtype and self.split:
             cure = "leave it out, and train with data.val=10%, the end of the series"
             raise UserError(f"--split would draw single numbers of a series at random; {cure}")
+        if self.dtype and self.split_by:
+            raise UserError("--split-by names a column, which raw files of --dtype do not have; drop it")
         check_exist(*(split_name(source)[1] for source in self.sources))
         if self.dtype and any(is_parquet(split_name(source)[1]) for source in self.sources):
             raise UserError("--dtype has no meaning for Parquet files, whose columns have types; drop it")
@@ -203,6 +204,11 @@ class Dataset(WriteCommand):
     num_workers: int | None = flag(
         "processes that read; 0: none, to debug; default: the CPUs", type=natural, metavar="N"
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.threads:
+            raise UserError("--threads has no effect on a Dataset, whose items processes read; use --num-workers")
 
     def run(self) -> None:
         from fastgpu.convert.program import write_dataset

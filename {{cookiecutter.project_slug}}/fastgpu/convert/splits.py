@@ -90,15 +90,20 @@ def _find_splits(source: Dataset, asked: Split, is_whole: np.ndarray) -> np.ndar
 def _limit_rows(source: Dataset, asked: Split, splits: np.ndarray) -> np.ndarray:
     """(rows,) bool: the rows that --limit takes. Broken rows among the others are removed from `broken`."""
     assert asked.limit
-    n_rows = len(splits)
-    labels = None if asked.is_in_order else source.stored_column("labels")
-    classes = _classes_of(np.zeros(n_rows) if labels is None else labels)
-    strata = splits.astype(np.int64) * (classes.max() + 1) + classes
-    is_taken = draw_rows(strata, asked.limit, None if asked.is_in_order else asked.seed)
+    classes = np.zeros(1, np.int64)
+    if asked.is_in_order and not splits.any():
+        # The first rows, without an array of row numbers: a series may have billions of rows.
+        is_taken = np.zeros(len(splits), bool)
+        is_taken[: asked.limit] = True
+    else:
+        labels = None if asked.is_in_order else source.stored_column("labels")
+        classes = _classes_of(np.zeros(len(splits)) if labels is None else labels)
+        strata = splits.astype(np.int64) * (classes.max() + 1) + classes
+        is_taken = draw_rows(strata, asked.limit, None if asked.is_in_order else asked.seed)
     for reasons in (getattr(source, "broken", {}), getattr(source, "known_broken", {})):
         for row in [row for row in reasons if not is_taken[row]]:
             del reasons[row]
-    _print_limit(asked, n_rows, ", of each class alike" if classes.any() else "")
+    _print_limit(asked, len(splits), ", of each class alike" if classes.any() else "")
     return is_taken
 
 
@@ -121,7 +126,7 @@ def _refuse_empty(rows_of: Mapping[str, np.ndarray], asked: Split) -> None:
 
 
 def _print_limit(asked: Split, n_rows: int, of_classes: str = "") -> None:
-    how = "the first ones, as --keep-order is given" if asked.is_in_order else f"drawn at random{of_classes}"
+    how = "the first ones, in the order of the source" if asked.is_in_order else f"drawn at random{of_classes}"
     print(f"--limit: {asked.limit:,} of {n_rows:,} rows, {how}")
 
 
