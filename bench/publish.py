@@ -1,6 +1,6 @@
 """What all benchmarks share: taking turns, medians with their spread, and the page of a result.
 
-A page is bench/results/<what>_<hardware>_<yyyymm>.md. Its numbers lie beside it, as JSON on one line. The rows of its
+A page is bench/results/<what>_<hardware>_<yyyymm>.md. Its numbers are beside it, as JSON on one line. The rows of its
 table "targets" go to bench/README.md: python bench/publish.py updates the table there from the newest results, the
 numbers of all tables in pages below a comment such as `<!-- numbers: layouts -->`, and sentences between comments such
 as `<!-- words: gpu -->` and `<!-- words:end -->`: what has been measured on a GPU, and the caption of the timeline.
@@ -248,8 +248,13 @@ def first_screen() -> str:
     """What README.md shows of the results: this project beside DataLoaders, and beside its peers. Medians only."""
     machines = [newest(what)[0][0]["machine"] for what in ("idle", "loader", "encoded")]
     cores = " or ".join(dict.fromkeys(machine["cores"] for machine in machines))
-    columns = [f"images/s, {cores} cores", "DataLoader, by items", "by batches", "this template", "times as fast"]
-    text = Table("", columns, [usual.cells() for usual in USUAL]).markdown()
+    columns = [f"images/s, {cores} cores", "DataLoader, single samples", "DataLoader, whole batches"]
+    columns += ["this template", "times as fast"]
+    rows = [usual.cells() for usual in USUAL]
+    text = Table("", columns, rows).markdown()
+    pillow, simplejpeg = (cells[-1] for usual, cells in zip(USUAL, rows, strict=True) if usual.what == "encoded")
+    (targets,) = [table["rows"] for table in newest("encoded")[0][0]["tables"] if table["title"] == "targets"]
+    (required,) = (row[2].split(" / ")[0] for row in targets if row[0].endswith("DataLoader + Pillow"))
     beside = []
     for words, what, case, own, name in BESIDE:
         ((result, page),) = newest(what)
@@ -260,13 +265,19 @@ def first_screen() -> str:
         beside.append([f"[{words}](bench/results/{page}.md)", *cells])
     text += "\n" + Table("", ["times as fast as", *PEERS.values()], beside).markdown()
     return (
-        f"{text}\nA Dataset is asked for one sample a call (*by items*), or for a whole batch (*by batches*: a "
-        "BatchSampler and `batch_size=None`); the faster DataLoader counts. Each peer runs in its fastest documented "
-        "way. Nearly all peers shuffle the whole dataset; this template shuffles within pools of a few blocks, which "
-        "costs less. The pages of results say what else differs. Speeds are medians of three rounds. A ratio is the "
-        "median of the ratios of the rounds, so it can differ from the quotient of two speeds. All files were in the "
-        "page cache; "
-        f"{_list_machines(machines)}.\n"
+        f"{text}\n- JPEG with random crops: this template is {pillow} times as fast as a DataLoader with Pillow, where "
+        f"at least {required} is [required](bench/README.md#results), and {simplejpeg} times as fast as one with "
+        "simplejpeg.\n"
+        "- In the first row, this CPU augments the batches, which takes most of the time of both ways of whole "
+        "batches. On a GPU, the template augments there.\n"
+        "- The faster of the two DataLoaders counts (whole batches: `BatchSampler`, `batch_size=None`), and the "
+        'fastest documented way of each other project. An empty cell or "not measured": the page has no such '
+        "contender.\n"
+        "- The order differs: nearly all others shuffle all rows. This template shuffles blocks, then rows in pools of "
+        "256 MiB ([how random a batch is](bench/README.md#results)). The pages say what else differs.\n"
+        '- Rates are medians of three rounds. "Times as fast" is the median of the ratios of the rounds, so it can '
+        "differ from the quotient of two medians.\n"
+        f"- Files are in the page cache; {_list_machines(machines)}.\n"
     )
 
 
@@ -288,8 +299,10 @@ def gpu_words(folder: Path = RESULTS) -> dict[str, str]:
     ]
     if not found:
         return {
-            "gpu": "**Not measured on a GPU yet**: `python bench/gpu.py` measures yours.",
-            "gpu-ko": "**GPU에서는 아직 측정하지 않았습니다.** `python bench/gpu.py`로 직접 잴 수 있습니다.",
+            "gpu": "**Not measured on a GPU yet**: all numbers here are from CPUs. `python bench/gpu.py` measures "
+            "your GPU ([how](bench/README.md)).",
+            "gpu-ko": "**GPU에서는 아직 측정하지 않았습니다.** 여기의 숫자는 모두 CPU에서 잰 것입니다. "
+            "`python bench/gpu.py`로 직접 잴 수 있습니다([방법](../../bench/README.md)).",
             "gpu-targets": "On a GPU nothing has been measured yet.",
             "gpu-counters": ", and not on a real GPU yet",
             "gpu-deterministic": "; nothing was run on a GPU yet",
@@ -323,12 +336,14 @@ def timeline_words(picture: Path = PICTURE) -> dict[str, str]:
         for way in ("usual", "ours")
     )
     alternative = (
-        "Who works and who waits in front of a simulated device: fed by h5py in a Dataset and a DataLoader with two "
-        f"workers, the device works {usual} of the time; fed by this template, {ours}"
+        "Who works and who waits in front of a simulated device: fed by a DataLoader with two workers that reads one "
+        f"image after the other by h5py, the device works {usual} of the time; fed by this template, {ours}"
     )
-    caption = f"*The device is **simulated**: it sleeps {step} for each batch ({cores} CPU cores of an {cpu}, {date}).*"
+    where = f"{result['rows']}; {cores} CPU cores of an {cpu}, {date}"
+    caption = f"*The device is **simulated**: it sleeps {step} for each batch ({where}).*"
     korean_alternative = (
-        "시뮬레이션한 디바이스 앞에서 누가 일하고 누가 기다리는가: Dataset 안의 h5py와 워커 둘의 DataLoader로는 "
+        "시뮬레이션한 디바이스 앞에서 누가 일하고 누가 기다리는가: "
+        "h5py로 이미지를 한 장씩 읽는 워커 둘의 DataLoader로는 "
         f"디바이스가 시간의 {usual}를, 이 템플릿으로는 {ours}를 일합니다"
     )
     korean_caption = f"*디바이스는 **시뮬레이션**입니다. 배치마다 {step} 동안 잠듭니다({cpu} {cores}코어, {date}).*"
