@@ -103,14 +103,18 @@ def write_sources(file: h5py.File, sources: Sequence[str]) -> None:
     """
     if not any(sources):
         return
+    kind = h5py.string_dtype("utf-8", max(len(_encode_source(each)) for each in sources))
+    how = {"chunks": (min(len(sources), SOURCES_PER_CHUNK),), "compression": 1, "fletcher32": True}
+    data = file.create_dataset(SOURCES, (len(sources),), kind, **how)
+    for start in range(0, len(sources), SOURCES_PER_CHUNK):
+        stop = start + SOURCES_PER_CHUNK
+        data[start:stop] = np.array([_encode_source(each) for each in sources[start:stop]], kind)
+
+
+def _encode_source(text: str) -> bytes:
+    """A source in UTF-8. Characters that cannot be printed are escaped."""
     # Few names need escapes, and looking at each character is slow.
-    shown = [each if each.isprintable() else each.translate(ESCAPES) for each in sources]
-    texts = [each.encode() for each in shown]
-    kind = h5py.string_dtype("utf-8", max(map(len, texts)))
-    how = {"chunks": (min(len(texts), SOURCES_PER_CHUNK),), "compression": 1, "fletcher32": True}
-    data = file.create_dataset(SOURCES, (len(texts),), kind, **how)
-    for start in range(0, len(texts), SOURCES_PER_CHUNK):
-        data[start : start + SOURCES_PER_CHUNK] = np.array(texts[start : start + SOURCES_PER_CHUNK], kind)
+    return (text if text.isprintable() else text.translate(ESCAPES)).encode()
 
 
 def choose_block_rows(n_rows: int, field: Field, widest: Field) -> int:

@@ -30,8 +30,8 @@ from fastgpu.storage.layout import BLOCK_BYTES
 
 POOL_BYTES, POOL_BLOCKS = 1 << 30, 512
 """Rows that are shuffled together, whichever is more; but never more than a quarter of the free memory."""
-GROUP_POOL_BYTES, GROUP_POOL_BLOCKS = 256 << 20, 24
-"""The same for readers of row groups, which may be large: images of 24 row groups take 0.5 GiB."""
+GROUP_POOL_BYTES, GROUP_POOL_BLOCKS = 64 << 20, 24
+"""The same for readers of row groups, which may be large: pixels of 24 row groups of 100 images take 0.5 GiB."""
 SINGLE_ROW_POOL_BYTES = 64 << 20
 """The same for sources with blocks of one row, which any size of pool shuffles completely."""
 POOL_ROWS_IN_ORDER = 1 << 20

@@ -82,7 +82,8 @@ class ImageReader(Reader):
         losses = describe_losses(image.header)
         if self.encoded and values is not image.data and not losses:
             losses = ["re-encoded: too large, not upright, or neither RGB nor grey"]
-        self.losses[row] = losses
+        if losses:
+            self.losses[row] = losses
         return {"images": values} if self.labels is None else {"images": values, "labels": self.labels[row]}
 
 
@@ -197,7 +198,7 @@ class Masks(ImageFiles):
             raise ValueError(f"its mask has {values_HW.shape} pixels, the image {expected}")
         if fits == "stored" and image.orientation > 1:
             values_HW = turn_upright(values_HW, image.orientation)
-            self.losses[row].append("masks turned as the EXIF orientation of their images says")
+            self.losses.setdefault(row, []).append("masks turned as the EXIF orientation of their images says")
         return values_HW
 
     def facts(self) -> dict[str, Any]:
