@@ -35,9 +35,9 @@ from support.windows import (
     write_series,
 )
 
-WINDOWS = [(16, 16), (16, 1), (64, 5), (10, 35), (2000, 900)]
+WINDOWS = [(16, 16), (16, 1), (64, 5), (10, 35), (1000, 450)]
 """(data.window, data.stride)"""
-LENGTHS = (3000, 333, 50, 2500)
+LENGTHS = (1500, 333, 50, 1250)
 """Steps of recordings: of some, there are not enough for the longest windows."""
 TIERS = ("disk", "host", "device")
 
@@ -55,23 +55,25 @@ def write_files(folder: Path) -> Series:
     starts = np.cumsum([0, *LENGTHS])
     paths = [folder / f"part-{number}.h5" for number in range(len(LENGTHS))]
     for path, length, start in zip(paths, LENGTHS, starts, strict=False):
-        write_series(path, [length], start=start, chunks=(512,))
+        write_series(path, [length], start=start, chunks=(256,))
     return read_series([*map(str, paths)])._replace(train=f"{folder}/part-*.h5")
 
 
 def write_ragged(folder: Path) -> Series:
-    lengths = np.random.default_rng(0).integers(0, 150, 60).tolist()
-    options = {"chunks": (512,), "compression": "gzip"}
-    return write_ragged_series(folder / "ragged.h5", [*lengths, 2600, 1, 0], **options)
+    lengths = np.random.default_rng(0).integers(0, 150, 30).tolist()
+    options = {"chunks": (256,), "compression": "gzip"}
+    return write_ragged_series(folder / "ragged.h5", [*lengths, 1300, 1, 0], **options)
 
 
 LAYOUTS: dict[str, Callable[[Path], Series]] = {
     "contiguous": lambda folder: write_one(folder / "contiguous.h5", dtype="u2"),
-    "chunked": lambda folder: write_one(folder / "chunked.h5", dtype="f4", shape=(7,), chunks=(1000, 7)),
-    "gzip and shuffle": lambda folder: write_one(folder / "gzip.h5", chunks=(997,), compression="gzip", shuffle=True),
-    "big-endian": lambda folder: write_one(folder / "big-endian.h5", dtype=">f8", shape=(2,)),
+    "chunked": lambda folder: write_one(folder / "chunked.h5", 3011, "f4", (7,), chunks=(500, 7)),
+    "gzip and shuffle": lambda folder: write_one(
+        folder / "gzip.h5", 3011, chunks=(499,), compression="gzip", shuffle=True
+    ),
+    "big-endian": lambda folder: write_one(folder / "big-endian.h5", 3011, ">f8", (2,)),
     "chunks along other dimensions": lambda folder: write_one(
-        folder / "split.h5", 3011, "f4", (6, 5), chunks=(64, 3, 5)
+        folder / "split.h5", 1511, "f4", (6, 5), chunks=(64, 3, 5)
     ),
     "groups": lambda folder: write_series(folder / "groups.h5", LENGTHS),
     "several files": write_files,
@@ -115,7 +117,7 @@ def test_windows_are_the_slices_of_h5py(series_of, layout, length, stride):
 
 
 @pytest.mark.usefixtures("either_cached_or_not")
-@pytest.mark.parametrize(("length", "stride"), [(16, 1), (64, 64), (2000, 900)])
+@pytest.mark.parametrize(("length", "stride"), [(16, 1), (64, 64), (1000, 450)])
 @pytest.mark.parametrize("layout", ["contiguous", "gzip and shuffle", "big-endian", "several files"])
 def test_windows_in_the_page_cache_or_not(tmp_path, layout, length, stride):
     series = LAYOUTS[layout](tmp_path)
@@ -376,7 +378,7 @@ def test_windows_of_all_tiers_are_equal(series_of, layout):
 @pytest.mark.parametrize("layout", ["contiguous", "gzip and shuffle", "groups", "ragged"])
 def test_windows_of_all_ranks_are_equal(series_of, layout, echo):
     """Each of them on a tier of its own, and from the middle of the epoch on."""
-    train, _ = open_windows(series_of(layout), 64, 5, val="10%")
+    train, _ = open_windows(series_of(layout), 64, 10, val="10%")
     expected = global_batches(train, at=(1, 0), echo=echo)
     middle = len(expected) // 2
     assert middle > 3
