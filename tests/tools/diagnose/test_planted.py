@@ -4,12 +4,10 @@ The device is simulated by sleeps, so the times of all parts are known. The rows
 with worker processes, and two ranks are two processes.
 """
 
-import fcntl
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -30,6 +28,10 @@ from support.rows import DENSE_FIELDS, config_of
 N_ROWS = 2048
 BATCH_SIZE = 16
 POOL_BATCHES = 4
+RUN_POOL_BATCHES = 64
+"""Batches of a pool in a run, as the config has them. Measurements are of smaller pools, in as many parts."""
+MEASURE_S = 0.3
+"""As diagnose.py measures without --seconds."""
 N_TRIES = 5
 MIN_RIGHT = 4
 """Of all tries, also those that another program has disturbed: measurements are of 3 rounds, where diagnose.py takes up
@@ -40,13 +42,15 @@ class SimulatedDevice(Meter):
     """A device that works off its queue while the host goes on. The host is at most one kernel ahead."""
 
     def __init__(self, world: World) -> None:
-        super().__init__(world, 0.15)
+        super().__init__(world, MEASURE_S)
         self._end = 0.0
         self._worked_s = 0.0
         self._waited_at: list[str] = []
 
     def queue(self, seconds: float) -> None:
-        """Queue a kernel."""
+        """Queue a kernel. Of no length: there is none, and the host does not wait for the one before it."""
+        if not seconds:
+            return
         now = time.perf_counter()
         self.synchronize()
         self._end = max(self._end, now) + seconds
@@ -89,25 +93,21 @@ def slow_down(source: Dataset, disk_s: float, decode_s: float) -> None:
 
 
 class Items(TorchDataset):
-    """Items that wait, as for a disk; that wait in line, so that workers do not help; or that compute."""
+    """Items that wait or that compute."""
 
-    def __init__(self, path: str, kind: str, item_s: float):
-        self.path, self.kind, self.item_s = path, kind, item_s
+    def __init__(self, item_s: float, *, computes: bool):
+        self.item_s, self.computes = item_s, computes
 
     def __len__(self) -> int:
         return N_ROWS
 
     def __getitem__(self, row: int) -> tuple[np.ndarray, np.int64]:
-        if self.kind == "compute":
+        if self.computes:
             t0 = time.thread_time()
             while time.thread_time() - t0 < self.item_s:
                 pass
-        elif self.kind == "wait":
-            time.sleep(self.item_s)
         else:
-            with Path(self.path).open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)
-                time.sleep(self.item_s)
+            time.sleep(self.item_s)
         return np.zeros((1, 4, 2), np.uint8), np.int64(row)
 
 
@@ -123,8 +123,8 @@ class Times(NamedTuple):
     disk_s: float = 0.0  # to read a block that is not in the page cache
     decode_s: float = 0.0  # of a block
     copy_s: float = 0.0  # of a batch, to the device
-    items: Literal["", "wait", "wait in line", "compute"] = ""  # of a Dataset, in place of a file
-    item_s: float = 0.002
+    items: Literal["", "wait", "share a disk", "compute"] = ""  # of a Dataset, in place of a file
+    item_s: float = 0.004
     n_readers: int = 1  # threads, or worker processes of a Dataset
     batch_size: int = BATCH_SIZE
     echo: float = 1.0
@@ -134,7 +134,10 @@ class Times(NamedTuple):
 def open_rows(path: str, times: Times) -> Dataset:
     """The rows of the file, or those of a Dataset."""
     if times.items:
-        return ItemDataset("mine", Items(path, times.items, times.item_s), {"images": "0", "labels": "1"})
+        # A disk that reads for several workers takes that many times as long for each of them.
+        item_s = times.item_s * (times.n_readers if times.items == "share a disk" else 1)
+        items = Items(item_s, computes=times.items == "compute")
+        return ItemDataset("mine", items, {"images": "0", "labels": "1"})
     source = open_store("data.train", path, DENSE_FIELDS)
     slow_down(source, times.disk_s, times.decode_s + times.copy_s)  # a block has the rows of a batch
     return source
@@ -163,7 +166,7 @@ def measure_rank(world: World, path: str, times: Times) -> Measured:
         local_step(rows)
         device.queue(times.exchange_s)
 
-    config = config_of(n_readers=times.n_readers, echo=times.echo)
+    config = config_of(n_readers=times.n_readers, echo=times.echo).resolved(data={"pool_batches": RUN_POOL_BATCHES})
     batch = read_pool(source, order, config.loader).slice(0, times.batch_size)
     loop = Loop(transform, step, local_step, batch, source, config, CPU)
     copy = partial(repeat, lambda: time.sleep(times.copy_s)) if times.copy_s else None
@@ -185,7 +188,7 @@ PLANTED: dict[str, tuple[Times, Cause, str, dict[str, Any]]] = {
     "a slow disk": (Times(disk_s=0.012), "READ", "loader.num_readers=2", {"n_readers": 2}),
     "slow decoding": (Times(decode_s=0.012), "DECODE", "loader.num_readers=2", {"n_readers": 2}),
     "items that wait": (Times(items="wait"), "READ", "loader.num_workers=2", {"n_readers": 2}),
-    "items that wait in line": (Times(items="wait in line", step_s=0.02), "READ", "data.echo=", {}),
+    "items that share a disk": (Times(items="share a disk", item_s=0.002, step_s=0.02), "READ", "data.echo=", {}),
     "items that compute": (Times(items="compute"), "DECODE", "loader.num_workers=2", {"n_readers": 2}),
     "a slow bus": (Times(copy_s=0.024), "COPY", "data.echo=4", {}),
     "a transform": (Times(transform_s=0.004), "AUGMENT", "make `transform` lighter", {"transform_s": 0.0}),
@@ -221,13 +224,12 @@ def test_planted_cause_and_gain_are_right(path, planted):
         slow = measure_simulated(path, times)
         verdict = judge(slow, readers=try_readers(path, times) if cause in ("READ", "DECODE") else None)
         is_named = verdict.cause == cause and verdict.change.startswith(change)
-        if is_named and change.startswith("data.echo="):
-            cure = {"echo": float(verdict.change.partition("=")[2])}
-        cured = measure_simulated(path, times._replace(**cure))
+        echo = {"echo": float(verdict.change.partition("=")[2])} if is_named and change.startswith("data.echo=") else {}
+        cured = measure_simulated(path, times._replace(**cure | echo))
         gain = cured.batch_size / cured.loop.median / (slow.batch_size / slow.loop.median)
         feed_ratios = [(1 - m.lost.median, min(1.0, m.compute.median / m.supply.median)) for m in (slow, cured)]
         is_predicted = gain == pytest.approx(verdict.gain, rel=0.15)
-        is_explained = all(found == pytest.approx(theory, rel=0.05) for found, theory in feed_ratios)
+        is_explained = all(found == pytest.approx(theory, rel=0.05, abs=0.02) for found, theory in feed_ratios)
         if not (is_named and is_predicted and is_explained):
             notes.append(f"{verdict}; gain after the cure {gain:.3f}; feed ratios, found and in theory: {feed_ratios}")
     assert N_TRIES - len(notes) >= MIN_RIGHT, notes

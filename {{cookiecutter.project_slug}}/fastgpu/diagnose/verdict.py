@@ -34,7 +34,7 @@ OF_BUCKET = "data.tier=auto; a later epoch, which finds the files in data.cache 
 """The advice for READ if blocks came from a bucket."""
 MAX_ECHO = 4.0  # Choi et al. found echoed batches worth almost as much as fresh ones up to about this factor
 DEAD_BAND = 0.05  # smaller differences in speed do not count
-NEAR = 0.1  # a part whose time is this close to that of the loop explains it
+NEAR = 0.1  # a part whose time is this close to the time of the loop explains it
 READ_SHARE = 0.5  # storage is the cause if it takes a larger part of the supply's time
 AUGMENT_SHARE = 0.25  # a transform that takes a larger part of the step is worth a change
 STRAGGLER_SHARE = 0.13  # a rank that needs 15 % more time than the others is a straggler
@@ -134,7 +134,7 @@ class Measured(NamedTuple):
         return self.of_compute(self.loop)
 
     def of_compute(self, part: Rounds) -> float:
-        """The speed of a part / that of compute: the median of the rounds."""
+        """The speed of a part / the speed of compute: the median of the rounds."""
         return each_round(float.__truediv__, self.compute, part).median
 
     @property
@@ -204,7 +204,7 @@ def judge(m: Measured, echo: float = 1.0, readers: tuple[str, float] | None = No
     change, loop_s = first.change, m.loop.median - first.saved_s
     free_echo = None
     if first.cause in ("READ", "DECODE", "COPY"):
-        free_echo = round(min(MAX_ECHO, echo * m.loop.median / m.compute.median), 2)
+        free_echo = round(min(MAX_ECHO, echo / m.feed_ratio), 2)
         change, loop_s = _find_feed_change(m, readers, echo, free_echo)
     if loop_s >= (1 - DEAD_BAND) * m.loop.median:
         change, loop_s = "", m.loop.median
@@ -287,7 +287,7 @@ def _find_in_between(m: Measured) -> list[Suspect]:
     """Why the loop takes longer than each of its parts."""
     supply_matters = m.supply and m.supply.low > m.lost.high * m.loop.high / 4
     if supply_matters and m.cpu_share.low > CPU_SHARE:
-        return [Suspect("DECODE", f"supply and step share the CPUs, of which {m.cpu_share} are used")]
+        return [Suspect("DECODE", f"supply and step share the CPUs, and {m.cpu_share} of the CPUs are used")]
     in_step = _find_in_step(m)
     if all(suspect.cause == "HOST" for suspect in in_step):
         return in_step  # a host that is late with its launches is late with the feed's work, too
@@ -314,7 +314,7 @@ def _find_in_step(m: Measured) -> list[Suspect]:
     if not costs or not exceeds(costs[0].share, costs[0].limit):
         why = f"the loop loses {m.lost} of its time to the feed"
         if not m.supply and exceeds(m.lost, 0.0) is None:
-            why = f"the loop loses {m.lost} of its time, which is noise: the rows are on the device, and not waited for"
+            why = f"the rows are on the device, so the loss of {m.lost} is not the feed"
         suspects.append(Suspect("COMPUTE", why))
     return suspects
 
@@ -344,7 +344,7 @@ def _host(m: Measured, busy_s: float) -> Suspect:
     share = each_round(lambda local_s, step_s: (local_s - busy_s) / step_s, m.local, m.compute)
     idle_s = share.median * m.compute.median
     why = f"the device is idle for {share} of a step"
-    if m.syncs:  # without them, the host's time and that of the device overlap
+    if m.syncs:  # without them, host and device overlap
         why += f", and the host waits for it at {', '.join(m.syncs)}"
         change = f"leave the value on the device at {m.syncs[0]}, and read it every log.every_steps"
         saved_s = min(idle_s, busy_s)
