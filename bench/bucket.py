@@ -73,6 +73,7 @@ def measure_here(path: str, n_readers: int, cache: str, n_later: int) -> None:
     asked = "auto" if n_readers == NETWORK_READERS else n_readers
     feed = ours.open_feed(rows, 256, n_readers=asked, pool_batches=20)
     said = []
+    n_first = 0  # requests of the first epoch
     for epochs in ([0], range(1, 1 + n_later)):
         t0, cpu_t0, n_rows, total = time.perf_counter(), time.process_time(), 0, 0
         for batch in chain.from_iterable(map(feed.batches, epochs)):
@@ -80,6 +81,9 @@ def measure_here(path: str, n_readers: int, cache: str, n_later: int) -> None:
             total += int(batch["images"][:, 0, 0, 0].sum()) + int(batch["labels"].sum())
         if not n_rows:
             break
+        if said and rows.n_requests > 1.1 * n_first:
+            raise SystemExit("failed: later epochs fetched blocks again; is a tenth of the disk free?")
+        n_first = rows.n_requests
         said.append([n_rows / (time.perf_counter() - t0), (time.process_time() - cpu_t0) / n_rows * 1e6, total])
     feed.close()
     print(json.dumps(said))

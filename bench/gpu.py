@@ -97,7 +97,7 @@ def loop(batches: Batches, clock: Clock, parts: Training, rng: torch.Generator) 
         yield
 
 
-def batches_of(parts: Training) -> Iterator[Rows]:
+def batches_of_parts(parts: Training) -> Iterator[Rows]:
     """The batches of the training rows, epoch after epoch."""
     for epoch in count():
         yield from parts.loader.batches(epoch)
@@ -148,7 +148,7 @@ class Bench:
             for val_loader in parts.val_loaders.values():
                 val_loader.close()
             stack.callback(parts.loader.close)
-            sources[name] = batches_of(parts)
+            sources[name] = batches_of_parts(parts)
             if tier == "disk":
                 self.parts = parts
         if case.dataset:

@@ -49,7 +49,9 @@ class Process(AbstractContextManager["Process"]):
             print(json.dumps({"do": do, **values}), file=self.popen.stdin, flush=True)
         line = self.popen.stdout.readline()
         if not line:
-            raise FailedError(f"failed: it ended with status {self.popen.wait()}, see {self.log.name}")
+            status = self.popen.wait()
+            *_, last = ["no output", *self.log.read_text(errors="replace").splitlines()]
+            raise FailedError(f"failed: it ended with status {status}: {last[:150]}")
         self._signal(signal.SIGSTOP)
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:

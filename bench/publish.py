@@ -3,7 +3,8 @@
 A page is bench/results/<what>_<hardware>_<yyyymm>.md. Its numbers are beside it, as JSON on one line. The rows of its
 table "targets" go to bench/README.md: python bench/publish.py updates the table there from the newest results, the
 numbers of all tables in pages below a comment such as `<!-- numbers: layouts -->`, and sentences between comments such
-as `<!-- words: gpu -->` and `<!-- words:end -->`: what has been measured on a GPU, and the caption of the timeline.
+as `<!-- words: gpu -->` and `<!-- words:end -->`: what has been measured on a GPU, the caption of the timeline, and
+where the numbers of a table come from (`made-idle`).
 """
 
 import argparse
@@ -28,6 +29,7 @@ from peers import PEERS
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
 README = ROOT / "bench" / "README.md"
+FAQ = ROOT / "docs" / "faq.md"
 PICTURE = ROOT / "docs" / "pictures" / "timeline.json"
 PAGES = ROOT / "{{cookiecutter.project_slug}}" / "docs"
 IN_README = ("loader", "order", "encoded", "recsys", "windows", "bucket", "gpu")
@@ -137,14 +139,27 @@ def write_result(what: str, tables: Sequence[Table], data: Mapping[str, Any], ar
 
 
 def targets(folder: Path = RESULTS) -> str:
-    """The table of bench/README.md, from the newest result of each kind that has targets."""
+    """The table of bench/README.md, from the newest result of each kind that has targets. Missed ones are marked."""
     rows: list[list[str]] = []
     for what in IN_README:
         for result, name in newest(what, folder):
             for table in result["tables"]:
                 if table["title"] == "targets":
-                    rows += [[*row[:3], f"[{name}](results/{name}.md)"] for row in table["rows"]]
+                    for text, measured, required in table["rows"]:
+                        mark = ", **missed**" if is_missed(measured, required) else ""
+                        rows.append([text, measured, required + mark, f"[{name}](results/{name}.md)"])
     return Table("", [*TARGET_COLUMNS, "page"], rows).markdown()
+
+
+def is_missed(measured: str, required: str) -> bool:
+    """Whether a measured cell is worse than its required value. Upper limits are `<= 1.7x`, or have a lower goal."""
+    found = re.match(r"[\d.]+", measured)
+    if not found or not re.match(r"(<=? )?\d", required):
+        return False
+    value = float(found[0])
+    limit, *goal = (float(number) for number in re.findall(r"[\d.]+", required))
+    is_upper = required.startswith("<") or (goal and goal[0] < limit)
+    return value > limit if is_upper else value < limit
 
 
 def _hardware(facts: Mapping[str, str]) -> str:
@@ -155,9 +170,12 @@ def _hardware(facts: Mapping[str, str]) -> str:
     return f"{facts['cores']}-core-{family[1].lower() if family else platform.machine()}"
 
 
-def newest(what: str, folder: Path = RESULTS) -> list[tuple[dict[str, Any], str]]:
-    """The newest result of a benchmark and the name of its page; empty if it has none."""
-    results = [(json.loads(path.read_text()), path.stem) for path in folder.glob(f"{what}_*.json")]
+def newest(
+    what: str, folder: Path = RESULTS, is_wanted: Callable[[dict[str, Any]], bool] = bool
+) -> list[tuple[dict[str, Any], str]]:
+    """The newest result of a benchmark, among those that are wanted, and the name of its page; empty if it has none."""
+    found = [(json.loads(path.read_text()), path.stem) for path in folder.glob(f"{what}_*.json")]
+    results = [(result, page) for result, page in found if is_wanted(result)]
     return sorted(results, key=lambda result: (result[0]["machine"]["date"], result[1]))[-1:]
 
 
@@ -183,16 +201,16 @@ class Usual(NamedTuple):
     what: str
     """The benchmark."""
     case: str
-    items: str
-    """A DataLoader that asks its Dataset for one item after the other."""
+    items: tuple[str, ...]
+    """DataLoaders that ask their Dataset for one item after the other."""
     batches: tuple[str, ...]
-    """One that asks for whole batches (BatchSampler, batch_size=None)."""
+    """DataLoaders that ask for whole batches (BatchSampler, batch_size=None)."""
     ours: str
 
     def cells(self) -> list[str]:
         ((result, page),) = newest(self.what)
         own, by_items, by_batches = (
-            speeds(result, self.case, kinds) for kinds in ((self.ours,), (self.items,), self.batches)
+            speeds(result, self.case, kinds) for kinds in ((self.ours,), self.items, self.batches)
         )
         rates = [f"{median(each):,.0f}" if each else NOT_MEASURED for each in (by_items, by_batches, own)]
         faster = max(by_items, by_batches, key=lambda each: median(each) if each else 0)
@@ -204,16 +222,16 @@ USUAL = [
         "32 x 32, random crop and flip",
         "idle",
         "cifar",
-        "cifar: each image in the Dataset",
+        ("cifar: each image in the Dataset",),
         ("cifar: batches in the Dataset",),
         "cifar: disk tier, batches augmented",
     ),
-    Usual("32 x 32, only read; DataLoader: from RAM", "loader", "cifar", "RAM, workers", ("RAM, batches",), OURS),
+    Usual("32 x 32, only read; DataLoader: from RAM", "loader", "cifar", ("RAM, workers",), ("RAM, batches",), OURS),
     Usual(
         "218 x 178, only read; DataLoader: by h5py",
         "loader",
         "celeba",
-        "h5py, plain file, workers",
+        ("h5py, in process", "h5py, workers", "h5py, plain file, workers"),
         ("h5py, plain file, batches",),
         OURS,
     ),
@@ -221,7 +239,7 @@ USUAL = [
         "JPEG, random crops; DataLoader: Pillow",
         "encoded",
         "500x375",
-        "DataLoader + Pillow",
+        ("DataLoader + Pillow",),
         ("DataLoader of batches + Pillow",),
         OURS_JPEG,
     ),
@@ -229,7 +247,7 @@ USUAL = [
         "JPEG, random crops; DataLoader: simplejpeg",
         "encoded",
         "500x375",
-        "DataLoader + simplejpeg",
+        ("DataLoader + simplejpeg",),
         ("DataLoader of batches + simplejpeg",),
         OURS_JPEG,
     ),
@@ -292,11 +310,7 @@ def _list_machines(machines: Sequence[Mapping[str, str]]) -> str:
 
 def gpu_words(folder: Path = RESULTS) -> dict[str, str]:
     """{name of a place in a page: its words}: what bench/gpu.py has measured, or that nothing has been measured."""
-    found = [
-        (result, page)
-        for result, page in newest("gpu", folder)
-        if result["machine"]["gpu"] != "none" and "--quick" not in result["command"]
-    ]
+    found = newest("gpu", folder, lambda each: each["machine"]["gpu"] != "none" and "--quick" not in each["command"])
     if not found:
         return {
             "gpu": "**Not measured on a GPU yet**: all numbers here are from CPUs. `python bench/gpu.py` measures "
@@ -306,6 +320,10 @@ def gpu_words(folder: Path = RESULTS) -> dict[str, str]:
             "gpu-targets": "On a GPU nothing has been measured yet.",
             "gpu-counters": ", and not on a real GPU yet",
             "gpu-deterministic": "; nothing was run on a GPU yet",
+            "gpu-faq": "Nobody has measured that yet, because no GPU was available.",
+            "gpu-idle": "**Nothing was measured on a GPU**: `diagnose.py` measures yours.",
+            "gpu-idle-ko": "**GPU에서는 아무것도 재지 않았습니다.** 여러분의 GPU는 `diagnose.py`로 잽니다.",
+            "gpu-hour": ", because none was measured",
         }
     ((result, page),) = found
     (targets,) = [table["rows"] for table in result["tables"] if table["title"] == "targets"]
@@ -323,6 +341,10 @@ def gpu_words(folder: Path = RESULTS) -> dict[str, str]:
         "gpu-targets": f"{text} ([{date}](../{link})).",
         "gpu-counters": "",
         "gpu-deterministic": "",
+        "gpu-faq": f"{text} ([{date}](../{link})).",
+        "gpu-idle": "`diagnose.py` measures your GPU.",
+        "gpu-idle-ko": "여러분의 GPU는 `diagnose.py`로 잽니다.",
+        "gpu-hour": "",
     }
 
 
@@ -351,6 +373,17 @@ def timeline_words(picture: Path = PICTURE) -> dict[str, str]:
         "timeline": f"![{alternative}](docs/pictures/timeline.svg)\n\n{caption}",
         "timeline-ko": f"![{korean_alternative}](../pictures/timeline.svg)\n\n{korean_caption}",
     }
+
+
+def made_words() -> dict[str, str]:
+    """{name of a place in a page: the machine, the date and the command of the numbers in its tables}"""
+    words = {}
+    for what in {fill.what for fill in FILLS.values()}:
+        ((result, _),) = newest(what)
+        machine, command = result["machine"], result["command"].removeprefix("python ")
+        place = f"{machine['cores']} cores of an {machine['cpu']}, torch {machine['torch']}, {machine['date'][:10]}"
+        words[f"made-{what}"] = f"{place}, `{command}` of the template"
+    return words
 
 
 WORDS = re.compile(r"(?s)(<!-- words: ([\w-]+) -->).*?(?=<!-- words:end -->)")
@@ -511,7 +544,8 @@ def publish() -> dict[Path, str]:
     made = {README: targets(), ROOT / "README.md": shown, ROOT / "docs/ko/README.md": korean}
     pages = {page: MARKERS.sub(lambda _, text=text: text, page.read_text()) for page, text in made.items()}
     pages |= {page: fill(page.read_text()) for page in sorted(PAGES.rglob("*.md"))}
-    words = gpu_words() | timeline_words()
+    pages[FAQ] = FAQ.read_text()
+    words = gpu_words() | timeline_words() | made_words()
     return {page: fill_words(text, words) for page, text in pages.items()}
 
 

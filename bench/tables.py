@@ -26,8 +26,7 @@ def tables(suite: str, results: Mapping[str, Any]) -> list[Table]:
     for mode, make in {"warm": warm, "accelerator": _accelerator, "cold": _speeds}.items():
         for name, measured in results[mode].items():
             table = make(mode, results["data"][name], measured)
-            differences = DIFFERENCES.get(suite, "") if make is _speeds else ""
-            page.append(table._replace(note=f"{table.note} {differences}".rstrip()))
+            page.append(table._replace(note=f"{table.note} {DIFFERENCES.get(suite, '')}".rstrip()))
     return page
 
 
@@ -128,8 +127,22 @@ DIFFERENCES = {
         "some pages of 8 MiB; LitData shuffles chunks of 64 MB, and within a chunk blocks of 256 images; all others "
         "shuffle fully."
     ),
+    "idle": (
+        "Order: this project shuffles rows in pools of batches, all others shuffle fully. Pixels: each image in the "
+        "Dataset becomes float32; the disk tier delivers uint8, and a GPU would convert them. Rows: `each image`, "
+        "`batches` and the pixel strings are in memory; PNG files and the disk tier are read from the page cache."
+    ),
+    "recsys": (
+        "Order: this project shuffles rows in pools of batches, `toarray` shuffles fully. Memory: `toarray` keeps the "
+        "matrix in the memory of the process, and the disk tier reads it from the page cache. Values: `toarray` makes "
+        "dense float32 rows, and this project delivers the numbers of the items."
+    ),
+    "windows": (
+        "Order: this project shuffles windows in pools of batches, all others shuffle fully. Windows with a stride of "
+        "1 overlap, and begin at any step."
+    ),
 }
-"""{suite: what differs between its contenders}, below its tables of speed"""
+"""{suite: what differs between its contenders}, below its tables"""
 
 
 def _speeds(mode: str, data: Mapping[str, Any], contenders: Results) -> Table:

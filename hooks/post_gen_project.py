@@ -53,8 +53,8 @@ NOBODY = "https://github.com/org/"
 """How the variable `__template` begins as long as the owner of the template is not known."""
 HOSTS = {"gh": "github.com", "gl": "gitlab.com", "bb": "bitbucket.org"}
 """Cookiecutter's short forms."""
-NUMBERS = re.compile(r"(?m)^<!-- numbers: .*\n")
-"""Says which numbers of the template's benchmarks fill the table below."""
+FILLED = re.compile(r"(?m)^<!-- numbers: .*\n|<!-- words:(?: [\w-]+|end) -->")
+"""Says which numbers and words of the template's benchmarks fill the page here."""
 LEFTOVERS = [
     ".venv",
     "runs",
@@ -196,7 +196,7 @@ def edit(path: Path, change: Callable[[str], str]) -> None:
 
 def edit_page(text: str, name: str) -> str:
     """A page of this project."""
-    text = name_template(NUMBERS.sub("", choose_sections(text)), name)
+    text = name_template(FILLED.sub("", choose_sections(text)), name)
     if name == "README.md":  # it begins with the name of the project and what it is for
         text = f"# {answers['project_name']}\n\n{answers['description']}\n\n{text.split(chr(10), 4)[4]}"
     return f"{text.rstrip()}\n"

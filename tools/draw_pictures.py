@@ -80,7 +80,7 @@ def draw_peers() -> None:
     """Samples/s of this project, DataLoaders and peers, each in the fastest of its ways."""
     rows = {
         "this project": "fastgpu, disk",
-        "DataLoader over h5py": "h5py, plain file",
+        "DataLoader over h5py": "h5py",
         "DataLoader over RAM": "RAM",
         **{name: first for first, name in PEERS.items()},
     }

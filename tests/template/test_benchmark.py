@@ -1,6 +1,7 @@
 """The benchmarks: a wrong row is found, numbers follow their formulas, and each command runs."""
 
 import json
+import re
 import runpy
 import sys
 import time
@@ -24,6 +25,7 @@ from scipy.stats import chisquare
 
 from support import ROOT
 from support.ranks import printed_by
+from tools.facts import tracked
 
 SUITES = runpy.run_path(str(ROOT / "bench/run.py"))["SUITES"]
 """{name of a page: its data sets and contenders}"""
@@ -93,19 +95,60 @@ def test_benchmark_chi2_formula():
 
 
 def test_benchmark_readme_shows_the_newest(tmp_path):
-    for date, measured in (("2026-01-02", "1"), ("2036-02-01", "2|3"), ("2026-01-31", "4")):
+    for date, measured in (("2026-01-02", "1"), ("2036-02-01", "2|3"), ("2026-01-31", "9")):
         table = publish.Table("targets", publish.TARGET_COLUMNS, [["what", measured, "9"]])
         content = {"machine": {"date": date}, "tables": [table._asdict()]}
         (tmp_path / f"loader_{date}.json").write_text(json.dumps(content))
     (row,) = publish.targets(tmp_path).splitlines()[2:]
-    assert row == "| what | 2\\|3 | 9 | [loader_2036-02-01](results/loader_2036-02-01.md) |"
+    assert row == "| what | 2\\|3 | 9, **missed** | [loader_2036-02-01](results/loader_2036-02-01.md) |"
+
+
+@pytest.mark.parametrize(
+    ("measured", "required", "is_missed"),
+    [
+        ("0.80x [0.70-0.96] (grain)", "1.2x / 2x", True),
+        ("1.20x [0.70-0.96]", "1.2x / 2x", False),
+        ("1.71x [1.0-2.0]", "<= 1.7x", True),
+        ("1.2 s, 280 MB", "< 2 s, < 300 MB", False),
+        ("0.72 [0.49-0.86]", "1 / 0.8", False),
+        ("1.01 [0.49-0.86]", "1 / 0.8", True),
+        ("1.000 to 1.003", "a full shuffle's: 0.999 to 1.003", False),
+        ("not measured", "0.9", False),
+    ],
+)
+def test_benchmark_missed_targets_are_marked(measured, required, is_missed):
+    assert publish.is_missed(measured, required) == is_missed
+
+
+def test_pages_link_to_the_newest_results():
+    for name in tracked():
+        if name.endswith(".md") and not name.startswith("bench/results/"):
+            for page in re.findall(r"results/([\w-]+)\.md", (ROOT / name).read_text()):
+                assert [page] == [newest for _, newest in publish.newest(page.split("_")[0])], name
+
+
+def test_pages_say_where_their_numbers_come_from():
+    """Below each filled table, or above it, are the machine, the date and the command of the same result."""
+    for page in publish.PAGES.rglob("*.md"):
+        text = page.read_text()
+        for _, table, _ in publish.NUMBERS.findall(text):
+            assert f"<!-- words: made-{publish.FILLS[table].what} -->" in text, (page, table)
 
 
 @pytest.mark.parametrize("usual", publish.USUAL, ids=lambda usual: usual.text)
 def test_benchmark_readme_names_contenders(usual):
     names = SUITES[usual.what].names
-    for kind in (usual.items, *usual.batches, usual.ours):
+    for kind in (*usual.items, *usual.batches, usual.ours):
         assert [name for name in names if name.startswith(kind)], kind
+
+
+def test_benchmark_readme_shows_the_best_dataloader():
+    """Of rows that are read by h5py, the same ratio as in bench/README.md."""
+    (usual,) = (each for each in publish.USUAL if "h5py" in each.text)
+    ((result, _),) = publish.newest("loader")
+    (targets,) = (table["rows"] for table in result["tables"] if table["title"] == "targets")
+    (best,) = (row[1] for row in targets if row[0].startswith("CelebA rows, warm: disk tier / best h5py"))
+    assert best.startswith(f"{usual.cells()[-1]}x ")
 
 
 @pytest.mark.parametrize(("what", "own", "name"), [(what, own, name) for _, what, _, own, name in publish.BESIDE])
@@ -126,12 +169,12 @@ def test_benchmark_readme_shows_the_fastest_way():
     assert publish.speeds(result, "celeba", ["spdl"]) == []
 
 
-def write_gpu_result(folder: Path, gpu: str, command: str) -> None:
+def write_gpu_result(folder: Path, gpu: str, command: str, date: str = "2036-01-02", name: str = "gpu_x") -> None:
     rows = [["feed ratio, a", "0.9951 (host tier)", ""], ["data wait, a", "0.40 % (disk tier)", ""]]
     rows += [["feed ratio, b", "0.9912 (disk tier)", ""], ["data wait, b", "0.20 % (disk tier)", ""]]
     table = publish.Table("targets", publish.TARGET_COLUMNS, rows)._asdict()
-    content = {"machine": {"gpu": gpu, "date": "2036-01-02 03:04 UTC"}, "command": command, "tables": [table]}
-    (folder / "gpu_x.json").write_text(json.dumps(content))
+    content = {"machine": {"gpu": gpu, "date": f"{date} 03:04 UTC"}, "command": command, "tables": [table]}
+    (folder / f"{name}.json").write_text(json.dumps(content))
 
 
 def test_gpu_words_go_with_the_first_result(tmp_path):
@@ -140,6 +183,9 @@ def test_gpu_words_go_with_the_first_result(tmp_path):
     assert "**Not measured on a GPU yet**" in without
     assert "Counters<!-- words: gpu-counters -->, and not on a real GPU yet<!-- words:end -->." in without
     write_gpu_result(tmp_path, "NVIDIA X", "python bench/gpu.py")
+    write_gpu_result(
+        tmp_path, "none", "python bench/gpu.py --device cpu", "2036-01-03", "gpu_y"
+    )  # does not bring them back
     assert publish.fill_words(without, publish.gpu_words(tmp_path)) == (
         "<!-- words: gpu -->\nOn one NVIDIA X, the lowest feed ratio of 2 cases is 0.9912 (disk tier), and the longest "
         "data wait 0.40 % (disk tier) ([2036-01-02](bench/results/gpu_x.md)).\n<!-- words:end -->\n"

@@ -2,9 +2,10 @@
 
     python docs/examples/baselines.py data/last-train.h5 data/last-test.h5
 
-Both files are those of `convert.py events` with a column of times. `popularity` ranks all items by their number in the
-training rows; `followers` ranks those that came next after the user's last item in the training rows by how often they
-did, and then the others by popularity. Items that a user has are left out. The metrics are those of the workloads:
+Both files come from `convert.py events` with a column of times. `popularity` ranks all items by their number in the
+training rows. `followers` first ranks the items that came next after the user's last item in the training rows, by how
+often they did, and then the other items by popularity. Items that a user has are left out. The metrics, as in
+the workloads:
 
     Recall@k = number of held-out items among the k best / min(k, number of held-out items)
     NDCG@k   = sum over these of 1 / log2(1 + rank) / the same if all held-out items came first

@@ -1,6 +1,6 @@
 """Contrastive learning: an encoder learns from images without labels to find the other view of the same image.
 
-Two random views of an image should be near to each other, and far from the keys in a queue: those of the last steps
+Two random views of an image should be near to each other, and far from the keys in a queue: the keys of the last steps
 (He et al., "Momentum Contrast", arXiv:1911.05722, with one encoder). The queue is a buffer of the model. Every rank
 puts the keys of all ranks into it, so it is the same on all of them, and a checkpoint keeps it.
 
@@ -78,7 +78,7 @@ class Workload(workloads.Workload):
         return {"mirror": (key_BD * mirror_BD).sum(), "keys": key_BD.sum(0)}
 
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
-        """`contrast`: the mean similarity with one's mirror image, less that of any two images."""
+        """`contrast`: the mean similarity of an image and its mirror image, minus the mean of any two images."""
         n = sums["n"]
         mirror, any_two = sums["mirror"] / n, (sums["keys"] / n).square().sum()
         return {"contrast": float(mirror - any_two), "mirror_similarity": float(mirror)}
@@ -92,7 +92,7 @@ class Workload(workloads.Workload):
 
 
 class Encoder(nn.Module):
-    """Images -> keys of length 1; two views -> their similarity, and those with the keys of the queue."""
+    """Images -> keys of length 1; two views -> their similarity, and their similarities with the keys of the queue."""
 
     queue: Tensor
     """(Q, D)"""

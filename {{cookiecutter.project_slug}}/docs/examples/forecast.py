@@ -51,7 +51,7 @@ class Workload(workloads.Workload):
                 raise UserError(f"{source.name}: data.window is {series.shape[0]}; {needs}, or a smaller model.season")
         self.options = options
         self.n_read = train.fields["series"].shape[0] - options.horizon
-        # Validation steps have no part in it. A trained model has no rows, and takes that of `card`.
+        # Validation steps have no part in it. A trained model has no rows, and takes the value of `card`.
         self.std_F = torch.tensor(train.attributes.get("series_std", ()))
         if len(train):
             windows = train[:: len(train) // N_SAMPLES + 1]

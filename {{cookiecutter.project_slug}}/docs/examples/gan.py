@@ -1,4 +1,4 @@
-"""A generative adversarial network: a generator makes images from noise, a critic tells them from those of the data.
+"""A generative adversarial network: a generator makes images from noise, and a critic tells them from real images.
 
 gan.yaml says how to use it. The two train in turn, each with an optimizer of its own: gan.diff changes train.py for it.
 
@@ -19,7 +19,7 @@ from fastgpu.rows import Dataset, Rows
 
 
 class Workload(workloads.Workload):
-    """Trains on `images`, uint8 (N, C, H, W), of which H and W are multiples of 4."""
+    """Trains on `images`, uint8 (N, C, H, W); H and W are multiples of 4."""
 
     class Options(Section):
         """Settings of this workload: the section `model` of config.yaml."""

@@ -63,7 +63,7 @@ class Workload(workloads.Workload):
         return self.nats(model, batch).mean()
 
     def nats(self, model: nn.Module, batch: Rows) -> Tensor:
-        """(B, T): -log of the probability that the model gave to each token, in view of those before it."""
+        """(B, T): -log of the probability that the model gave to each token after the tokens before it."""
         tokens = batch["tokens"].long()
         logits_BVT = model(tokens[:, :-1]).float().transpose(1, 2)
         return F.cross_entropy(logits_BVT, tokens[:, 1:], reduction="none")
@@ -74,7 +74,7 @@ class Workload(workloads.Workload):
         return {"nats": self.nats(model, batch).mean(1).sum(), "counts": counts_V}
 
     def metrics(self, sums: Mapping[str, Tensor]) -> dict[str, float]:
-        """The score, and that of a model which knows only how frequent each token is: the entropy of single tokens."""
+        """The score, and the entropy of single tokens: the score of a model that knows only their frequencies."""
         p_V = sums["counts"] / sums["counts"].sum()
         return {
             "nats_per_token": float(sums["nats"] / sums["n"]),

@@ -17,7 +17,7 @@ import numpy as np
 
 N_USERS, N_ITEMS, N_TOPICS, N_MONTHS = 3000, 600, 6, 12
 FOLLOW_SHARE = 0.4
-"""How often a user goes on with a series."""
+"""How often a user continues a series."""
 FOLLOWED = (0.4, 0.3, 0.3)
 """Probabilities that it is the series of the last item, of the one before it, and of the one before that."""
 STEPS = (0.3, 0.2, 0.15, 0.1, 0.1, 0.1, 0.05)
@@ -46,7 +46,7 @@ def main() -> None:
     for step, probability in enumerate(STEPS, 1):
         follow_II[series, np.roll(series, -step, axis=1)] = probability
 
-    # Each user begins at some day of the year and goes on to its end.
+    # Each user begins at some day of the year and continues to its end.
     lengths_U = np.exp(np.log(20) + 0.6 * rng.standard_normal(N_USERS)).clip(MIN_EVENTS, MAX_EVENTS).astype(int)
     begin_U = 300 * rng.random(N_USERS)
     days = [np.sort(rng.uniform(begin, 365, length)) for begin, length in zip(begin_U, lengths_U, strict=True)]

@@ -3,7 +3,7 @@
 Kang and McAuley, "Self-Attentive Sequential Recommendation" (arXiv:1808.09781), with the loss of later work: a softmax
 over all items at each place, where the paper tells the next item from one drawn at random. It learns faster and ranks
 better (Klenitskiy and Vasilev, arXiv:2309.07602), and costs B x L x I logits: 0.4 GB for 128 users, 50 places and
-16,000 items. With many more items, compare the next item with those of a sample, as two_towers.py does.
+16,000 items. With many more items, compare the next item with a sample of items, as two_towers.py does.
 
 sasrec.yaml says how to use it. Shapes: B rows of a batch, L places of a sequence, D channels, H heads, I items.
 """
@@ -109,7 +109,7 @@ class SASRec(nn.Module):
     def __init__(self, n_items: int, options: Workload.Options):
         super().__init__()
         self.n_items = n_items
-        # The last row stands for the padding. The other rows are the weights of the logits, too.
+        # The last row is the padding. The other rows are the weights of the logits, too.
         self.items = nn.Embedding(n_items + 1, options.dim, padding_idx=n_items)
         self.places = nn.Embedding(options.length, options.dim)
         self.dropout = nn.Dropout(options.dropout)

@@ -56,7 +56,7 @@ class Workload(workloads.Workload):
             if mask.dtype != "uint8" or mask.shape != image.shape[-2:] or source.fields["images"] != image:
                 raise UserError(
                     f"{source.name}: masks are {mask}, images {source.fields['images']}; allowed are masks of uint8 "
-                    f"(N, H, W), and images as those of {train.name}: {image}"
+                    f"(N, H, W), and images as in {train.name}: {image}"
                 )
         self.options = options
         self.shape_CHW = (1, *image.shape)[-3:]
@@ -122,7 +122,7 @@ class Workload(workloads.Workload):
 
 
 class UNet(nn.Module):
-    """Blocks that halve the resolution, and blocks that double it again beside those of the same resolution.
+    """Blocks that halve the resolution, and blocks that double it again beside the blocks of the same resolution.
 
     Ronneberger et al., "U-Net: Convolutional Networks for Biomedical Image Segmentation", arXiv:1505.04597.
     """

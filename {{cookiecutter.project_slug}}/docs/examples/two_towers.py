@@ -80,7 +80,7 @@ class Workload(workloads.Workload):
         return Rows({"history": window_BRL1[..., :-1], "next": window_BRL1[..., -1]})
 
     def loss(self, model: nn.Module, batch: Rows) -> Tensor:
-        """Mean cross-entropy of the own item of each draw among those of all draws."""
+        """Mean cross-entropy of the item of each draw among the items of all draws."""
         next_N = batch["next"].flatten()
         logits_NG = model(batch["history"].flatten(0, 1), next_N)
         own_N = torch.arange(len(next_N), device=next_N.device).masked_fill(next_N == self.n_items, -1)
@@ -122,7 +122,7 @@ def items_before(items: Ragged, ends: Tensor, length: int, *, padding: int) -> T
 
 
 class TwoTowers(nn.Module):
-    """Histories (N, L) -> logits of all items, (N, I); with their next items, (N,) -> those of all ranks, (N, G).
+    """Histories (N, L) -> logits of all items, (N, I); with their next items, (N,) -> logits (N, G).
 
     The first N of the G items are the next ones of these histories.
     """
@@ -134,7 +134,7 @@ class TwoTowers(nn.Module):
         super().__init__()
         self.n_items, self.options = n_items, options
         dim, hidden = options.dim, options.hidden_dim
-        self.items = nn.Embedding(n_items + 1, dim, padding_idx=n_items)  # the last row stands for the padding
+        self.items = nn.Embedding(n_items + 1, dim, padding_idx=n_items)  # the last row is the padding
         nn.init.normal_(self.items.weight, std=dim**-0.5)
         # Features of a user or an item, such as an age or a price, are more inputs of its tower.
         self.user_tower = nn.Sequential(nn.Linear(2 * dim, hidden), nn.ReLU(), nn.Linear(hidden, dim))
@@ -157,7 +157,7 @@ class TwoTowers(nn.Module):
         return logits_NG.masked_fill(is_same_NG | (next_G == self.n_items), NEVER)
 
     def user(self, history_NL: Tensor) -> Tensor:
-        """Vectors of users, (N, D): from two means of their items, one of which weights places, such as recent ones."""
+        """Vectors of users, (N, D): from a plain mean of their items, and from a mean with weights of places."""
         items_NLD = self.dropout(self.items(history_NL))
         is_item_NL = history_NL != self.n_items
         recent_ND = mean(items_NLD, self.place_weights.softmax(0) * is_item_NL)
@@ -182,7 +182,7 @@ def mean(items_NLD: Tensor, weights_NL: Tensor) -> Tensor:
 
 
 def gather(next_N: Tensor) -> Tensor:
-    """The items of all ranks, (G,), those of this rank first."""
+    """The items of all ranks, (G,), beginning with this rank."""
     if not dist.is_initialized():
         return next_N
     parts = [torch.empty_like(next_N) for _ in range(dist.get_world_size())]
