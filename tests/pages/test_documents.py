@@ -6,6 +6,7 @@ file. A block in the language `console` is a part of what the block before has p
 ends of lines that it leaves out, and numbers may differ. A block below `<!-- not run: reason -->` is skipped.
 """
 
+import ast
 import itertools
 import json
 import os
@@ -243,6 +244,19 @@ def test_pages_readme_says_what_a_project_has(baked):
     assert f"torch {lowest.removeprefix('torch>=')} to" in head
 
 
+def test_pages_frequent_messages_are_printed():
+    """Each piece of a heading between dots, brackets and semicolons is in a string of the engine, or in a tested message."""
+    source = [ast.parse(path.read_text()) for path in (ROOT / FOLDER / "fastgpu").rglob("*.py")]
+    nodes = (node for tree in source for node in ast.walk(tree))
+    strings = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    texts = "\n".join([*strings, *(path.read_text() for path in (ROOT / "tests").rglob("messages.yaml"))])
+    section = (ROOT / FOLDER / "docs/troubleshooting.md").read_text().split("\n## Messages of this project\n")[1]
+    headings = re.findall(r"(?m)^### (.*)$", section)
+    assert len(headings) == 15
+    for heading in headings:
+        assert [piece for piece in re.split(r"\.\.\.| \(|\)|; ", heading) if piece not in texts] == [], heading
+
+
 def without_comments(block: Block) -> str:
     """The text of a block; of commands and programs, without the comments."""
     return block.text if block.language == "console" else re.sub(r"(?m)(?:^|  )#(?!!).*$", "", block.text)
@@ -277,6 +291,12 @@ def test_pages_notebook_runs(own_copy, workload):
     printed = printed_by([sys.executable, "page.py"], project)
     assert {"images": "images", "recsys": "items", "own": "x"}[workload] in printed
     assert (project / "batch.png").exists() == (workload == "images")
+    folds = [*(project / "data").glob("part-?.h5")]
+    assert len(folds) == (5 if workload == "images" else 0)
+    if folds:
+        held_out, *others = map(str, sorted(folds))
+        words = [f"data.train=[{','.join(others)}]", f"data.val={held_out}", "run.check=true"]
+        printed_by([sys.executable, "train.py", *words], project)
 
 
 def write_volumes(folder: Path) -> None:

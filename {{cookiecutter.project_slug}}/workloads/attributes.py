@@ -1,6 +1,6 @@
 """Predicts any number of yes-or-no labels of an image, such as the 40 attributes of a face in CelebA.
 
-The network and the augmentation are those of images.py. Shapes: B rows of a batch, K attributes.
+It uses the network and the augmentation of images.py. Shapes: B rows of a batch, K attributes.
 """
 
 from collections.abc import Mapping

@@ -481,7 +481,7 @@ def test_run_full_disk_costs_the_description(tmp_path, monkeypatch, capsys):
         run = started_run(tmp_path)
         printed = capsys.readouterr().out
         for name in ("run.json", "config.yaml"):
-            assert re.search(f"warning: cannot write .*/a/{name} .*; training goes on", printed)
+            assert re.search(f"warning: cannot write .*/a/{name} .*; training continues", printed)
         train_epoch(run)
         assert {path.name for path in tmp_path.rglob("*")} == {"a", "checkpoints", "lock"}  # and no part of a file
         with pytest.raises(UserError, match="last checkpoint is not in .*/a: make room, and resume the run"):
@@ -495,7 +495,7 @@ def test_run_full_disk_costs_the_description(tmp_path, monkeypatch, capsys):
 def test_run_file_that_is_not_needed_costs_a_warning(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Path, "touch", Mock(side_effect=OSError(28, "No space left on device")))
     write_or_warn(tmp_path / "stopped.json", "{}")
-    assert re.fullmatch(r"warning: cannot write .*No space left.*; training goes on\n", capsys.readouterr().out)
+    assert re.fullmatch(r"warning: cannot write .*No space left.*; training continues\n", capsys.readouterr().out)
 
 
 def test_run_folder_that_refuses_files_costs_warnings(tmp_path, monkeypatch, capsys):
@@ -503,7 +503,7 @@ def test_run_folder_that_refuses_files_costs_warnings(tmp_path, monkeypatch, cap
         monkeypatch.setattr(Path, name, Mock(side_effect=PermissionError(13, "Permission denied")))
     with started_run(tmp_path) as run:
         train_epoch(run)
-    warned = re.findall(r"warning: cannot write .*/a/(\S+) .*; training goes on", capsys.readouterr().out)
+    warned = re.findall(r"warning: cannot write .*/a/(\S+) .*; training continues", capsys.readouterr().out)
     assert warned == ["stopped.json", "run.json", "config.yaml"]
     assert checkpoints(tmp_path / "a") == ["best-000001", "last-000002"]
 

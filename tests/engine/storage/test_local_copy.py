@@ -122,7 +122,7 @@ def test_copy_that_is_changed_in_use_is_noticed(capfd, change):
     write_pages(copy, 2, 3)
     copy.check_unchanged()
     CHANGES[change]()
-    with pytest.raises(UserError, match=r"cache/x.h5 was changed while in use; go on with run.resume=auto"):
+    with pytest.raises(UserError, match=r"cache/x.h5 was changed while in use; continue with run.resume=auto"):
         copy.check_unchanged()
     with pytest.raises(UserError, match="was changed while in use"):
         write_pages(copy, 4)

@@ -514,7 +514,7 @@ def test_remote_rows_of_a_copy_that_is_changed_in_use(bucket, dense_file):
     (copy,) = Path("data/cache").glob("*.h5")
     os.truncate(copy, 0)
     os.truncate(copy, Path(path).stat().st_size)
-    with pytest.raises(UserError, match=f"{copy} was changed while in use; go on with run.resume=auto"):
+    with pytest.raises(UserError, match=f"{copy} was changed while in use; continue with run.resume=auto"):
         rows[1000:1001]
     forget()
     rows = open_store("data.train", "s3://b/rows.h5", DENSE_FIELDS)

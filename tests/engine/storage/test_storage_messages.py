@@ -236,7 +236,7 @@ SHORTER, EXACT = ({"preprocessing": f'{{"size": [8, 8], "resize": "{resize}"}}'}
         ({"class_names": ["cat", "dog"]}, {"class_names": ["cat"]}, ""),  # rows of fewer classes
         (SHORTER, SHORTER, ""),
         (SHORTER, {}, ""),
-        (SHORTER, EXACT, "the images of b were prepared with .*exact.*, those of a with .*shorter"),
+        (SHORTER, EXACT, "the images of b were prepared with .*exact.*, and a with .*shorter"),
     ],
 )
 def test_storage_warns_of_other_meanings(ours, theirs, told, capsys):

@@ -104,11 +104,11 @@ def test_log_on_a_full_disk_warns_once(board, tmp_path, monkeypatch, capsys):
             log.write(step, {"train/loss": 1.0})
     log.write(9, {"train/loss": 1.0})  # the disk has room again
     log.__exit__(None)
-    assert len(re.findall("warning: cannot log to .*; training goes on", capsys.readouterr().out)) == 1
+    assert len(re.findall("warning: cannot log to .*; training continues", capsys.readouterr().out)) == 1
     assert losses_in(tmp_path) == [(9, 1.0)]
     monkeypatch.setattr(tensorboard, "SummaryWriter", FULL)  # full from the start
     board().write(10, {"train/loss": 1.0})
-    assert capsys.readouterr().out.count("training goes on") == 1
+    assert capsys.readouterr().out.count("training continues") == 1
     assert [point["step"] for point in metrics_of(tmp_path)] == [9, 10]
 
 
@@ -227,4 +227,4 @@ def test_log_thread_of_a_writer_that_fails_is_one_warning(board, monkeypatch, ca
         thread.start()
         thread.join()
     assert [args.exc_type for args in others] == [ZeroDivisionError]
-    assert capsys.readouterr().out.count("training goes on") == 1
+    assert capsys.readouterr().out.count("training continues") == 1

@@ -267,7 +267,7 @@ FAULTS_OF_LABELS = (
     (np.arange(6) % 3, {"n_classes": 2}, "2 rows have other values than 0 to 1, for classes; the first is row 2"),
     (np.arange(12).reshape(6, 2) // 3, {}, "3 rows have other values than 0 and 1, for attributes; the first is row 3"),
     (np.array([0, np.nan, 1, np.inf, 0, 0]), {}, "2 rows have other values than finite numbers; the first is row 1"),
-    (20240101 + np.arange(6) // 3, {}, "numbers up to 20,240,102, of which 2 occur; if they are ids, number them"),
+    (20240101 + np.arange(6) // 3, {}, "numbers up to 20,240,102, but only 2 of them occur; if they are ids, number"),
     (np.arange(6) % 3, {"class_names": "cat"}, "says of its classes"),
     (np.arange(6) % 3 + 5, {"n_classes": 2000}, ""),
     (np.arange(24).reshape(6, 2, 2), {}, ""),

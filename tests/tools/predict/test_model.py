@@ -108,7 +108,7 @@ def test_model_code_is_that_of_its_project(copy_model, tmp_path):
     path = copy_model("copy")
     assert load_model(path, project=PROJECT).folder == path
     for project, message in (
-        ("other", f"this process has imported the workloads of {PROJECT}; use another process for those of "),
+        ("other", f"this process has imported the workloads of {PROJECT}; use another process for the modules of "),
         ("empty", f"{tmp_path}/empty has no workloads/__init__.py; load_model(..., project=FOLDER) names a project"),
     ):
         with pytest.raises(UserError, match=re.escape(message)):

@@ -26,7 +26,7 @@ def is_number(dtype: np.dtype) -> bool:
 
 
 class SplitArrays(ArrayDataset):
-    """Arrays as rows, with a column by which they are split: see `Reader`. Rows that have no value in it are broken."""
+    """Arrays as rows, with a column that decides the split: see `Reader`. Rows without a value in it are broken."""
 
     def __init__(
         self, name: str, arrays: Mapping[str, Any], fields: Mapping[str, Field], *, by: str, values: np.ndarray
@@ -45,14 +45,14 @@ def open_arrays(
     """Fields of equal length from any number of
 
         name=file.npy            mapped into memory, not read
-        file.npz                 arrays that have names, read; or file.h5::/group
-        name=file.npz::array     one of them
+        file.npz                 all named arrays, read into memory; or file.h5::/group
+        name=file.npz::array     one of these arrays
         name=file.npz            a sparse matrix (scipy.sparse.save_npz): ragged rows of column numbers, and of values
-        name=file.h5::/dataset   of any HDF5 file; `convert.py repack` takes groups of CSR matrices
+        name=file.h5::/dataset   a dataset of any HDF5 file; `convert.py repack` takes groups of CSR matrices
         name=file.bin            raw numbers, if dtype names their type: mapped into memory, not read
 
-    channels_last: arrays of four axes are (N, H, W, C) and become (N, C, H, W). split_by: the name of the array by
-    which rows are split; it may hold text. Raises UserError for other than rows.
+    channels_last: arrays of four axes are (N, H, W, C) and become (N, C, H, W). split_by: the name of the array that
+    decides the split; it may hold text. Raises UserError if the arrays hold no numbers, or differ in length.
     """
     columns: dict[str, Any] = {}
     fields: dict[str, Field] = {}
@@ -101,7 +101,7 @@ def open_arrays(
 
 
 def _take_values(columns: dict[str, Any], name: str) -> np.ndarray:
-    """The values of the array by which rows are split, (rows,). If they are text, the array becomes no field."""
+    """Take the values of the array that decides the split, (rows,). An array of text is not kept as a field."""
     if name not in columns:
         raise UserError(f"--split-by: there is no array {name}, but {list_first([*columns])}")
     array = columns[name]
@@ -118,7 +118,7 @@ def _take_values(columns: dict[str, Any], name: str) -> np.ndarray:
 
 
 def load(path: str) -> Any:
-    """An array, {name: array}, or a sparse matrix of scipy in CSR format, each place of it once and none of 0."""
+    """An array, {name: array}, or a SciPy matrix in CSR format, without duplicate entries or stored zeros."""
     file, _, member = path.partition("::")
     with explain_errors(path, 'NumPy arrays of numbers, or a sparse matrix (save objects as x.astype("float64"))'):
         open_regular(Path(file)).close()  # is_hdf5 would wait for a FIFO
@@ -182,7 +182,7 @@ def map_numbers(path: str, dtype: str) -> Any:
 
 
 def read_ones(source: str) -> tuple[np.ndarray, np.ndarray]:
-    """(rows, columns) of the places of a sparse matrix of ones. Raises UserError for other values."""
+    """(rows, columns) of the entries of a sparse matrix, (N,) each. Raises UserError if an entry is not 1."""
     matrix = load(source)
     if not hasattr(matrix, "indptr") or (matrix.data != 1).any():
         raise UserError(f"{source} is no sparse matrix of ones; save one, such as matrix = matrix > 3")
@@ -190,7 +190,7 @@ def read_ones(source: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _check_memory(file: str, members: Sequence[ZipInfo], name: str = "") -> None:
-    """Raise UserError if the members of an archive, or the one of this name, are larger than the free memory."""
+    """Raise UserError if the members of an archive, or the named member, do not fit into the free memory."""
     size, free = sum(each.file_size for each in members if name in ("", each.filename)), free_host_bytes()
     if size > free:
         found = f"{file} holds {size / 1e9:,.1f} GB of arrays, and {free / 1e9:,.1f} GB of memory are free"

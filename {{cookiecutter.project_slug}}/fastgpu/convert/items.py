@@ -1,4 +1,4 @@
-"""The items of a torch Dataset, some of which may be broken: see `Reader` for what becomes of those."""
+"""The items of a torch Dataset, which may be broken; `Reader` says how broken rows are treated."""
 
 from functools import cached_property
 from typing import Any
@@ -13,18 +13,18 @@ from fastgpu.rows.rows import RaggedArray
 
 
 class Items(ItemDataset):
-    """The rows of a Dataset. Those whose item raises an exception, or has another type or shape, are broken.
+    """The rows of a Dataset. A row is broken if its item raises an exception, or has another type or shape.
 
-    They are zeros, or have no values.
+    A broken row reads as zeros, or as a ragged row without values.
     """
 
     @cached_property
     def broken(self) -> dict[int, str]:
-        """{row: why it is broken} of the rows that were read."""
+        """{row: reason} of the broken rows among the rows that were read."""
         return {}
 
     def _read_samples(self, rows: np.ndarray) -> tuple[dict[str, list[np.ndarray]], set[str]]:
-        """See `ItemDataset`. If some of these rows are broken, those that are not tell the types."""
+        """See `ItemDataset`. Only rows that are not broken decide the types."""
         try:
             return super()._read_samples(rows)
         except Exception:
@@ -47,10 +47,10 @@ class Items(ItemDataset):
         return columns
 
     def _read_here(self, rows: np.ndarray, seed: int, epoch: int, repeats: np.ndarray) -> Any:
-        """(columns, {row: why it is broken}). In a worker, it is the answer that `read_rows` takes."""
+        """(columns, {row: reason}). A worker sends both to `read_rows`."""
         try:
             return super()._read_here(rows, seed, epoch, repeats), {}
-        except Exception:  # once more, one row at a time
+        except Exception:  # read again row by row, to find the broken ones
             parts, broken = [], {}
             for place, row in enumerate(rows.tolist()):
                 one = slice(place, place + 1)
@@ -73,7 +73,7 @@ class Items(ItemDataset):
 
 
 def _join(columns: list[Any]) -> np.ndarray | RaggedArray:
-    """The rows of some columns, one after the other."""
+    """Concatenate columns of one field."""
     if not isinstance(columns[0], RaggedArray):
         return np.concatenate(columns)
     offsets = np.cumsum([0, *(len(each.values) for each in columns)])

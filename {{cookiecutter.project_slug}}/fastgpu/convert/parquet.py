@@ -1,7 +1,7 @@
-"""Parquet files, read by polars one row group at a time, so that a lake of any size takes the memory of a few of them.
+"""Parquet files, read by polars one row group at a time, so that files of any size take the memory of a few groups.
 
-polars tells the columns of a file, but not where its row groups begin: that is read from the footer of the file, which
-is a struct in Thrift's compact protocol (https://github.com/apache/parquet-format, `FileMetaData`).
+polars returns the columns of a file, but not the sizes of its row groups. They are in the footer of the file, a struct
+in Thrift's compact protocol (https://github.com/apache/parquet-format, `FileMetaData`).
 """
 
 import json
@@ -29,11 +29,11 @@ MAGIC = b"PAR1"
 TAIL_BYTES = 8
 """At the end of a file: the length of the footer, and MAGIC."""
 NUM_ROWS, ROW_GROUPS = 3, 4
-"""Fields of `FileMetaData`."""
+"""Numbers of fields of `FileMetaData`."""
 GROUP_ROWS = 3
-"""The field of `RowGroup` with its number of rows."""
+"""Number of the field of `RowGroup` that holds its number of rows."""
 RECENT_BYTES = 256 << 20
-"""Row groups that are kept in memory, besides the last two."""
+"""Maximum size of the row groups in memory; the last two are always kept."""
 
 
 class ParquetFiles:
@@ -89,13 +89,13 @@ class ParquetFiles:
         return frame
 
     def frames(self, columns: Sequence[str]) -> Iterator[pl.DataFrame]:
-        """Some columns of all rows, one row group after the other."""
+        """Some columns of all rows, one row group at a time."""
         for group in range(len(self._groups)):
             yield self.read(group, columns)
 
     def column(self, name: str) -> pl.Series:
         """A column of all rows, which should fit into memory."""
-        # Whole files: polars reads the footer for each call, and that of small row groups is long.
+        # Whole files: polars reads the footer again in each call, and many small row groups make it long.
         rows_of = {file: sum(group.n_rows for group in groups) for file, groups in groupby(self._groups, _file_of)}
         return pl.concat([self._read(file, 0, n_rows, columns=[name])[name] for file, n_rows in rows_of.items()])
 
@@ -112,18 +112,18 @@ class ParquetFiles:
         return TextColumns(columns, self.where, broken)
 
     def groups_of(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(row group, place in it) of each of these rows, (n,) each."""
+        """(row group, row within it) of each of these rows, (n,) each."""
         groups = np.searchsorted(self._starts, rows, "right") - 1
         return groups, rows - self._starts[groups]
 
     def sources(self, rows: np.ndarray) -> list[str]:
-        """The file of each row, and the number of the row in it, from 0 on."""
+        """The origin of each row: its file, and its number in the file, from 0."""
         groups, places = self.groups_of(rows)
         found = [self._groups[group] for group in groups.tolist()]
         return [f"{group.file}: row {group.start + place}" for group, place in zip(found, places.tolist(), strict=True)]
 
     def where(self, row: int) -> str:
-        """`sources` of one row."""
+        """The origin of one row."""
         return self.sources(np.array([row]))[0]
 
     def folder_of(self, group: int) -> Path:
@@ -131,9 +131,9 @@ class ParquetFiles:
         return self._groups[group].file.parent
 
     def class_names(self, column: str) -> list[str] | None:
-        """Names of the classes that the numbers of a column stand for, if its writer left them in the files.
+        """Names of the classes that the numbers of a column stand for, if the files have them.
 
-        The library `datasets` does so for columns of its type ClassLabel. Raises UserError if files have other names.
+        The library `datasets` writes them for columns of type ClassLabel. Raises UserError if two files differ.
         """
         names = _class_names(self.files[0], column)
         if other := next((file for file in self.files if _class_names(file, column) != names), None):
@@ -144,7 +144,7 @@ class ParquetFiles:
 
 
 class RecentGroups:
-    """Some columns of ParquetFiles for any number of threads, whose rows are neighbours most often.
+    """Cache of recent row groups for several threads, most of whose rows are neighbours.
 
     A row group is read once for all threads that ask for it at about the same time.
     """
@@ -167,7 +167,7 @@ class RecentGroups:
                 try:
                     entry.frame = self._files.read(group, self._columns)
                     entry.n_bytes = int(entry.frame.estimated_size())
-                except UserError as error:  # each of its rows is asked for
+                except UserError as error:  # kept, since each row of the group will be asked for
                     entry.error = str(error)
             if entry.frame is None:
                 raise UserError(entry.error)
@@ -175,13 +175,13 @@ class RecentGroups:
 
 
 class _Entry:
-    """A row group that is in memory, or that a thread reads."""
+    """A row group in memory, or one that a thread is reading."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.frame: pl.DataFrame | None = None
         self.error = ""
-        """Why it cannot be read."""
+        """The reason why it cannot be read."""
         self.n_bytes = 0
 
 
@@ -253,7 +253,7 @@ class _CompactReader:
         self._at = 0
 
     def read_struct(self, wanted: Mapping[int, Any]) -> dict[int, Any]:
-        """{field: value} of the fields that are `wanted`, each with those of the structs in it."""
+        """{field: value} of the wanted fields. wanted: {field: the wanted fields of its struct}."""
         found: dict[int, Any] = {}
         field = 0
         while byte := self._read_byte():
@@ -307,17 +307,17 @@ class _CompactReader:
 
 @contextmanager
 def explain(file: Path) -> Iterator[None]:
-    """Turn errors of polars into a UserError that names the file. Any number of threads may be in such a block."""
+    """Turn errors of polars into a UserError that names the file. Several threads may be in such a block."""
     with explain_errors(file, "Parquet"):
         try:
             with _SilentPanics():
                 yield
-        except pl.exceptions.PanicException as error:  # it is no Exception
+        except pl.exceptions.PanicException as error:  # a BaseException
             raise ValueError(str(error)) from None
 
 
 class _SilentPanics:
-    """Hides standard error while a thread is in such a block: Rust writes there before a panic becomes an exception."""
+    """Hides standard error while any thread is in such a block: Rust prints a panic before it becomes an exception."""
 
     _lock = threading.Lock()
     _n_inside = 0

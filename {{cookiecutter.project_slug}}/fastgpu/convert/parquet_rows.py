@@ -79,7 +79,7 @@ class ParquetRows(Reader):
         self._files.check([*self._columns.values(), *filter(None, [split_by])])
         broken: dict[int, str] = {}
         if split_by:
-            self.split_by = self._files.texts([split_by], broken).texts(split_by).fill_null("").to_numpy()
+            self.split_by = self._files.texts([split_by], broken).split_column(split_by)
             if split_by in self._columns and not self._files.schema[split_by].is_numeric():
                 del self._columns[split_by]
                 print(f"{split_by} is text, which rows cannot hold: it decides the split, and is not written")

@@ -1,4 +1,4 @@
-"""What the commands do with HDF5 files and Datasets, and how all of them write."""
+"""The commands for HDF5 files and Datasets, and `write`, which all commands share."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -22,9 +22,9 @@ from fastgpu.storage.store import open_store
 def write(
     source: Dataset | Mapping[str, Dataset], asked: command.WriteCommand, *, left_out: Sequence[str] = ()
 ) -> None:
-    """Show what was understood of a source, or of its parts, and write it to files.
+    """Print a summary of a source, or of its splits, and write it to files.
 
-    left_out: why rows of the source are in none of the parts.
+    left_out: a reason for each row of the source that is in none of the splits.
     """
     split = Split(seed=asked.seed, limit=asked.limit, is_in_order=asked.keep_order)
     if isinstance(asked, command.SplitCommand):
@@ -53,13 +53,14 @@ def write_dataset(asked: command.Dataset) -> None:
     try:
         _write_items(asked)
     except OSError as error:
-        if not hasattr(error, "__notes__"):  # of the disk, which is told in one line
+        if not hasattr(error, "__notes__"):  # an error of the disk has none, and is reported in one line
             raise
-        raise RuntimeError("an item of the Dataset cannot be read") from error  # with --num-workers=0, to debug it
+        # Only with --num-workers=0, which is for debugging: the traceback helps.
+        raise RuntimeError("an item of the Dataset cannot be read") from error
 
 
 def _keys_of(fields: Sequence[str]) -> dict[str, str]:
-    """{field: what it is called in the source} of NAME=KEY, or of NAME for both."""
+    """{field: its key in the source}. fields: NAME=KEY, or NAME if the key is the same."""
     return {word.partition("=")[0]: word.partition("=")[2] or word for word in fields}
 
 
@@ -84,10 +85,10 @@ def _write_items(asked: command.Dataset) -> None:
 
 
 def repack(asked: command.Repack) -> None:
-    """Write the rows of HDF5 files anew. Those with checksums are checked before: new ones would vouch for damage."""
+    """Write the rows of HDF5 files again. Existing checksums are verified first: new ones would hide damage."""
     files = [each for path in asked.sources for each in expand("SOURCE", path)]
     names = {Path(file).resolve() for file, _ in files}
-    if len(names) > 1 and asked.target.resolve() in names:  # so that its old rows would be in it again
+    if len(names) > 1 and asked.target.resolve() in names:  # its old rows would be written into it
         raise UserError(f"{asked.target} is one of the {len(names)} files of SOURCE; choose another name")
     stored = {f"{file}::{group}": inspect(f"{file}::{group}") for file, group in files}
     groups = fields_of(next(iter(stored.values())))
@@ -109,7 +110,7 @@ def repack(asked: command.Repack) -> None:
 
 
 def show(asked: command.Info) -> None:
-    """Show what files hold, the layout of each field, and whether its blocks have checksums."""
+    """Print the contents of files: fields, layouts, and whether blocks have checksums."""
     for path in asked.sources:
         stored = inspect(path)
         print(path, *(f"  {each.text}" for each in stored if each.is_left_out), sep="\n")
@@ -120,7 +121,7 @@ def show(asked: command.Info) -> None:
 
 
 def _describe_group(path: str, group: str, fields: Mapping[str, str], *, stored: Sequence[Stored]) -> list[str]:
-    """Lines of text about the rows in a group, or about its datasets if these are no rows."""
+    """Lines that describe the rows in a group, or its datasets if they are not rows."""
     places = {name: PurePosixPath(group, key) for name, key in fields.items()}
     values = {name: each for name, place in places.items() for each in stored if each.holds(place)}
     try:
@@ -132,7 +133,7 @@ def _describe_group(path: str, group: str, fields: Mapping[str, str], *, stored:
 
 
 def check(asked: command.Check) -> int:
-    """Read files, and list and count the damaged blocks. The exit code is 1 if there is one."""
+    """Read files, and list and count the damaged blocks. Returns the exit code: 1 if a block is damaged."""
     exit_code = 0
     for path in asked.sources:
         if damages := damaged(path):

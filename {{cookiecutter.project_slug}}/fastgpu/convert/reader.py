@@ -1,19 +1,19 @@
-"""`Reader`: a source of rows that convert.py writes, some of which may be broken; parts of messages.
+"""`Reader`: the base class of sources that convert.py writes, and how its messages name broken rows.
 
-A row is broken if it cannot be read, or holds what it should not. A reader says why in `broken`, {row: reason}. One
-that knows it at once, such as a table whose labels are parsed, fills `broken` when it is made, and these rows are never
-read. All others come to light when they are read: `__getitem__` raises an exception of any kind. `--on-error` treats
-both alike: all reasons are listed, and no file is written, or the other rows are.
+A row is broken if it cannot be read, or holds a wrong value. A reader keeps the reasons in `broken`, {row: reason}.
+A table whose labels are parsed finds broken rows when it is made, and these rows are never read. Other readers find
+them when they read: `__getitem__` raises an exception of any kind. `--on-error` treats both alike: it lists all
+reasons, and writes no file, or only the other rows.
 
-A reason begins with where the row comes from, as `where` gives it and `fastgpu_source` keeps it:
+A reason begins with the origin of the row, which `where` returns and the dataset `fastgpu_source` stores:
 
     photos/cat/1.jpg              an image file
-    labels.csv:7                  a line of a table with a wrong value; the first one is 1
-    part-0.parquet: row 7         a row of a file; the first one is 0, whatever row group it is in
+    labels.csv:7                  a line of a table with a wrong value, counted from 1
+    part-0.parquet: row 7         a row of a file, counted from 0 over all row groups
     shard-0.tar::cat/1.jpg        a member of an archive
     mine:Photos called with photos: row 7     an item of a Dataset
 
-It continues with what is wrong: ` cannot be read: ` and the error, or `: label is 'x'; ` and what is allowed.
+Then follows the fault: ` cannot be read: ` and the error, or `: label is 'x'; ` and the allowed values.
 """
 
 import re
@@ -39,15 +39,15 @@ from fastgpu.storage.store import HDF5Dataset
 class Reader(ItemSource):
     """A map-style Dataset that can be converted, or trained on as `data.dataset`.
 
-    A reader of your own has `__getitem__`, which gives {field: value} of one row to any thread. It may raise an
-    exception of any kind if the row is broken.
+    Your own reader has `__getitem__`, which returns {field: value} of one row. Several threads call it. It may raise
+    an exception of any kind if the row is broken.
     """
 
     splits: np.ndarray | None = None
-    """(rows,) train, val or test, if the source says it."""
+    """(rows,) places in SPLITS, if the source is split already."""
     split_by: np.ndarray | None = None
-    """(rows,) texts or numbers: the column of --split-by. Rows with one value, such as a patient, stay together when
-    rows are split at random. If they are not, it says train, val or test."""
+    """(rows,) texts or numbers: the column of --split-by. A random split keeps rows with the same value together, such
+    as the images of a patient. Without a random split, the values are train, val or test."""
     encoded = False
     """Whether `images` are the bytes of image files."""
 
@@ -59,30 +59,30 @@ class Reader(ItemSource):
         *,
         broken: dict[int, str] | None = None,
     ):
-        """name: where the rows come from, for messages. n_rows: their number, or (blocks,) numbers of rows that are
-        read together. labels: (rows,) or (rows, K). broken: see above."""
+        """name: the source, for messages. n_rows: the number of rows, or (blocks,) the number of rows in each block
+        that is read at once. labels: (rows,) or (rows, K). broken: see the head of the module."""
         self.name = name
         self.labels = labels
         self.attributes = {}
         self.block_rows = np.ones(n_rows, np.int32) if isinstance(n_rows, int) else n_rows.astype(np.int32)
         self.broken = {} if broken is None else broken
         self.known_broken = dict(self.broken)
-        """The rows of `broken` that were known when the reader was made."""
-        # Of the rows that were read: what they do not keep of their source.
+        """The rows of `broken` that were found when the reader was made."""
+        # {row: what the written row loses, such as transparency}
         self.losses: dict[int, list[str]] = {}
 
     @property
     def class_names(self) -> list[str] | None:
-        """What `data.dataset` takes of the attributes."""
+        """Names of the classes, for a run with `data.dataset`."""
         return self.attributes.get("class_names")
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         raise NotImplementedError
 
     def split_by_pattern(self, pattern: str, paths: Sequence[str]) -> None:
-        """Make the part of each path that fits a regular expression, or its first group, the column `split_by`.
+        """Fill `split_by` with the text in each path that matches a regular expression, or with its first group.
 
-        Rows in whose path nothing fits are broken. Raises UserError if the pattern is none.
+        Rows whose path does not match are broken. Raises UserError if the pattern is not a regular expression.
         """
         try:
             found = [re.search(pattern, path) for path in paths]
@@ -94,7 +94,7 @@ class Reader(ItemSource):
             self.known_broken[row] = self.broken.setdefault(row, reason)
 
     def refuse(self, row: int) -> None:
-        """Raise ValueError if a row was known to be broken when the reader was made."""
+        """Raise ValueError if a row was found to be broken when the reader was made."""
         if row in self.known_broken:
             raise ValueError(self.known_broken[row])
 
@@ -102,26 +102,26 @@ class Reader(ItemSource):
         return self.labels if name == "labels" else None
 
     def where(self, row: int) -> str:
-        """Where a row comes from."""
+        """The origin of a row, for messages."""
         return f"{self.name}: row {row}"
 
     def sources(self, row_ids: np.ndarray) -> list[str]:
-        """Where rows come from, for their file."""
+        """The origin of each row, which is stored with the rows."""
         return list(map(self.where, row_ids.tolist()))
 
     def facts(self) -> dict[str, Any]:
-        """Attributes that are known when all rows have been read."""
+        """Attributes that are known only after all rows have been read."""
         return {}
 
     @cached_property
     def fields(self) -> dict[str, Field]:  # type: ignore[override]
-        """The types of the fields, as the first whole row has them. Raises UserError if all rows are broken."""
+        """The fields of the first row that is not broken. Raises UserError if all rows are broken."""
         n_rows = int(self.block_rows.sum())
         first = next(filter(None, (self._try(row, {}) for row in range(n_rows))), None)
         if not first:
             raise none_whole(self.name, self.broken)
         fields = {name: Field(value.dtype, value.shape) for name, value in first.items()}
-        if self.encoded:  # some rows tell how long they are
+        if self.encoded:  # the mean length is estimated from a few rows
             items = [self._try(row, {}) for row in np.linspace(0, n_rows - 1, min(32, n_rows)).astype(int).tolist()]
             mean_bytes = float(np.mean([len(item["images"]) for item in items if item] or len(first["images"])))
             fields["images"] = Field(np.dtype(np.uint8), (), mean_bytes, codec="encoded")
@@ -141,7 +141,7 @@ class Reader(ItemSource):
         return columns
 
     def _try(self, row: int, fields: Mapping[str, Field]) -> dict[str, np.ndarray] | None:
-        """The item of a row, of these fields. None: it is broken."""
+        """The item of a row, checked against these fields. None: the row is broken."""
         if row in self.broken:
             return None
         try:
@@ -158,7 +158,7 @@ class Reader(ItemSource):
 
 
 def where_from(source: Dataset, row: int) -> str:
-    """Where a row comes from, whatever has it."""
+    """The origin of a row of any Dataset, for messages."""
     if isinstance(source, Reader):
         return source.where(row)
     if isinstance(source, HDF5Dataset):
@@ -170,7 +170,7 @@ def where_from(source: Dataset, row: int) -> str:
 
 @contextmanager
 def explain_errors(path: str | Path, expected: str) -> Iterator[None]:
-    """Turn the errors of a file that is missing or damaged into a UserError. expected: what the file should be."""
+    """Turn errors of a missing or damaged file into a UserError. expected: the format that the file should have."""
     try:
         yield
     except (UserError, ModuleNotFoundError):

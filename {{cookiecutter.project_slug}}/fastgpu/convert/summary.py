@@ -1,4 +1,4 @@
-"""What rows and files hold, as a person reads it: fields, classes, layout; and which blocks of a file are damaged."""
+"""Summaries of rows and files for a person: fields, classes, layouts, and damaged blocks."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,11 +26,11 @@ from fastgpu.storage.store import open_store
 
 
 class Stored(NamedTuple):
-    """A dataset of a file."""
+    """A dataset in a file."""
 
     path: PurePosixPath
     text: str
-    """Its layout, or why it is left out."""
+    """Its layout, or the reason why it is left out."""
     has_checksums: bool = False
     """Whether its blocks have checksums."""
     is_left_out: bool = False
@@ -38,20 +38,20 @@ class Stored(NamedTuple):
     """Its type and shape."""
 
     def holds(self, place: PurePosixPath) -> bool:
-        """Whether it has the values of a field, which is at this place in its file."""
+        """Whether the dataset holds the values of the field at this place in the file."""
         return self.path == place or (self.path.parent == place and self.path.name in ("indices", "values"))
 
 
 class Contents(NamedTuple):
-    """What is in an open file or a group of it; see `inspect`."""
+    """The contents of an open file, or of one of its groups; see `inspect`."""
 
     file: OpenFile
     datasets: dict[str, h5py.Dataset]
     """{path: dataset of numbers with rows}"""
     sources: list[h5py.Dataset]
-    """Where rows came from."""
+    """Origins of rows."""
     left_out: dict[str, str]
-    """{path of anything else: why it is not read}"""
+    """{path of anything else: the reason why it is not read}"""
 
 
 @contextmanager
@@ -61,7 +61,7 @@ def _open(path: str) -> Iterator[Contents]:
         found = Contents(file, {}, [], {})
         groups = [find(h5, group, h5py.Group, file_path)]
         seen = {*groups}
-        for parent in groups:  # which grows
+        for parent in groups:  # the list grows while it is read
             for name in parent:
                 place = f"{parent.name.rstrip('/')}/{name}"
                 try:
@@ -75,7 +75,7 @@ def _open(path: str) -> Iterator[Contents]:
                 elif isinstance(item, h5py.Dataset) and name == SOURCES:
                     found.sources.append(item)
                 elif isinstance(item, h5py.Dataset) and item.ndim and len(item) and dtype_of(item).kind in "buif":
-                    # The values of a CSR matrix of ones are a fill value, and no bytes in the file.
+                    # In a CSR matrix of ones, the values are a fill value and take no bytes in the file.
                     is_of_ones = name == "data" and "indptr" in parent and item.fillvalue == 1
                     if not is_of_ones or item.id.get_num_chunks():
                         found.datasets[place] = item
@@ -87,9 +87,9 @@ def _open(path: str) -> Iterator[Contents]:
 
 
 def inspect(path: str) -> list[Stored]:
-    """The datasets in `file.h5`, or below the group of `file.h5::/group`. Raises UserError if it is unreadable.
+    """The datasets in `file.h5`, or below the group of `file.h5::/group`. Raises UserError if the file is unreadable.
 
-    Those that are no rows of numbers, or are stored in other files, are left out.
+    A dataset is marked as left out if it holds no rows of numbers, or is stored in another file.
     """
     with _open(path) as found:
         stored = [
@@ -110,7 +110,7 @@ def inspect(path: str) -> list[Stored]:
 
 
 def fields_of(stored: Sequence[Stored]) -> dict[str, dict[str, str]]:
-    """{group: {field: dataset}} as `open_store` takes it. A ragged field belongs to the group that holds its group."""
+    """{group: {field: dataset}} for `open_store`. A ragged field is itself a group, and belongs to the group above."""
     stored = [each for each in stored if not each.is_left_out]
     ragged_groups = {each.path.parent for each in stored if each.path.name == "indptr"}
     fields: dict[str, dict[str, str]] = {}
@@ -126,9 +126,9 @@ def fields_of(stored: Sequence[Stored]) -> dict[str, dict[str, str]]:
 
 
 def damaged(path: str) -> list[str]:
-    """A line for each block that cannot be read, or has another SHA-256 than the recorded one, if there is one.
+    """A line for each block that cannot be read, or does not match its checksum, if it has one.
 
-    One of 64 blocks is also compared with what the HDF5 library reads.
+    Every 64th block is also compared with the values that the HDF5 library reads.
     """
 
     def check(layout: Layout, block: int) -> str:
@@ -165,7 +165,7 @@ def damaged(path: str) -> list[str]:
 
 
 def check_rows(path: str) -> Iterator[str]:
-    """A line for each fault of the labels in a file, or below a group of it, which training would refuse or not mix."""
+    """A line for each fault of the labels in a file or group: wrong values, and an order that pools cannot mix."""
     for group, fields in sorted(fields_of(inspect(path)).items()):
         try:
             source = open_store("FILE", f"{path.partition('::')[0]}::{group}", fields)
@@ -177,7 +177,7 @@ def check_rows(path: str) -> Iterator[str]:
 
 
 def _faults_of_labels(labels: np.ndarray, source: Dataset) -> Iterator[str]:
-    """labels: (rows,) or (rows, K)."""
+    """Faults of labels, (rows,) or (rows, K)."""
     is_wrong, allowed = np.zeros(1, bool), ""
     if labels.dtype.kind == "f":
         is_wrong, allowed = ~np.isfinite(labels), "finite numbers"
@@ -193,7 +193,7 @@ def _faults_of_labels(labels: np.ndarray, source: Dataset) -> Iterator[str]:
         is_wrong, allowed = (labels < 0) | (labels >= n_classes), f"0 to {n_classes - 1:,}, for classes"
         if not classes and n_classes > MAX_UNUSED_CLASSES + (n_used := len(np.unique(labels))):
             cure = "if they are ids, number them: np.unique(labels, return_inverse=True)[1] over all files at once"
-            yield f"numbers up to {n_classes - 1:,}, of which {n_used:,} occur; {cure}"
+            yield f"numbers up to {n_classes - 1:,}, but only {n_used:,} of them occur; {cure}"
         # A single pool, if it holds all rows, mixes them.
         if len(labels) > 1 and len(source) * source.row_bytes > sizes.POOL_BYTES:
             yield from _class_order(labels)
@@ -214,9 +214,9 @@ def _class_order(labels: np.ndarray) -> Iterator[str]:
 
 
 def describe_rows(parts: Mapping[str, Dataset], layouts: Mapping[str, str] | None = None) -> Iterator[str]:
-    """Lines of text about the rows of each split, {name: rows}. The name is empty if there is one split.
+    """Lines that describe the rows of each split. parts: {name: rows}; the name is empty if there is one split.
 
-    layouts: {field: how it is stored}.
+    layouts: {field: its layout in the file}.
     """
     source = next(iter(parts.values()))
     yield "  rows     " + ", ".join(f"{len(part):,} {name}".strip() for name, part in parts.items())
@@ -232,7 +232,7 @@ def describe_rows(parts: Mapping[str, Dataset], layouts: Mapping[str, str] | Non
 
 
 def _describe_labels(labels: np.ndarray, names: Sequence[str]) -> str:
-    """How many rows have each class or attribute, or the range of targets. labels: (rows,) or (rows, K)."""
+    """The number of rows with each class or attribute, or the range of targets. labels: (rows,) or (rows, K)."""
     if labels.dtype.kind == "f":
         finite = labels[np.isfinite(labels)]
         limits = f"{finite.min(initial=np.inf):g} to {finite.max(initial=-np.inf):g}"

@@ -49,7 +49,7 @@ class TextTable:
         raise NotImplementedError
 
     def where(self, row: int) -> str:
-        """Where a row comes from, for messages."""
+        """The origin of a row, for messages."""
         raise NotImplementedError
 
     def column(self, name: str) -> pl.Series:
@@ -74,6 +74,10 @@ class TextTable:
         self.check(column, column.is_not_null(), "it is missing")
         self.check(column, ~column.str.contains("\n", literal=True), "remove the line break or stray quote")
         return column
+
+    def split_column(self, name: str) -> np.ndarray | None:
+        """The texts of the column of --split-by, (rows,). None if the name is empty."""
+        return self.texts(name).fill_null("").to_numpy() if name else None
 
     def whole_numbers(self, name: str, highest: int, cure: str = "") -> np.ndarray:
         """A column as int64. Rows without a whole number from 0 to `highest` are broken. cure: added to the reason."""
@@ -121,7 +125,7 @@ class TextColumns(TextTable):
         where: Callable[[int], str],
         broken: dict[int, str] | None = None,
     ):
-        """columns: {name: (rows,)}. where: returns the source of a row, by its number. broken: see `TextTable`."""
+        """columns: {name: (rows,)}. where: returns the origin of a row. broken: see `TextTable`."""
         self.broken = broken
         self._columns = {name: pl.Series(name, column, pl.String) for name, column in columns.items()}
         self._where = where

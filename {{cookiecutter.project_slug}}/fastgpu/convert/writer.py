@@ -1,13 +1,13 @@
-"""Rows -> HDF5 files that are read fastest: blocks of whole rows with checksums. Any HDF5 tool reads these files.
+"""Writes HDF5 files for fast reads: blocks of whole rows, with checksums. Any HDF5 tool can read the files.
 
 images (N, C, H, W), labels (N,)      datasets of equal length; a block is an HDF5 chunk of whole rows, about 2 MiB
 fastgpu_sha256/images (blocks, 32)    SHA-256 of the rows of each block, before compression
-fastgpu_source (N,)                   text: the image file or the row of a table that each row came from
-items/indptr (N + 1,), items/indices  ragged rows of item numbers, a CSR matrix as anndata writes it: those of row n
-                                      are indices[indptr[n] : indptr[n + 1]]; its `data`, all 1, takes no room
+fastgpu_source (N,)                   text: the origin of each row, such as an image file or the line of a table
+items/indptr (N + 1,), items/indices  ragged rows of item numbers, a CSR matrix in the form of anndata: row n has
+                                      indices[indptr[n] : indptr[n + 1]]; `data`, all 1, takes no space in the file
 weights/indptr, weights/values        ragged rows of other values
 images/indptr, images/values          the bytes of image files; the group's attribute `codec` names their formats
-attributes                            fastgpu_format = 1, and what the caller knows about the rows
+attributes                            fastgpu_format = 1, and facts that the caller gives
 """
 
 import hashlib
@@ -30,12 +30,12 @@ CODECS = {0xFF: "jpeg", 0x89: "png", 0x52: "webp"}
 """First byte of an encoded image -> its format."""
 Compression = Literal["none", "gzip"]
 RAGGED_BLOCK_BYTES = BLOCK_BYTES // 8
-"""Blocks of ragged values are smaller: rows begin and end inside of them, and a block is decoded as a whole."""
+"""Blocks of ragged values are smaller, since a block is decoded as a whole, and rows begin inside of it."""
 MIN_CHUNK_BYTES = 16 << 10
 SOURCES_PER_CHUNK = 4096
 INDPTR = Field(np.dtype(np.int64), ())
 STATISTICS_ROWS = 10_000
-"""Maximum number of images for the mean. With so many, the error is below 1 % of the spread of the pixels."""
+"""Maximum number of images that the mean is taken of. Its error is then below 1 % of the standard deviation."""
 STATISTICS_PIXELS = 1024
 """Number of pixels of each of these images. Images differ more than the pixels of one image."""
 
@@ -49,22 +49,22 @@ def write_rows(
     attributes: Mapping[str, Any],
     compression: Compression = "none",
 ) -> int:
-    """Write a file of rows, which come in their final order, and return their number. After an exception it is damaged.
+    """Write rows, which come in their final order, and return their number. An exception leaves a damaged file.
 
-    n_rows: maximum number of rows, which decides the size of the blocks. batches: {field: (n, *shape) or RaggedArray};
-    their memory may be used again for the next one. attributes: facts about the rows; for uint8 images without `mean`,
-    the mean and standard deviation of each channel are added.
+    n_rows: maximum number of rows, which decides the size of the blocks. batches: {field: (n, *shape) or RaggedArray}.
+    The caller may reuse the memory of a batch for the next batch. attributes: facts about the rows. For uint8 images
+    without the attribute `mean`, the mean and standard deviation of each channel are added.
     """
     n_came = 0
     statistics = ImageStatistics({} if "mean" in attributes else fields, n_rows)
     filters = {} if compression == "none" else {"compression": compression}
     widest = max(fields.values(), key=lambda field: field.row_bytes)
     columns: dict[str, Column | RaggedColumn] = {}
-    # Without a cache, blocks are written at once, so that a full disk is told where it can be handled. Nobody else
-    # knows the name of the file, and some file systems have no locks.
+    # Without a cache, HDF5 writes each block at once, and a full disk raises an error here rather than at close().
+    # The file needs no lock, since nobody else knows its name, and some file systems have no locks.
     file = h5py.File(path, "w", libver="latest", rdcc_nbytes=0, locking=False)
     try:
-        write_attributes(file, attributes)  # first: what HDF5 refuses should not cost a conversion
+        write_attributes(file, attributes)  # first: an attribute that HDF5 refuses should not cost a conversion
         for name, field in fields.items():
             if field.is_ragged:
                 columns[name] = RaggedColumn(file.create_group(name), field, n_rows, filters)
@@ -81,13 +81,13 @@ def write_rows(
         write_attributes(file, {**statistics.attributes(), "fastgpu_format": 1})
         file.close()
     finally:
-        with suppress(OSError, RuntimeError):  # a full disk refuses the rest once more
+        with suppress(OSError, RuntimeError):  # a full disk raises a second error
             file.close()
     return n_came
 
 
 def write_attributes(group: h5py.Group, attributes: Mapping[str, Any]) -> None:
-    """Write attributes. Text has a fixed length: HDF5 keeps that of any length in a heap, where damage goes unseen."""
+    """Write attributes. Text gets a fixed length: HDF5 keeps variable lengths in a heap, where damage goes unseen."""
     for name, value in attributes.items():
         array = np.asarray(value)
         if array.dtype.kind in "UO":
@@ -97,9 +97,9 @@ def write_attributes(group: h5py.Group, attributes: Mapping[str, Any]) -> None:
 
 
 def write_sources(file: h5py.File, sources: Sequence[str]) -> None:
-    """Write where each row of a file came from, if it is known: texts of one length, compressed to a few bytes each.
+    """Write the origin of each row, if it is known, as texts of a fixed length, compressed to a few bytes each.
 
-    HDF5 keeps text of any length in a heap, 32 bytes a row beside the text, which no filter compresses.
+    HDF5 keeps texts of variable length in a heap, which no filter compresses, with 32 bytes a row beside the text.
     """
     if not any(sources):
         return
@@ -112,31 +112,31 @@ def write_sources(file: h5py.File, sources: Sequence[str]) -> None:
 
 
 def _encode_source(text: str) -> bytes:
-    """A source in UTF-8. Characters that cannot be printed are escaped."""
+    """An origin in UTF-8, with escapes for characters that cannot be printed."""
     # Few names need escapes, and looking at each character is slow.
     return (text if text.isprintable() else text.translate(ESCAPES)).encode()
 
 
 def choose_block_rows(n_rows: int, field: Field, widest: Field) -> int:
-    """Rows of a block: about 2 MiB of the widest field, or of one that readers keep in memory; less in small files."""
+    """Rows of a block: about 2 MiB of the widest field, or of a column that is kept in memory; fewer in small files."""
     if field is not widest and n_rows * field.row_bytes <= COLUMN_BYTES:
         return max(1, min(n_rows, BLOCK_BYTES // max(1, field.row_bytes)))
     return max(1, min(BLOCK_BYTES // max(1, widest.row_bytes), n_rows // MIN_BLOCKS))
 
 
 class Column:
-    """Fills one dataset, and takes the SHA-256 of each of its blocks. n_rows: at most; 0: nobody knows."""
+    """Fills one dataset, and computes the SHA-256 of each block. n_rows: maximum number of rows; 0: unknown."""
 
     def __init__(
         self, group: h5py.Group, name: str, field: Field, *, block_rows: int, filters: dict[str, Any], n_rows: int = 0
     ):
         plan = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         plan.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
-        if n_rows and not filters:  # all blocks get their places now: rows in one piece are read fastest
+        if n_rows and not filters:  # allocated now, blocks are contiguous in the file, and read fastest
             plan.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
         shape, chunks = (n_rows, *field.shape), (block_rows, *field.shape)
         max_shape = (n_rows or None, *field.shape)
-        shuffle = bool(filters) and field.dtype.itemsize > 1  # sorting bytes by their place helps numbers only
+        shuffle = bool(filters) and field.dtype.itemsize > 1  # the shuffle of bytes helps numbers of several bytes only
         self._data = group.create_dataset(
             name, shape, field.dtype, maxshape=max_shape, chunks=chunks, shuffle=shuffle, dcpl=plan, **filters
         )
@@ -145,7 +145,7 @@ class Column:
         self._checksums: list[bytes] = []
 
     def append(self, rows: np.ndarray) -> None:
-        """The next rows, (n, *shape). Their memory may be used again afterwards."""
+        """Append rows, (n, *shape). The caller may reuse their memory afterwards."""
         while len(rows):
             part = rows[: len(self._block) - self._n_waiting]
             self._block[self._n_waiting : self._n_waiting + len(part)] = part
@@ -164,7 +164,7 @@ class Column:
         self._n_waiting = 0
 
     def finish(self) -> None:
-        """Write the last block, which may be short, and the checksums of all."""
+        """Write the last block, which may be short, and the checksums of all blocks."""
         n_rows = len(self._checksums) * len(self._block) + self._n_waiting
         if self._n_waiting:
             self._write_block()
@@ -175,7 +175,7 @@ class Column:
 
 
 class RaggedColumn:
-    """Fills a group with two datasets: the values of all ragged rows, and `indptr`, where each row begins."""
+    """Fills a group with two datasets: the values of all ragged rows, and `indptr`, the start of each row."""
 
     def __init__(self, group: h5py.Group, field: Field, n_rows: int, filters: dict[str, Any]):
         self._group = group
@@ -191,7 +191,7 @@ class RaggedColumn:
         self._indptr.append(np.zeros(1, INDPTR.dtype))
 
     def append(self, rows: RaggedArray) -> None:
-        """The next rows. Their memory may be used again afterwards."""
+        """Append rows. The caller may reuse their memory afterwards."""
         if self._field.codec:
             self._codecs |= {CODECS.get(byte, "other") for byte in np.unique(rows.values[rows.offsets[:-1]]).tolist()}
         start, stop = int(rows.offsets[0]), int(rows.offsets[-1])
@@ -200,12 +200,12 @@ class RaggedColumn:
         self._n_values += stop - start
 
     def finish(self) -> None:
-        """Write the checksums. Item numbers become a CSR matrix as anndata writes it, whose values are all 1."""
+        """Write the checksums. Item numbers become a CSR matrix in the form of anndata, with all values 1."""
         self._values.finish()
         self._indptr.finish()
         if self._codecs:
             write_attributes(self._group, {"codec": "+".join(sorted(self._codecs))})
-        if self._field.n_items:  # `data` is never written, so it takes no room and reads as its fill value
+        if self._field.n_items:  # never written, `data` takes no space and reads as its fill value
             n_values = (self._n_values,)
             self._group.create_dataset("data", n_values, np.float32, fillvalue=1, maxshape=(None,), chunks=(1 << 16,))
             shape = (len(self._group["indptr"]) - 1, self._field.n_items)
@@ -213,7 +213,7 @@ class RaggedColumn:
 
 
 class ImageStatistics:
-    """Mean and standard deviation of each channel of the first field of images, from rows spread over all."""
+    """Mean and standard deviation of each channel of the first image field, from rows at even distances."""
 
     def __init__(self, fields: Mapping[str, Field], n_rows: int):
         is_pixels = {name: field.dtype == np.uint8 and len(field.shape) == 3 for name, field in fields.items()}
@@ -224,17 +224,18 @@ class ImageStatistics:
         self._sums: list[np.ndarray] = []  # (3, C) for each row: number of pixels, their sum, the sum of their squares
 
     def add(self, rows: Mapping[str, Any], start: int) -> None:
-        """Take note of the next rows. start: number of the first of them."""
+        """Add the sums of some of these rows. start: the number of the first row."""
         images = rows.get(self._name, ())
         for row in range(-start % self._row_step, len(images), self._row_step):
             if isinstance(images, RaggedArray):
-                decode = import_module("fastgpu.images.decode")  # which a project without images lacks
+                decode = import_module("fastgpu.images.decode")  # a project without images lacks it
                 image = decode.EncodedImage(images.values[images.offsets[row] : images.offsets[row + 1]])
                 image_CHW = image.decode((0, 0, image.height, image.width), (image.height, image.width))
             else:
                 image_CHW = images[row]
             pixels = image_CHW.reshape(len(image_CHW), -1)
-            if pixels.shape[1] > STATISTICS_PIXELS:  # one of each part at random: a fixed step could stay in a column
+            if pixels.shape[1] > STATISTICS_PIXELS:
+                # A random pixel of each part of the image: a fixed step could stay in one column.
                 borders = np.arange(STATISTICS_PIXELS + 1) * pixels.shape[1] // STATISTICS_PIXELS
                 pixels = pixels[:, self._rng.integers(borders[:-1], borders[1:])]
             pixels = pixels.astype(np.float32)

@@ -1,4 +1,4 @@
-"""Sources -> files: what was understood is shown, rows are read in their final order, written, and counted."""
+"""Writes sources to files: rows are read in their final order, checked, written and counted."""
 
 import os
 from collections import Counter
@@ -29,28 +29,28 @@ from fastgpu.rows.rows import RaggedArray
 from fastgpu.storage.layout import BLOCK_BYTES
 
 POOL_BYTES, POOL_BLOCKS = 1 << 30, 512
-"""Rows that are shuffled together, whichever is more; but never more than a quarter of the free memory."""
+"""Size of the pools that are shuffled: the larger one, but at most a quarter of the free memory."""
 GROUP_POOL_BYTES, GROUP_POOL_BLOCKS = 64 << 20, 24
-"""The same for readers of row groups, which may be large: pixels of 24 row groups of 100 images take 0.5 GiB."""
+"""The same for readers of row groups, which can be large: 24 groups of 100 images in pixels take 0.5 GiB."""
 SINGLE_ROW_POOL_BYTES = 64 << 20
-"""The same for sources with blocks of one row, which any size of pool shuffles completely."""
+"""The same for sources with blocks of one row, since pools of any size shuffle them completely."""
 POOL_ROWS_IN_ORDER = 1 << 20
-"""Maximum rows of a pool that is not shuffled. The plan of a pool takes more memory than rows as small as tokens."""
+"""Maximum rows of a pool in order. For rows as small as tokens, the plan of a pool takes more memory than they do."""
 
 
 class Writing(NamedTuple):
-    """How files are written."""
+    """Options for writing files."""
 
     seed: int | None = 0
-    """Of the random order. None: the order of the source."""
+    """Seed of the random order. None: the order of the source."""
     compression: Compression = "none"
     replace: bool = False
     """Whether existing files are replaced."""
     max_broken: float | None = None
-    """Share of the rows, or one row, that is left out if it is broken (see `Reader`), or has values that are NaN or
-    infinite. None: no row may be broken, and such values are kept, with a warning."""
+    """Maximum share of rows that are left out because they are broken (see `Reader`), or hold NaN or infinite values;
+    one row is always allowed. None: a broken row is an error, and NaN and infinite values are kept with a warning."""
     n_threads: int | None = None
-    """Threads that read. None: the CPUs."""
+    """Number of reader threads. None: the number of CPUs."""
 
 
 def write_files(
@@ -60,11 +60,11 @@ def write_files(
     *,
     left_out: Sequence[str] = (),
 ) -> None:
-    """Write each part to a file of its own: x.h5 becomes x-train.h5 for the part `train`, and stays x.h5 for "".
+    """Write each split to its own file: x.h5 becomes x-train.h5 for the split `train`, and stays x.h5 for "".
 
-    Files get their names when all are complete. left_out: why rows of the source are in no part. These and broken rows
-    are listed beside the target. Raises UserError if a file is in the way or cannot be written, or more rows are broken
-    than may be; OSError if the disk is full.
+    The files get their names when all are complete. left_out: a reason for each row of the source that is in no split.
+    These rows and broken rows are listed beside the target. Raises UserError if a file exists or cannot be written, or
+    if too many rows are broken; OSError if the disk is full.
     """
     named = {split: target.with_name(f"{target.stem}-{split}{target.suffix}") for split in SPLITS} | {"": target}
     skipped = skipped_list(target)
@@ -86,7 +86,7 @@ def write_files(
                     path, len(part), fields, rows, attributes=attributes, compression=how.compression
                 )
             assert whole[name].n_came == len(part), f"{whole[name].n_came} of {len(part)} rows came"
-        # The parts of a reader have its dictionary, which also has the rows that were not read.
+        # The splits of a reader share its dictionary, which also has the rows that are never read.
         broken_of = {id(each.broken): each.broken for each in whole.values()}
         reasons = [reason for broken in broken_of.values() for reason in in_order(broken)]
         refuse_broken(reasons, sum(written.values()) + len(reasons), how.max_broken, target)
@@ -99,9 +99,9 @@ def write_files(
                 write_attributes(file, facts)
                 if hasattr(part, "sources"):
                     write_sources(file, part.sources(np.concatenate(whole[name].row_ids)))
-            flush(partial[name])  # now, since the disk may refuse: all files get their names, or none
-    broken_list(target).unlink(missing_ok=True)  # of an earlier try
-    skipped.unlink(missing_ok=True)  # of rows that were here before
+            flush(partial[name])  # a full disk raises here, before the first file gets its name
+    broken_list(target).unlink(missing_ok=True)  # left by an earlier attempt
+    skipped.unlink(missing_ok=True)  # it belongs to the replaced files
     for name in parts:
         print(
             f"{written[name]:,} rows in {named[name]}", *(f"{fact} {value}" for fact, value in facts.items()), sep=", "
@@ -120,22 +120,22 @@ def write_files(
 
 
 class _WholeRows:
-    """The rows of a part that are not broken, as they are read. is_finite: rows with NaN or infinite values are."""
+    """Takes the broken rows out of pools. is_finite: rows with NaN or infinite values are broken, too."""
 
     def __init__(self, part: Dataset, *, is_finite: bool):
         self._part = part
         self._is_finite = is_finite
         self.broken: dict[int, str] = getattr(part, "broken", {})
-        """{row: reason}, to which reading adds."""
+        """{row: reason}. Reading adds to it."""
         self.row_ids: list[np.ndarray] = []
-        """The numbers of the rows, in their order, if the part has sources: arrays may have billions of rows."""
+        """Row numbers in their order, for the origins of rows. Arrays have none, and may have billions of rows."""
         self.n_came = 0
-        """Number of rows that were read, with broken ones."""
+        """Number of rows that were read, broken ones included."""
         self.n_odd: Counter[str] = Counter()
         """{field: number of values that are NaN or infinite}"""
 
     def take(self, pools: Iterable[Pool]) -> Iterator[Columns]:
-        """The rows of each pool without broken ones, and take note of them."""
+        """Yield the rows of each pool without the broken ones, and record them."""
         for pool in pools:
             columns, row_ids = pool.rows.numpy(), pool.plan.row_ids
             is_whole = ~np.isin(row_ids, [*self.broken])
@@ -154,14 +154,14 @@ class _WholeRows:
             yield columns if is_whole.all() else {name: _keep(column, is_whole) for name, column in columns.items()}
 
     def losses(self) -> Counter[str]:
-        """{what whole rows do not keep of their source: number of rows}"""
+        """{what written rows lose, such as transparency: number of rows}"""
         losses = getattr(self._part, "losses", {})
         rows = np.concatenate(self.row_ids).tolist() if losses else ()
         return Counter(loss for row in rows for loss in losses.get(row, ()))
 
 
 def _find_odd(column: np.ndarray | RaggedArray) -> np.ndarray:
-    """The place of the row of each value that is NaN or infinite: once for each."""
+    """The row of each NaN or infinite value; a row is repeated for each of its values."""
     values = column
     if isinstance(values, RaggedArray):
         values = values.values[values.offsets[0] : values.offsets[-1]]
@@ -174,7 +174,7 @@ def _find_odd(column: np.ndarray | RaggedArray) -> np.ndarray:
 
 
 def _keep(column: np.ndarray | RaggedArray, is_kept: np.ndarray) -> np.ndarray | RaggedArray:
-    """Some rows of a column. is_kept: (n,) bool."""
+    """Select rows of a column. is_kept: (n,) bool."""
     if not isinstance(column, RaggedArray):
         return column[is_kept]
     rows = np.flatnonzero(is_kept)
@@ -183,7 +183,7 @@ def _keep(column: np.ndarray | RaggedArray, is_kept: np.ndarray) -> np.ndarray |
 
 
 def _read(source: Dataset, how: Writing, name: str) -> Generator[Pool]:
-    """Pools of the rows in their order, read by the feed of training. name: for the bar of progress."""
+    """Pools of rows in their order, read by the loader of training. name: for the progress bar."""
     block_bytes = int(source.block_rows.max()) * source.row_bytes
     pool_bytes, pool_blocks = (
         (GROUP_POOL_BYTES, GROUP_POOL_BLOCKS) if isinstance(source, Reader) else (POOL_BYTES, POOL_BLOCKS)

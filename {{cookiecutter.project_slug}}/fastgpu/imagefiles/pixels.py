@@ -53,7 +53,7 @@ def read_image(path: Path, preprocessing: Preprocessing, shape: tuple[int, ...])
 
 
 class UprightImage(EncodedImage):
-    """An encoded image, turned as its EXIF orientation says: `height` and `width` are those of the turned image."""
+    """An encoded image, turned by its EXIF orientation: `height` and `width` belong to the turned image."""
 
     def __init__(self, data: np.ndarray):
         super().__init__(data)

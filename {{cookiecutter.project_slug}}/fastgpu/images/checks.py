@@ -35,7 +35,7 @@ def check_images(train: Dataset, val: Dataset) -> None:
     for name in ("images", "labels"):
         ours, theirs = train.fields[name], val.fields[name]
         if ours.shape != theirs.shape or (ours.dtype.kind == "f") != (theirs.dtype.kind == "f"):
-            raise UserError(f"{val.name}: {name} are {theirs}, those of {train.name} are {ours}")
+            raise UserError(f"{val.name}: {name} are {theirs}, and in {train.name} they are {ours}")
 
 
 def check_labels(source: Dataset, highest: int, limit: str) -> None:

@@ -142,7 +142,7 @@ def import_workloads(project: Path | None = None) -> Any:
         found = Path(str(module.__file__))
         if not found.samefile(folder / "workloads/__init__.py"):
             other = f"this process has imported the workloads of {found.parents[1]}"
-            raise UserError(f"{other}; use another process for those of {folder}")
+            raise UserError(f"{other}; use another process for the modules of {folder}")
     elif project or not module:
         raise UserError(f"{folder} has no workloads/__init__.py; load_model(..., project=FOLDER) names a project")
     return module

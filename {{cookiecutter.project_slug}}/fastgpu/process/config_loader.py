@@ -23,7 +23,7 @@ __all__ = ["load_config", "read_options"]
 SectionT = TypeVar("SectionT", bound=Section)
 COMMAND_LINE = "command line"
 HELP = """\
-docs/config.md explains every key; those of the section model come from the
+docs/config.md explains every key; the keys of the section model come from the
 class Options of the workload, in workloads/."""
 WISHES = {
     "model_type": "a section with keys below it",

@@ -94,7 +94,7 @@ def planned_ranks() -> list[tuple[int, int]]:
 
 
 def check_alone() -> None:
-    """Raise SharedError if srun started several copies of this process, each of which would train alone.
+    """Raise SharedError if srun started several copies of this process, and each would train alone.
 
     Only srun sets SLURM_STEP_NUM_TASKS. SLURM_NTASKS belongs to the job, and is also set in the shell of `salloc` and
     in a script for `sbatch`, where one process runs. If WORLD_SIZE is set, the tasks know each other.
@@ -104,7 +104,7 @@ def check_alone() -> None:
         if os.environ.get("SLURM_PROCID", "0") != "0":
             raise SystemExit(2)  # the first task prints the message for all
         cure = "start torchrun once on each node (srun --ntasks-per-node=1), as the template's launch/slurm.sh does"
-        raise SharedError(f"srun started {n_tasks} tasks, each of which would train alone: {cure}")
+        raise SharedError(f"srun started {n_tasks} tasks, and each would train alone: {cure}")
 
 
 def say(text: str, file: TextIO | None = None) -> None:
@@ -119,7 +119,7 @@ def say(text: str, file: TextIO | None = None) -> None:
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())  # also takes the text that Python has buffered
         if file is not sys.stderr:
-            say(f"warning: stdout is lost from here on ({error.strerror}); training goes on", sys.stderr)
+            say(f"warning: stdout is lost from here on ({error.strerror}); training continues", sys.stderr)
 
 
 def without_secrets(text: str) -> str:

@@ -18,7 +18,7 @@ def lower_priority() -> None:
 
     The loop then wakes up in time to queue a step that the device waits for.
     """
-    if sys.platform == "linux":  # elsewhere, the priority of a thread is that of its process
+    if sys.platform == "linux":  # elsewhere, a thread has the priority of its process
         os.nice(5)
 
 

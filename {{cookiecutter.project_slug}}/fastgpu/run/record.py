@@ -59,7 +59,7 @@ def write_or_warn(path: Path, text: str | None) -> None:
         with new_file(path, replace=True) as partial:
             partial.write_text(without_secrets(text), encoding="utf-8")
     except (OSError, UserError) as error:
-        warn(f"cannot write {path} ({error}); training goes on")
+        warn(f"cannot write {path} ({error}); training continues")
 
 
 def describe_model(

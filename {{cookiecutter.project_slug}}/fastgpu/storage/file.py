@@ -33,7 +33,7 @@ KNOWS_PAGE_CACHE = hasattr(os, "RWF_NOWAIT") and hasattr(os, "posix_fadvise")
 """Whether the system can tell if bytes are in the page cache, as Linux can. Otherwise system calls read everything."""
 N_SEEN, SEEN_BYTES = 64, 64
 """The first bytes of the first reads of a file are kept, to notice changes: how many reads, and how many bytes."""
-RESTORE = "restore the file, then go on with run.resume=auto"
+RESTORE = "restore the file, then continue with run.resume=auto"
 SIDE_BY_SIDE, BELOW = 64, 4
 """Number of threads that wait for a network while a run starts, and number of threads that each of them may start.
 After the start, the reader threads wait for the network."""

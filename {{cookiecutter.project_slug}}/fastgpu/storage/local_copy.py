@@ -110,7 +110,7 @@ class LocalCopy:
 
     def _changed(self) -> UserError:
         return UserError(
-            f"{self.path} was changed while in use; go on with run.resume=auto, which fetches it again: only this "
+            f"{self.path} was changed while in use; continue with run.resume=auto, which fetches it again: only this "
             "project, and only one machine, should write to data.cache"
         )
 

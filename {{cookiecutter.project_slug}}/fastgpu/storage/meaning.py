@@ -42,6 +42,6 @@ def check_meaning(key: str, first: Described, other: Described, *, labels: bool 
     prepared, otherwise = (source.attributes.get("preprocessing") for source in (first, other))
     if prepared and otherwise and prepared != otherwise:
         warn(
-            f"{key}: the images of {other.name} were prepared with {otherwise}, those of {first.name} with {prepared}: "
+            f"{key}: the images of {other.name} were prepared with {otherwise}, and {first.name} with {prepared}: "
             "they may be cropped differently"
         )

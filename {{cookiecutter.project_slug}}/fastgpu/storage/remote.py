@@ -184,7 +184,8 @@ class RemoteFile(OpenFile):
         return found.bytes(), (found.meta["e_tag"], found.meta["size"], found.meta["last_modified"])
 
     def _get(self, begin: int, end: int) -> np.ndarray:
-        content, version = _request(self.path, partial(self._ask, begin, end), then=", then go on with run.resume=auto")
+        ask = partial(self._ask, begin, end)
+        content, version = _request(self.path, ask, then=", then continue with run.resume=auto")
         if version != self._version:
             opened.pop(self.path, None)
             raise UserError(f"{self.path} was changed while in use; {RESTORE}")

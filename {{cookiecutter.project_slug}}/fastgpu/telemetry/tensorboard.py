@@ -146,7 +146,7 @@ class TensorBoard(AbstractContextManager["TensorBoard"]):
             yield
         except Exception as error:
             if not self._has_warned:
-                warn(f"cannot log to {self._folder} ({type(error).__name__}: {error}); training goes on")
+                warn(f"cannot log to {self._folder} ({type(error).__name__}: {error}); training continues")
             self._has_warned = True
 
 

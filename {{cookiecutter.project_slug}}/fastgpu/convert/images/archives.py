@@ -1,4 +1,4 @@
-"""Images in tar and zip archives: labels are files beside the images, as in WebDataset, or the folders of classes."""
+"""Images in tar and zip archives. Labels are files beside the images, as in WebDataset, or folders of classes."""
 
 import json
 from collections import Counter
@@ -16,21 +16,21 @@ from fastgpu.imagefiles.folders import is_image, kind_of, select_images, tell_le
 from fastgpu.process.launch import UserError, list_first
 from fastgpu.storage.hdf5 import expand
 
-CURE = "--columns names the suffix of the images and that of the labels (jpg,cls), or a field of JSON (jpg,age)"
+CURE = "--columns names the suffixes of the images and of the labels (jpg,cls), or a field of JSON (jpg,age)"
 
 LABELS = "in the form of WebDataset, 1.jpg has its label in 1.cls, 1.json or 1.txt"
 
 
 class ImageArchives(ImageReader):
-    """The images in one or more tar or zip archives, which are read where they are: nothing is unpacked.
+    """The images in one or more tar or zip archives, which are read in place: nothing is unpacked.
 
     In the form of WebDataset, the label of `key.jpg` is in `key.cls`, in a field of `key.json`, or in `key.txt`. If
     there are no such files, the archives hold a folder for each class, as for `ImageFolder`.
     """
 
     def __init__(self, source: str | Path, *, columns: Sequence[str] = (), split_by: str = "", **how: Any):
-        """columns: the suffix of the images, and the suffixes or fields of JSON with their labels; empty: the only ones
-        that can be meant. split_by: a suffix or a field, too, or of folders, a pattern of the paths. how: see
+        """columns: the suffix of the images, and the suffixes or JSON fields of their labels. Empty: the only ones
+        there are. split_by: a suffix or a JSON field; with folders of classes, a pattern of paths. how: see
         `ImageReader`."""
         self._archives = [Path(file) for file, _ in expand("SOURCE", str(source))]
         self._names: list[str] = []
@@ -59,7 +59,7 @@ class ImageArchives(ImageReader):
 
             table = TextColumns(samples.texts, self.where, broken)
             values, attributes = parse_labels(table, labels)
-            self.split_by = table.texts(split_by).fill_null("").to_numpy() if split_by else None
+            self.split_by = table.split_column(split_by)
         else:
             found = ClassFolders(str(source), without_outer_folders(source, self._names), LABELS)
             self._names = [self._names[place] for place in found.places]
@@ -80,16 +80,16 @@ class ImageArchives(ImageReader):
 
 
 class Samples:
-    """The samples of WebDataset. Files of a sample have the same name, up to the first dot in it."""
+    """The samples of WebDataset. Files of a sample have the same name up to its first dot."""
 
     def __init__(self, image: str, columns: Sequence[str]):
         """image: the suffix of the images; empty: each sample has one image. columns: suffixes or fields of JSON."""
         self._image = image
         self.texts: dict[str, list[str | None]] = {column: [] for column in columns}
-        """{column: what each sample has there}"""
+        """{column: its text for each sample, or None}"""
 
     def add(self, archive: Path, members: Mapping[str, Place], left_out: Counter[str]) -> list[str]:
-        """The names of the images in an archive, one of each sample. Their columns are added to `texts`.
+        """The names of the images in an archive, one for each sample. Their columns are added to `texts`.
 
         Files that are not used are counted in `left_out`. Raises UserError if a sample has several images, or a label
         is damaged.
@@ -113,7 +113,7 @@ class Samples:
 
 
 def group_samples(archive: Path, names: Mapping[str, Place]) -> dict[str, dict[str, str]]:
-    """{name of a sample: {suffix in small letters: name of a file}}. Raises UserError if two files have one suffix."""
+    """{sample: {suffix in lower case: file}}. Raises UserError if two files of a sample have the same suffix."""
     samples: dict[str, dict[str, str]] = {}
     for name in names:
         folder, slash, file = name.rpartition("/")
@@ -126,9 +126,9 @@ def group_samples(archive: Path, names: Mapping[str, Place]) -> dict[str, dict[s
 
 
 def choose_labels(archive: Path, members: Mapping[str, Place]) -> list[str]:
-    """Where samples have their label: a suffix or a field of JSON, which is printed. Empty: in the folders of classes.
+    """The suffix or JSON field with the labels, which is printed. Empty: the folders are the classes.
 
-    Raises UserError if several fields could be meant.
+    Raises UserError if several fields are possible.
     """
     samples = group_samples(archive, members).values()
     labelled = [files for files in samples if any(is_image(name.rpartition("/")[2]) for name in files.values())]
@@ -149,7 +149,7 @@ def choose_labels(archive: Path, members: Mapping[str, Place]) -> list[str]:
 def read_column(
     archive: Path, members: Mapping[str, Place], files: Mapping[str, str], column: str
 ) -> tuple[str, str | None]:
-    """(name of a file, text) of a sample: the text that the file of this suffix has, or this field of its JSON."""
+    """(file, text) of a column of a sample: the text of the file with this suffix, or this field of its JSON file."""
     if name := files.get(column):
         with explain_errors(f"{archive}::{name}", "text in UTF-8"):
             return name, read_member(archive, members[name]).decode()
@@ -162,7 +162,7 @@ def read_column(
 
 
 def read_json(archive: Path, members: Mapping[str, Place], name: str) -> dict[str, Any]:
-    """The fields of a file. Raises UserError if it has none."""
+    """The fields of a JSON file. Raises UserError if it has none."""
     with explain_errors(f"{archive}::{name}", "JSON"):
         fields = json.loads(read_member(archive, members[name]))
         if not isinstance(fields, dict):
@@ -171,9 +171,9 @@ def read_json(archive: Path, members: Mapping[str, Place], name: str) -> dict[st
 
 
 def without_outer_folders(source: str | Path, names: Sequence[str]) -> list[str]:
-    """The same paths from the folders of the classes on, if all of them are in one folder, such as that of a zip file.
+    """Paths without the outer folders that all of them share, such as the one folder of a zip file.
 
-    Prints that folder.
+    The outer folders are printed.
     """
     parts = [name.split("/") for name in names]
     depth = 0

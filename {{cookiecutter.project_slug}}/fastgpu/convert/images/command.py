@@ -13,7 +13,7 @@ from fastgpu.process.tools import check_exist
 MAX_SIDE = 1 << 14
 """Pixels of a side of an image."""
 ARCHIVES = (".tar", ".zip")
-PACKED = (".gz", ".tgz", ".bz2", ".xz", ".zst")
+COMPRESSED_SUFFIXES = (".gz", ".tgz", ".bz2", ".xz", ".zst")
 
 
 def size(text: str) -> tuple[int, int]:
@@ -54,7 +54,7 @@ class Images(ImageCommand):
         metavar="NAMES",
     )
     size: tuple[int, int] | None = flag(
-        "height and width of the rows; default: those of the images", type=size, metavar="HxW"
+        "height and width of the rows; default: the size of the images", type=size, metavar="HxW"
     )
     resize: Literal["shorter", "exact"] | None = flag("shorter (default): centre-crop; exact: stretch")
     keep_encoded: bool = flag("keep the files; if the shorter side is above --size: smaller JPEG", default=False)
@@ -65,7 +65,7 @@ class Images(ImageCommand):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_exist(self.source)
-        if not self.source.is_dir() and self.suffix in PACKED:
+        if not self.source.is_dir() and self.suffix in COMPRESSED_SUFFIXES:
             raise UserError(f"{self.source} is compressed, so that no file in it can be read alone; unpack it")
         idle = ["columns", "no_header"] if self.source.is_dir() else ["masks"]
         idle += ["no_header"] if self.suffix in (*ARCHIVES, *PARQUET) else []

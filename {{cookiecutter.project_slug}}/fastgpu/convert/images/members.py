@@ -1,4 +1,4 @@
-"""Files in tar and zip archives: one pass lists their places, then any thread reads a file from its place."""
+"""Files in tar and zip archives. One pass lists their places; then any thread reads a file from its place."""
 
 import os
 import stat
@@ -19,25 +19,26 @@ from fastgpu.process.launch import UserError, warn
 
 MAX_FILE_BYTES = 1 << 30
 """Maximum size of a file in an archive."""
-PACKED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
-"""{first bytes of a file: what has compressed it}"""
+COMPRESSED_BY = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+"""{first bytes of a file: the program that compressed it}"""
 ZIP_HEADER = struct.Struct("<4s22xHH")
-"""Before a file in a zip archive: ZIP_SIGNATURE, and the lengths of the name and of an extra field that follow."""
+"""Header of a file in a zip archive: ZIP_SIGNATURE, then the lengths of the name and of an extra field."""
 ZIP_SIGNATURE = b"PK\x03\x04"
 IS_ENCRYPTED = 1
-"""A flag of a file in a zip archive."""
+"""Flag of an encrypted file in a zip archive."""
 
 
 class Place(NamedTuple):
-    """Where the bytes of a file are in an archive."""
+    """Position of a file in an archive."""
 
     offset: int
-    """Of a zip archive: of the header before them."""
+    """Position of its content; in a zip archive, of its header."""
     n_stored: int
+    """Number of bytes in the archive."""
     n_bytes: int
-    """The size of the file."""
+    """Size of the file."""
     checksum: int = -1
-    """CRC-32 of a file in a zip archive. -1: it is in a tar archive."""
+    """CRC-32 in a zip archive; -1 in a tar archive."""
     is_deflated: bool = False
 
 
@@ -51,20 +52,20 @@ PLACES = np.dtype(
         ("archive", "i4"),
     ]
 )
-"""A `Place`, and the number of its archive."""
+"""A `Place` with the number of its archive."""
 
 
 def list_members(archive: Path) -> dict[str, Place]:
     """{name: place} of the files in a tar or zip archive, which is read once.
 
-    Raises UserError if it is damaged or compressed as a whole, and for links, names that lead out of a folder, and
-    names that come twice.
+    Raises UserError if the archive is damaged or compressed as a whole, and for links, paths that lead out of the
+    archive, and duplicate names.
     """
     members: dict[str, Place] = {}
     is_zip = archive.suffix.lower() == ".zip"
     with explain_errors(archive, "a zip archive" if is_zip else "a tar archive"), open_regular(archive) as file:
         head = file.read(8)
-        if packer := next((name for magic, name in PACKED.items() if head.startswith(magic)), ""):
+        if packer := next((name for magic, name in COMPRESSED_BY.items() if head.startswith(magic)), ""):
             cure = "uncompress it to a .tar"
             raise UserError(f"{archive} is compressed by {packer}, so that no file in it can be read alone; {cure}")
         for name, place in _list_zip(archive) if is_zip else _list_tar(archive):
@@ -85,7 +86,7 @@ def _list_tar(path: Path) -> Iterator[tuple[str, Place]]:
     with tarfile.open(path, "r:") as archive:
         end = 0
         while member := archive.next():
-            archive.members.clear()  # type: ignore[attr-defined]  # they would stay in memory
+            archive.members.clear()  # type: ignore[attr-defined]  # or all headers stay in memory
             if member.size < 0 or member.offset_data < end:
                 raise ValueError(f"the header of {member.name} is damaged")
             end = member.offset_data + member.size
@@ -99,7 +100,7 @@ def _list_tar(path: Path) -> Iterator[tuple[str, Place]]:
 
 
 def _check_end(path: Path, offset: int) -> None:
-    """Raise ValueError unless a tar archive has zeros from its last file on: tarfile ends at a damaged header, too."""
+    """Raise ValueError unless only zeros follow the last file: tarfile also stops at a damaged header."""
     with path.open("rb") as file:
         file.seek(offset)
         if not (rest := file.read(1 << 20)):
@@ -142,7 +143,7 @@ def read_member(archive: Path, place: Place) -> bytes:
     if len(content) != place.n_stored:
         raise ValueError("the archive ends before it does")
     if place.is_deflated:
-        # One byte more than it should have shows that it has more, and is never a bomb.
+        # At most one byte too many is unpacked: enough to notice, and no zip bomb fills the memory.
         content = zlib.decompressobj(-zlib.MAX_WBITS).decompress(content, place.n_bytes + 1)
     if is_zip and (len(content) != place.n_bytes or zlib.crc32(content) != place.checksum):
         raise ValueError("its bytes do not match their checksum in the archive")

@@ -36,7 +36,7 @@ class ParquetImages(ImageReader):
         broken: dict[int, str] = {}
         table = self._files.texts([*names, *filter(None, [split_by])], broken)
         labels, attributes = read_labels(self._files, table, names)
-        self.split_by = table.texts(split_by).fill_null("").to_numpy() if split_by else None
+        self.split_by = table.split_column(split_by)
         super().__init__(str(source), self._files.group_rows, labels, broken=broken, **how)
         self.attributes |= attributes
 
@@ -68,7 +68,7 @@ def is_image(kind: pl.DataType) -> bool:
 
 
 def choose_columns(files: ParquetFiles, split_by: str) -> list[str]:
-    """The column of images and that of labels. Prints them. Raises UserError if others could be meant, too."""
+    """The columns of images and of labels, which are printed. Raises UserError if several columns are possible."""
     images = [name for name, kind in files.schema.items() if is_image(kind) and kind != pl.String]
     listed = list_first([f"{name} ({kind})" for name, kind in files.schema.items()])
     cure = f"name the columns of the image and its labels: --columns IMAGE,LABEL, of {listed}"

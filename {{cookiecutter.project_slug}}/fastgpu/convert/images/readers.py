@@ -1,6 +1,6 @@
-"""Images as map-style Datasets, which `convert.py` writes to a file, or which are trained on as `data.dataset`.
+"""Images as map-style Datasets, for `convert.py` to write, or to train on as `data.dataset`.
 
-Each gives {"images": uint8 (3, H, W), "labels": ...} for a row. Copy one to read data of your own.
+Each returns {"images": uint8 (3, H, W), "labels": ...} for a row. Copy one to read your own data.
 """
 
 import io
@@ -30,11 +30,11 @@ from fastgpu.process.launch import UserError, list_first, warn
 __all__ = ["ImageFolder"]
 
 JPEG_QUALITY = 92
-"""Quality of images that are made smaller and stay encoded."""
+"""Quality of images that are made smaller and encoded again."""
 IGNORED_CLASS = 255
 """Pixels of a mask that have no class."""
 SOFT_VALUES = 64
-"""A mask with as many values likely has soft edges: images show fewer classes at once."""
+"""A mask with this many values probably has soft edges, since an image shows fewer classes."""
 MIN_SPARSE_CLASSES = 16
 PIXEL = "(?:25[0-5]|2[0-4][0-9]|[01]?[0-9]?[0-9])"
 PIXELS = rf"^(?:{PIXEL}\s+)*{PIXEL}$"
@@ -42,11 +42,11 @@ PIXELS = rf"^(?:{PIXEL}\s+)*{PIXEL}$"
 
 
 class ImageReader(Reader):
-    """Images, and their labels if they have any. A subclass has `read_file`, and is complete when it calls this.
+    """Images, with labels if there are any. A subclass defines `read_file`, and calls `__init__` when it can read.
 
-    prepared: without a size, images have that of the first one. encoded: rows are the bytes of the files, for each
-    epoch to decode; if `prepared` has a size, images whose shorter side is longer become JPEG files of it. Other
-    arguments are those of `Reader`.
+    prepared: without a size, all images must have the size of the first one. encoded: rows are the bytes of the image
+    files, which each epoch decodes; if `prepared` has a size, larger images become JPEG files with this shorter side.
+    For the other arguments, see `Reader`.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ImageReader(Reader):
         return self.item(row, UprightImage(np.frombuffer(self.read_file(row), np.uint8)))
 
     def item(self, row: int, image: UprightImage) -> dict[str, Any]:
-        """The fields of a row, of its image file. Raises an exception of any kind."""
+        """The fields of a row, from its image file. Raises an exception of any kind if it is broken."""
         size = self.prepared.size
         values = keep(image, size and size[0]) if self.encoded else decode(image, self.prepared)
         losses = describe_losses(image.header)
@@ -90,7 +90,7 @@ class ImageReader(Reader):
 class ImageFiles(ImageReader):
     """Image files in a folder.
 
-    source: the folder, or a file in it that lists them. paths: from that folder on. how: see `ImageReader`.
+    source: the folder, or a file in it that lists the images. paths: relative to the folder. how: see `ImageReader`.
     """
 
     def __init__(self, source: Path, paths: Sequence[str], labels: np.ndarray | None = None, **how: Any):
@@ -119,16 +119,16 @@ class ImageFolder(ImageFiles):
 
 
 class ClassFolders:
-    """Labels, and splits if there are any, of images by the folders that they are in: see `ImageFolder`.
+    """Labels, and splits if there are any, from the folders of images: see `ImageFolder`.
 
-    Prints how many are in no such folder. Raises UserError, with this cure, if none is.
+    Prints the number of images outside of class folders. Raises UserError, with this cure, if all are outside.
     """
 
     def __init__(self, root: str, paths: Sequence[str], cure: str):
         parts = [path.split("/") for path in paths]
         depth = int({part[0].lower() for part in parts if len(part) > 1} <= SPLIT_OF_WORD.keys())
         self.places = [place for place, part in enumerate(parts) if len(part) > depth + 1]
-        """Of the paths that are in the folder of a class."""
+        """Places in `paths` of the images in class folders."""
         if not self.places:
             raise UserError(f"{root} has no images in sub-folders, one for each class; {cure}")
         if len(self.places) < len(paths):
@@ -139,11 +139,11 @@ class ClassFolders:
 
 
 class Masks(ImageFiles):
-    """Images in a folder, and for each the mask of the same name, without the suffix, in another: `masks`, (H, W).
+    """Images in a folder, with masks (H, W) of the same names, apart from the suffix, in another folder.
 
-    is_binary: the masks hold 0 and 255, which is class 1. drawn_on: whether masks fit the images as they are `shown`
-    or as they are `stored`, where an EXIF orientation turns them; None: what the sizes tell. Raises UserError with the
-    images that have no mask.
+    is_binary: the masks hold 0 and 255, and 255 is class 1. drawn_on: where an EXIF orientation turns images, whether
+    masks fit the images as `shown` or as `stored`; None: the sizes decide. Raises UserError with the images that have
+    no mask.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class Masks(ImageFiles):
         super().__init__(Path(root), images, **how)
 
     def item(self, row: int, image: UprightImage) -> dict[str, Any]:
-        """Raises ValueError if the mask is none, or has another size than the image."""
+        """Raises ValueError if the mask is unusable, or does not have the size of the image."""
         item = super().item(row, image)
         values_HW = self._read_upright(row, image)
         has_value = np.bincount(values_HW.ravel(), minlength=256) > 0
@@ -183,7 +183,7 @@ class Masks(ImageFiles):
         return item | {"masks": mask_HW}
 
     def _read_upright(self, row: int, image: UprightImage) -> np.ndarray:
-        """The mask of a row, (H, W), turned as its image is. Raises ValueError if it does not fit the image."""
+        """The mask of a row, (H, W), turned like its image. Raises ValueError if it does not fit the image."""
         values_HW = read_mask(self._masks[row], is_binary=self._is_binary)
         shape = (image.height, image.width)
         stored_shape = shape[::-1] if image.orientation >= EXIF_ON_ITS_SIDE else shape
@@ -219,7 +219,7 @@ class Masks(ImageFiles):
 
 
 def _common_ending(names: Sequence[str], mask_names: Sequence[str]) -> str:
-    """What the names of masks have behind those of all images, such as _mask. Empty if that is nothing, or unclear."""
+    """The ending of the names of masks after the names of images, such as _mask. Empty: there is none, or several."""
     known = {*mask_names}
     endings = {name[len(names[0]) :] for name in mask_names if name.startswith(names[0])} if names else {""}
     whole = [ending for ending in endings if all(name + ending in known for name in names)]
@@ -227,10 +227,10 @@ def _common_ending(names: Sequence[str], mask_names: Sequence[str]) -> str:
 
 
 class ImageTable(ImageFiles):
-    """A CSV with a file, whose path begins at the folder of the CSV, and its labels in each line.
+    """A CSV with an image file and its labels in each line. Paths are relative to the folder of the CSV.
 
-    columns: names of the column with the files and of those with labels (see `parse_labels`). split_by: name of the
-    column `split_by` of a `Reader`. has_header: see `Table`.
+    columns: the column with the files, then the columns with labels (see `parse_labels`). split_by: the column that
+    decides the split (see `Reader`). has_header: see `Table`.
     """
 
     def __init__(
@@ -253,7 +253,7 @@ class ImageTable(ImageFiles):
             raise UserError(f"{path}: its first line has the image {files}; --no-header calls the columns 1, 2, ...")
         paths = table.texts(files).fill_null("").to_list()
         labels, attributes = parse_labels(table, others)
-        self.split_by = table.texts(split_by).fill_null("").to_numpy() if split_by else None
+        self.split_by = table.split_column(split_by)
         known = [*filter(None, paths)]
         if n_repeated := len(known) - len({*map(os.path.normpath, known)}):
             print(f"lines of {path} whose image an earlier line names, perhaps for another split: {n_repeated:,}")
@@ -262,9 +262,10 @@ class ImageTable(ImageFiles):
 
 
 class PixelTable(Reader):
-    """A CSV whose rows are square grey images: a column for each pixel (MNIST), or one with all of them (FER2013).
+    """A CSV of square grey images, with a column for each pixel (MNIST), or one column with all pixels (FER2013).
 
-    label: its column. Empty: the one column beside `pixels` and that of the split, or `label`. See also `ImageTable`.
+    label: the column with the labels. Empty: the only column that is neither `pixels` nor split_by, or `label`. See
+    `ImageTable` for the other arguments.
     """
 
     def __init__(self, path: str | Path, *, label: str = "", split_by: str = "", has_header: bool = True):
@@ -299,7 +300,7 @@ class PixelTable(Reader):
         self._side = isqrt(n_pixels)
         if self._side**2 != n_pixels:
             raise UserError(f"{path} has {n_pixels:,} pixels in a row, which are no square; save arrays (.npy)")
-        self.split_by = table.texts(split_by).fill_null("").to_numpy() if split_by else None
+        self.split_by = table.split_column(split_by)
         super().__init__(str(path), len(labels), labels, broken=broken)
         self.attributes |= attributes
 
@@ -312,7 +313,7 @@ class PixelTable(Reader):
 
 
 def describe_losses(image: ImageFile.ImageFile) -> list[str]:
-    """What `decode` does not keep of an image, except its mode. image: its header."""
+    """What an image loses when `decode` reads it, apart from its mode. image: opened, not decoded."""
     losses = []
     # Pillow itself reads 16 bits a color as mode RGB: only the layout of the pixels in the file tells.
     layout = str(image.tile)
@@ -320,14 +321,14 @@ def describe_losses(image: ImageFile.ImageFile) -> list[str]:
         losses.append("16 bits to 8 (to keep them: a float32 array of the images, `convert.py arrays`)")
     elif image.has_transparency_data:
         losses.append("without the transparency")
-    with suppress(Exception):  # a file that is damaged behind its first frame may raise anything
+    with suppress(Exception):  # a file with damage after its first frame may raise anything
         if getattr(image, "is_animated", False):
             losses.append("the first of several frames or pages, without the others")
     return losses
 
 
 def read_mask(path: Path, *, is_binary: bool) -> np.ndarray:
-    """The values of a grey image or the indices of a palette image, uint8 (H, W); see `Masks`. Raises ValueError."""
+    """The values of a grey image, or the indices of a palette image, uint8 (H, W). Raises ValueError; see `Masks`."""
     with open_regular(path) as file, open_whole(file) as mask:
         ImageOps.exif_transpose(mask, in_place=True)
         values = np.array(mask)
@@ -343,7 +344,7 @@ def read_mask(path: Path, *, is_binary: bool) -> np.ndarray:
 
 
 def turn_upright(values_HW: np.ndarray, orientation: int) -> np.ndarray:
-    """Turn stored pixels as an EXIF orientation says."""
+    """Turn stored pixels by an EXIF orientation."""
     image = Image.fromarray(values_HW)
     image.getexif()[EXIF_ORIENTATION] = orientation
     return np.array(ImageOps.exif_transpose(image))
@@ -364,7 +365,7 @@ def keep(image: UprightImage, side: int | None = None) -> np.ndarray:
     scale = min(1, side / min(image.height, image.width)) if side else 1
     is_upright_rgb = image.header.mode in ("RGB", "L") and image.orientation == 1
     if scale == 1 and is_upright_rgb and image.data[0] in CODECS:
-        image.decode(whole, (1, 1))  # in full, as far as damage goes
+        image.decode(whole, (1, 1))  # all of the file is decoded even for one pixel, so damage shows
         return image.data
     pixels_CHW = image.decode(whole, (round(image.height * scale), round(image.width * scale)))
     kind = "JPEG" if scale < 1 or image.header.format in ("JPEG", "MPO") else "PNG"

@@ -54,7 +54,7 @@ class Events(WriteCommand):
     source: str = argument(
         "a CSV, Parquet (or a quoted pattern), MovieLens as published, or a sparse matrix of ones (.npz)"
     )
-    seed: int = flag("seed of the order; the split has that of the paper", type=natural, default=0, metavar="N")
+    seed: int = flag("seed of the order; the split has the seed of the paper", type=natural, default=0, metavar="N")
     no_header: bool = flag("the first line is a row; columns are called 1, 2, ...", default=False)
     columns: str | None = flag(
         "USER,ITEM,RATING,TIME; default: userId,movieId,rating, and timestamp if there is one. USER,ITEM, or an empty "

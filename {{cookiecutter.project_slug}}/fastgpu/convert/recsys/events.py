@@ -146,5 +146,5 @@ def _read(source: Path) -> bytes:
             size, free = archive.getinfo(members[0]).file_size, free_host_bytes()
             if size * MEMORY_PER_BYTE > free:
                 found = f"{source} holds {size / 1e9:,.1f} GB of text, and {free / 1e9:,.1f} GB of memory are free"
-                raise UserError(f"{found}, of which it takes {MEMORY_PER_BYTE} times as much; convert a part of it")
+                raise UserError(f"{found}, and it takes {MEMORY_PER_BYTE} times its size; convert a part of it")
             return archive.read(members[0])
