@@ -245,7 +245,7 @@ def test_pages_readme_says_what_a_project_has(baked):
 
 
 def test_pages_frequent_messages_are_printed():
-    """Each piece of a heading between dots, brackets and semicolons is in a string of the engine, or in a tested message."""
+    """Each piece of a heading, between dots and brackets, is in a string of the engine or in a tested message."""
     source = [ast.parse(path.read_text()) for path in (ROOT / FOLDER / "fastgpu").rglob("*.py")]
     nodes = (node for tree in source for node in ast.walk(tree))
     strings = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
