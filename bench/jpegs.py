@@ -32,7 +32,7 @@ from peers import (
 )
 from PIL import Image, ImageOps
 
-from fastgpu.images.parts import N_DRAWS, Box, random_box
+from fastgpu.images.crops import N_DRAWS, Box, random_box
 
 WHOLE = (256, 256)
 SIZE = (224, 224)

@@ -8,7 +8,7 @@ import torch
 
 from fastgpu.feed import PoolLoader, ResidentRows, Splits, open_loader, resolve_auto
 from fastgpu.feed.readers import MAX_READERS
-from fastgpu.process.config import Auto, Config, Data, Loader, Tier, Train
+from fastgpu.process.config import Auto, Config, Data, LoaderConfig, Tier, Train
 from fastgpu.process.machine import available_cpus
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Dataset
@@ -36,14 +36,14 @@ def open_feed(
 ) -> PoolLoader:
     """The feed of these rows on a CPU. pool_batches: None for what `auto` chooses."""
     data = Data(train="", val="", fields={}, batch_size=batch_size, tier=tier, pool_batches=pool_batches or "auto")
-    loader = Loader(num_readers=n_readers, num_workers=n_readers)
+    loader = LoaderConfig(num_readers=n_readers, num_workers=n_readers)
     world = World(0, 1, 1, torch.device("cpu"))
     train = Train(epochs=1_000_000)  # so that each epoch is read ahead, however long a measurement takes
     config = Config(workload="images", data=data, loader=loader, train=train)
     config = resolve_auto(config, Splits(rows, {"val": rows}), world)
     shard = Shard(canonical_ranks=int(config.data.canonical_ranks))
-    order = BlockSampler(rows.block_rows, batch_size, shard, int(config.data.pool_batches), seed=0)
-    return open_loader(rows, order, ResidentRows([rows], config, world.device), config)
+    sampler = BlockSampler(rows.block_rows, batch_size, shard, int(config.data.pool_batches), seed=0)
+    return open_loader(rows, sampler, ResidentRows([rows], config, world.device), config)
 
 
 def batches(feed: PoolLoader, epoch: int) -> Iterator[Rows]:

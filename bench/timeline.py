@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, default_collate, get_worker_info
 
 from fastgpu.feed import PrefetchLoader
 from fastgpu.feed.readers import Readers
-from fastgpu.process.config import Loader
+from fastgpu.process.config import LoaderConfig
 from fastgpu.rows.order import BlockSampler
 
 SPEC = data.DataSpec("celeba", 12_000, (3, 218, 178), 256)
@@ -107,7 +107,7 @@ def measure_usual(task: Task) -> list[Interval]:
 def measure_ours(task: Task) -> list[Interval]:
     rows = ours.open_rows(task.h5)
     sampler = BlockSampler(rows, batch_size=task.batch_size, pool_batches=9, seed=0)
-    loader = Loader(num_readers=N_WORKERS)
+    loader = LoaderConfig(num_readers=N_WORKERS)
     feed = PrefetchLoader(rows, sampler, torch.device("cpu"), loader)
     feed.readers = WatchedReaders(rows, sampler, loader)
     steps = train(batch for epoch in range(1000) for batch in feed.batches(epoch))

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 from fastgpu.feed import open_splits
-from fastgpu.process.config import Data, Loader
+from fastgpu.process.config import Data, LoaderConfig
 from fastgpu.process.files import new_file
 
 N_BYTES = {"4 KiB": 4 << 10, "1 MiB": 1 << 20}
@@ -71,7 +71,7 @@ def windows(task: Task, *, stride: int | None = None) -> Contender:
     steps = Steps(task)
     path = str(steps.h5)
     data = Data(train=path, val=path, fields={"x": "x"}, window=steps.length, stride=stride or steps.length)
-    rows, _ = open_splits(data, Loader(), 0)
+    rows, _ = open_splits(data, LoaderConfig(), 0)
     feed = ours.open_feed(rows, task.batch_size)
     return Contender([steps.h5], lambda number: ((batch["x"],) for batch in ours.batches(feed, number)))
 

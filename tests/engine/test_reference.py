@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import workloads
 from fastgpu.feed import open_splits
-from fastgpu.process.config import Config, Loader, Optim
+from fastgpu.process.config import Config, LoaderConfig, Optim
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.world import World
 from fastgpu.rows.rows import Ragged, RaggedArray, Rows
@@ -128,7 +128,7 @@ def rate(share: float, optim: Optim) -> float:
 
 def train_plainly(cfg: Config, n_ranks: int = 1) -> dict[str, dict[str, Tensor]]:
     """The weights at the end, and their average: {"model": ..., "ema": ...}. Each rank has a replica of the model."""
-    source, sets = open_splits(cfg.data, Loader(), cfg.run.seed)
+    source, sets = open_splits(cfg.data, LoaderConfig(), cfg.run.seed)
     columns = {} if cfg.data.window else read_all(cfg.data.train, cfg.data.fields)
     workload = workloads.make(cfg, source, sets)
     optim, seed = cfg.optim, cfg.run.seed

@@ -22,10 +22,10 @@ from torch.utils.data import Dataset as TorchDataset
 
 from fastgpu.feed import PoolLoader
 from fastgpu.feed.sources import open_splits
+from fastgpu.images.crops import centre_box, draw, random_box
 from fastgpu.images.decode import EncodedImage
-from fastgpu.images.parts import centre_box, draw, random_box
 from fastgpu.process import signals
-from fastgpu.process.config import Data, Loader, Tier
+from fastgpu.process.config import Data, LoaderConfig, Tier
 from fastgpu.process.world import World
 from fastgpu.report.results import read_run
 from fastgpu.rows.contract import Dataset
@@ -148,7 +148,7 @@ def files(tmp_path_factory) -> Path:
 # ---------------------------------------------------------------------------------------------- the matrix
 
 
-def order_of(source: Dataset, pool_batches: int, world_size: int = 1, rank: int = 0) -> BlockSampler:
+def sampler_of(source: Dataset, pool_batches: int, world_size: int = 1, rank: int = 0) -> BlockSampler:
     shard = Shard(rank, world_size, CANONICAL_RANKS)
     return BlockSampler(source, BATCH_SIZE // world_size, shard, pool_batches, seed=SEED)
 
@@ -172,7 +172,7 @@ def global_rows(feeds: list[PoolLoader], epoch: int, first_pool: int) -> list[di
     for feed in feeds:
         pools = feed.pools(epoch, first_pool)
         batches_of_ranks.append(
-            [bytes_of_rows(batch) for pool in pools for batch in pool.rows.batches(feed.order.batch_size)]
+            [bytes_of_rows(batch) for pool in pools for batch in pool.rows.batches(feed.sampler.batch_size)]
         )
     return [row for batches in zip(*batches_of_ranks, strict=True) for batch in batches for row in batch]
 
@@ -191,14 +191,14 @@ def test_same_rows_for_a_seed(files, monkeypatch, kind, tier, device):
     def bytes_of(number: int, epoch: int) -> dict[str, bytes]:
         return {name: value.tobytes() for name, value in row(number, epoch).items()}
 
-    source, _ = open_splits(Data(batch_size=BATCH_SIZE, **data), Loader(num_workers=0), SEED)
+    source, _ = open_splits(Data(batch_size=BATCH_SIZE, **data), LoaderConfig(num_workers=0), SEED)
     for world_size, n_readers, pool_batches in ((1, 0, 3), (2, 4, 1000), (4, 1, 2)):
-        alone = order_of(source, pool_batches)
+        alone = sampler_of(source, pool_batches)
         with ExitStack() as stack:
             feeds = []
             for rank in range(world_size):
-                order = order_of(source, pool_batches, world_size, rank)
-                feed = open_feed(source, order, tier, n_readers, device=torch.device(device), prefetch_pools=1)
+                sampler = sampler_of(source, pool_batches, world_size, rank)
+                feed = open_feed(source, sampler, tier, n_readers, device=torch.device(device), prefetch_pools=1)
                 feeds.append(stack.enter_context(closing(feed)))
             for epoch, first_pool in ((0, 0), (1, 0), (1, 1), (0, 0)):
                 alone.set_epoch(epoch)

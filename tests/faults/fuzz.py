@@ -53,7 +53,7 @@ from fastgpu.feed import Splits, open_splits
 from fastgpu.images.column import ImageCodec
 from fastgpu.predict.inputs import open_batches
 from fastgpu.predict.model import load_model, make_rows
-from fastgpu.process.config import Data, Loader
+from fastgpu.process.config import Data, LoaderConfig
 from fastgpu.process.config_loader import load_config, read_options
 from fastgpu.process.launch import UserError, exit_with_message
 from fastgpu.rows.contract import Dataset
@@ -201,7 +201,7 @@ def read_windows(*fields: str, length: int = 16) -> str:
     """Windows that overlap, in the order of the file, without a look at its checksums."""
     names = {name: name for name in fields}
     data = Data(train="x.h5", val="x.h5", fields=names, window=length, stride=max(1, length // 3))
-    _, sets = open_splits(data, Loader(num_readers=2), 0)
+    _, sets = open_splits(data, LoaderConfig(num_readers=2), 0)
     return digest(sets["val"])
 
 

@@ -59,9 +59,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="images-") as folder:
         path = write_encoded(Path(folder) / "rows.h5", files)
         source = open_store("FILE", path, {"images": "images"}, {"images": ImageCodec((32, 32), 0.08)})
-        order = BlockSampler(source.block_rows, 256, pool_batches=4, drop_last=False)
+        sampler = BlockSampler(source.block_rows, 256, pool_batches=4, drop_last=False)
         n_done = 0
-        with closing(open_feed(source, order, n_readers=available_cpus())) as feed:
+        with closing(open_feed(source, sampler, n_readers=available_cpus())) as feed:
             pools = chain.from_iterable(map(feed.pools, count()))
             for mark in MARKS:
                 while n_done < mark * n_images:

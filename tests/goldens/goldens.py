@@ -70,10 +70,10 @@ def opened(case: str, rank: int = 0, world_size: int = 1, *, tier: str = "disk")
     size, pools = cfg.data.batch_size // world_size, cfg.data.pool_batches
     shard = Shard(rank, world_size, int(cfg.data.canonical_ranks))
     val_shard = Shard(rank, world_size)
-    order = BlockSampler(rows, size, shard=shard, pool_batches=pools, seed=cfg.run.seed)
-    val_order = BlockSampler(val_rows, size, shard=val_shard, pool_batches=pools, seed=None, drop_last=False)
+    sampler = BlockSampler(rows, size, shard=shard, pool_batches=pools, seed=cfg.run.seed)
+    val_sampler = BlockSampler(val_rows, size, shard=val_shard, pool_batches=pools, seed=None, drop_last=False)
     memory = feed.ResidentRows((rows, val_rows), cfg, CPU)
-    feeds = feed.open_loader(rows, order, memory, cfg), feed.open_loader(val_rows, val_order, memory, cfg)
+    feeds = feed.open_loader(rows, sampler, memory, cfg), feed.open_loader(val_rows, val_sampler, memory, cfg)
     with closing(feeds[0]), closing(feeds[1]):
         yield *feeds, size
 

@@ -9,15 +9,15 @@ import numpy as np
 import torch
 
 from fastgpu.feed.prefetch import PrefetchLoader
-from fastgpu.process.config import Loader
+from fastgpu.process.config import LoaderConfig
 from fastgpu.rows.order import BlockSampler
 from fastgpu.storage.arrays import ArrayDataset
 
 N_ROWS = 4096
 source = ArrayDataset("numbers", {"number": np.arange(N_ROWS)})
-order = BlockSampler(source.block_rows, 64, pool_batches=4, seed=0)
-loader = Loader(num_readers=2, prefetch_pools=1)
-feed = PrefetchLoader(source, order, torch.device("cuda"), loader, n_epochs=2)
+sampler = BlockSampler(source.block_rows, 64, pool_batches=4, seed=0)
+loader = LoaderConfig(num_readers=2, prefetch_pools=1)
+feed = PrefetchLoader(source, sampler, torch.device("cuda"), loader, n_epochs=2)
 with closing(feed):
     numbers = [pool.rows["number"].clone() for pool in feed.pools(0)]
     for _ in feed.pools(1):

@@ -72,5 +72,5 @@ def numbered_source(kind: str = "", fields: dict[str, str] = DENSE_FIELDS) -> It
 
 def item_feed(source: ItemDataset, n_workers: int, tier: str = "disk", *, seed: int = 1, **loader: int) -> PoolLoader:
     """The feed of a Dataset, in batches of eight rows. loader: settings of `Loader`."""
-    order = BlockSampler(source.block_rows, 8, pool_batches=3, seed=seed)
-    return open_feed(source, order, tier, n_workers, **loader)
+    sampler = BlockSampler(source.block_rows, 8, pool_batches=3, seed=seed)
+    return open_feed(source, sampler, tier, n_workers, **loader)

@@ -84,7 +84,7 @@ def config_of(
 
 def open_feed(
     source: Dataset,
-    order: BlockSampler,
+    sampler: BlockSampler,
     tier: Tier = "disk",
     n_readers: int | Auto = 2,
     *,
@@ -93,12 +93,12 @@ def open_feed(
 ) -> PoolLoader:
     """The rows of a source in the given order. options: of `config_of`."""
     config = config_of(tier, n_readers, **options)
-    return open_loader(source, order, ResidentRows([source], config, device), config)
+    return open_loader(source, sampler, ResidentRows([source], config, device), config)
 
 
-def rows_before(order: BlockSampler, pool: int) -> int:
+def rows_before(sampler: BlockSampler, pool: int) -> int:
     """Rows of an epoch that all ranks together take before that pool."""
-    return min(pool * order.pool_batches * order.global_batch_size, order.total_size)
+    return min(pool * sampler.pool_batches * sampler.global_batch_size, sampler.total_size)
 
 
 def write_rows(

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from fastgpu.feed.sources import open_splits
-from fastgpu.process.config import Data, Loader, Tier
+from fastgpu.process.config import Data, LoaderConfig, Tier
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.order import BlockSampler, Shard
 from support.rows import open_feed
@@ -81,7 +81,7 @@ def open_windows(series: Series, length: int, stride: int = 0, **data: Any) -> t
     settings = {"train": series.train, "val": series.train, "fields": series.fields} | data
     if isinstance(settings["val"], dict):
         settings["val"] = list(settings["val"])  # weights are those of training
-    train, sets = open_splits(Data(window=length, stride=stride, **settings), Loader(num_readers=2), SEED)
+    train, sets = open_splits(Data(window=length, stride=stride, **settings), LoaderConfig(num_readers=2), SEED)
     return train, sets["val"]
 
 
@@ -89,9 +89,9 @@ def read_epochs(
     source: Dataset, epochs: Sequence[int], tier: Tier = "disk", *, seed: int | None = SEED, batch_size: int = 8
 ) -> list[Columns]:
     """All windows of each epoch, {field: (windows, length, *shape)}: none is left out. seed: None for validation."""
-    order = BlockSampler(source, batch_size, pool_batches=5, seed=seed, drop_last=False)
+    sampler = BlockSampler(source, batch_size, pool_batches=5, seed=seed, drop_last=False)
     windows = []
-    with closing(open_feed(source, order, tier, n_epochs=max(epochs) + 1)) as feed:  # none is read ahead
+    with closing(open_feed(source, sampler, tier, n_epochs=max(epochs) + 1)) as feed:  # none is read ahead
         for epoch in epochs:
             parts = []
             for pool in feed.pools(epoch):
@@ -122,8 +122,8 @@ def global_batches(
     batch_size, canonical_ranks = sizes
     of_ranks = []
     for rank in range(n_ranks):
-        order = BlockSampler(source, batch_size // n_ranks, Shard(rank, n_ranks, canonical_ranks), 3, seed=SEED)
-        with closing(open_feed(source, order, tier, echo=echo)) as feed:
+        sampler = BlockSampler(source, batch_size // n_ranks, Shard(rank, n_ranks, canonical_ranks), 3, seed=SEED)
+        with closing(open_feed(source, sampler, tier, echo=echo)) as feed:
             of_ranks.append(
                 [{name: batch[name].clone().numpy() for name in source.fields} for batch in feed.batches(*at)]
             )

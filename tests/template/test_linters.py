@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fastgpu.process.config import Data, Run
+from fastgpu.process.config import Data, RunConfig
 from support.projects import render
 from support.ranks import printed_by, run_to_end
 from tools.facts import FOLDER, PROJECT, ROOT
@@ -40,7 +40,7 @@ def test_dockerfile(tmp_path, engine):
     assert bool(re.search(r"(?m)^RUN apt-get .* git\b", text)) == (engine == "package")  # which pip may need
     assert re.findall(r"(?m)^USER (.*)$", text) == ["1000"]
     cache = Data.model_fields["cache"].default
-    assert re.findall(r"(?m)^RUN install --directory --owner=train (.*)$", text) == [f"{Run().folder} {cache}"]
+    assert re.findall(r"(?m)^RUN install --directory --owner=train (.*)$", text) == [f"{RunConfig().folder} {cache}"]
     assert re.findall(r"(?m)^ARG EXTRAS=(.*)$", text) == ["cloud"]
     assert all((PROJECT / name).is_file() for name in re.search(r"(?m)^COPY (.*) \S+$", text)[1].split())
 

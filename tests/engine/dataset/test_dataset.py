@@ -21,7 +21,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from fastgpu.dataset import workers
 from fastgpu.dataset.source import ItemDataset, open_dataset
 from fastgpu.feed import PoolLoader, open_splits, prefetch
-from fastgpu.process.config import Data, Loader
+from fastgpu.process.config import Data, LoaderConfig
 from fastgpu.process.launch import HangError, UserError
 from fastgpu.rows.order import BlockSampler
 from fastgpu.rows.selection import Groups, Mixture
@@ -34,11 +34,11 @@ DRAWN = {"a": "a", "b": "b", "c": "c"}
 
 def rows_are_right(feed: PoolLoader, epoch: int = 0) -> bool:
     """Whether the rows of an epoch come in the order of the sampler."""
-    feed.order.set_epoch(epoch)
+    feed.sampler.set_epoch(epoch)
     rows = []
     for pool in feed.pools(epoch):
         rows += zip(numbers_of(pool.rows["images"]), pool.rows["labels"].tolist(), strict=True)
-    return rows == [(row, row % 4) for row in feed.order]
+    return rows == [(row, row % 4) for row in feed.sampler]
 
 
 def worker_pids() -> set[int | None]:
@@ -388,7 +388,7 @@ def test_dataset_split_at_random_shares_no_rows(write_module, name):
 
     def split(seed: int) -> tuple[list[int], ...]:
         sys.modules.pop("own", None)  # a new run
-        train, val = open_splits(data, Loader(num_workers=0), seed)
+        train, val = open_splits(data, LoaderConfig(num_workers=0), seed)
         return tuple([int(row) for row in part.dataset.indices] for part in (train, val["val"]))
 
     train, val = split(1)
@@ -466,7 +466,7 @@ def test_dataset_without_workers_is_read_in_the_main_thread(tier, monkeypatch):
         next(pools)
         if tier == "disk":
             time.sleep(1.2)  # at a breakpoint, for longer than timeout_s
-        assert len([*pools]) == feed.order.pools_per_epoch - 1
+        assert len([*pools]) == feed.sampler.pools_per_epoch - 1
         assert rows_are_right(feed, 1)
 
 

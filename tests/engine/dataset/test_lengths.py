@@ -50,8 +50,8 @@ def items_of(dataset: Dataset, *names: str) -> ItemDataset:
 
 
 def open_lengths(source: ItemDataset, tier: Tier = "disk", *, n_epochs: int = 100) -> PoolLoader:
-    order = BlockSampler(source.block_rows, 4, pool_batches=3, seed=1)
-    return open_feed(source, order, tier, 0, n_epochs=n_epochs)
+    sampler = BlockSampler(source.block_rows, 4, pool_batches=3, seed=1)
+    return open_feed(source, sampler, tier, 0, n_epochs=n_epochs)
 
 
 def choose_tier(source: ItemDataset, tier: Tier) -> None:

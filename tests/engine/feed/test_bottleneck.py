@@ -46,8 +46,8 @@ def slow(function):
 
 def bottleneck_of(source: Source, n_readers: int = 2, step_s: float = 0.0) -> str:
     """Of one epoch of the feed, whose steps take some time."""
-    order = BlockSampler(source.block_rows, 8, pool_batches=1)
-    with closing(open_feed(source, order, n_readers=n_readers, device=CPU)) as feed:
+    sampler = BlockSampler(source.block_rows, 8, pool_batches=1)
+    with closing(open_feed(source, sampler, n_readers=n_readers, device=CPU)) as feed:
         bottleneck(feed)
         for _ in feed.batches(0):
             time.sleep(step_s)

@@ -20,7 +20,7 @@ def dense(dense_file):
     return open_store("data.train", dense_file(N_ROWS), DENSE_FIELDS)
 
 
-def order_of(source, pool_batches=3, **options) -> BlockSampler:
+def sampler_of(source, pool_batches=3, **options) -> BlockSampler:
     return BlockSampler(source, 8, pool_batches=pool_batches, **{"seed": 5, **options})
 
 
@@ -28,7 +28,7 @@ def order_of(source, pool_batches=3, **options) -> BlockSampler:
 @pytest.mark.parametrize("echo", [1, 2.5])
 @pytest.mark.parametrize("pool_batches", [1, 4, 1000])
 def test_loader_epoch_resumes_at_any_step(dense, tier, echo, pool_batches):
-    with closing(open_feed(dense, order_of(dense, pool_batches), tier, echo=echo)) as loader:
+    with closing(open_feed(dense, sampler_of(dense, pool_batches), tier, echo=echo)) as loader:
         for epoch in range(3):
             whole = [numbers_of(batch["images"]) for batch in loader.batches(epoch)]
             assert len(whole) == loader.steps_per_epoch(epoch)
@@ -38,13 +38,13 @@ def test_loader_epoch_resumes_at_any_step(dense, tier, echo, pool_batches):
 
 
 def test_loader_echo_fractions_alternate(dense):
-    with closing(open_feed(dense, order_of(dense, 1000), "device", echo=2.5)) as loader:
+    with closing(open_feed(dense, sampler_of(dense, 1000), "device", echo=2.5)) as loader:
         assert [loader.steps_per_epoch(epoch) for epoch in range(4)] == [2 * 18, 3 * 18, 2 * 18, 3 * 18]
 
 
 def test_loader_echo_passes_have_all_rows_reordered(ragged_file):
     source = open_store("data.train", ragged_file(N_ROWS), RAGGED_FIELDS)
-    with closing(open_feed(source, order_of(source, 1000), echo=3)) as loader:
+    with closing(open_feed(source, sampler_of(source, 1000), echo=3)) as loader:
         batches = []
         for batch in loader.batches(0):
             batches.append(batch["number"].tolist())
@@ -60,8 +60,8 @@ def test_loader_echo_has_the_same_global_batches_on_all_ranks(dense, pool_batche
     def global_batches(n_ranks: int) -> list[list[int]]:
         parts = []
         for rank in range(n_ranks):
-            order = BlockSampler(dense, 16 // n_ranks, Shard(rank, n_ranks, 8), pool_batches, seed=5)
-            with closing(open_feed(dense, order, echo=2.5)) as loader:
+            sampler = BlockSampler(dense, 16 // n_ranks, Shard(rank, n_ranks, 8), pool_batches, seed=5)
+            with closing(open_feed(dense, sampler, echo=2.5)) as loader:
                 parts.append([numbers_of(batch["images"]) for batch in chain(loader.batches(0), loader.batches(1))])
         return [list(chain(*batch)) for batch in zip(*parts, strict=True)]
 
@@ -69,9 +69,9 @@ def test_loader_echo_has_the_same_global_batches_on_all_ranks(dense, pool_batche
 
 
 def test_loader_echo_needs_full_batches(dense):
-    order = BlockSampler(dense, 8, pool_batches=2, seed=5, drop_last=False)
+    sampler = BlockSampler(dense, 8, pool_batches=2, seed=5, drop_last=False)
     with pytest.raises(ValueError, match="drop_last=True"):
-        open_feed(dense, order, echo=2)
+        open_feed(dense, sampler, echo=2)
 
 
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
@@ -87,7 +87,7 @@ def test_loader_reads_every_type_on_every_tier(tmp_path, tier, dtype):
             file["items"].attrs["shape"] = (N_ROWS, ITEMS)
         fields = {name: name for name in file}
     source = open_store("data.train", str(tmp_path / "x.h5"), fields)
-    with closing(open_feed(source, order_of(source), tier, echo=2)) as loader:
+    with closing(open_feed(source, sampler_of(source), tier, echo=2)) as loader:
         for batch in loader.batches(0):
             rows = batch["number"].tolist()
             assert batch["x"].numpy().dtype == batch["words"].values.numpy().dtype == dtype
@@ -102,7 +102,7 @@ def test_loader_kept_rows_are_read_once_when_needed(dense, dense_file, tier):
     for source in (dense, val):
         source.read = Mock(side_effect=source.read)
         source.gathers = lambda *_: []
-    orders = order_of(dense), order_of(val, seed=None)
+    orders = sampler_of(dense), sampler_of(val, seed=None)
     config = config_of(tier)
     memory = ResidentRows([dense, val], config, CPU)
     loaders = [open_loader(*each, memory, config) for each in zip((dense, val), orders, strict=True)]
@@ -120,8 +120,8 @@ def test_loader_kept_rows_are_read_once_when_needed(dense, dense_file, tier):
 def test_loader_unshuffled_ranks_have_equally_many_batches(dense, n_rows):
     seen, counts = [], set()
     for rank in range(3):
-        order = BlockSampler(np.full(n_rows, 1, np.int32), 4, Shard(rank, 3), 2, seed=None)
-        with closing(open_feed(dense, order, echo=2.5)) as loader:
+        sampler = BlockSampler(np.full(n_rows, 1, np.int32), 4, Shard(rank, 3), 2, seed=None)
+        with closing(open_feed(dense, sampler, echo=2.5)) as loader:
             batches = [numbers_of(batch["images"]) if len(batch) else [] for batch in loader.batches(0)]
         counts.add(len(batches))
         assert len(batches) == loader.steps_per_epoch(0)
@@ -132,14 +132,14 @@ def test_loader_unshuffled_ranks_have_equally_many_batches(dense, n_rows):
 
 @pytest.mark.parametrize(("seed", "n_pools"), [(5, 5), (None, 2)])
 def test_loader_validation_has_one_pool_ahead(dense, seed, n_pools):
-    with closing(open_feed(dense, order_of(dense, 1, seed=seed), prefetch_pools=4)) as loader:
+    with closing(open_feed(dense, sampler_of(dense, 1, seed=seed), prefetch_pools=4)) as loader:
         addresses = {batch["images"].data_ptr() for epoch in range(2) for batch in loader.batches(epoch)}
     assert len(addresses) == n_pools
 
 
 def test_loader_fingerprint_of_rows_not_of_the_tier(dense):
     def fingerprint(tier: str, echo: float = 1, seed: int = 5) -> dict[str, object]:
-        with closing(open_feed(dense, order_of(dense, seed=seed), tier, echo=echo)) as loader:
+        with closing(open_feed(dense, sampler_of(dense, seed=seed), tier, echo=echo)) as loader:
             return loader.fingerprint
 
     assert fingerprint("device") == fingerprint("host") == fingerprint("disk")

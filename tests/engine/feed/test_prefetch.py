@@ -14,7 +14,7 @@ import torch
 
 from fastgpu.feed import prefetch, readers
 from fastgpu.feed.prefetch import PrefetchLoader
-from fastgpu.process.config import Loader
+from fastgpu.process.config import LoaderConfig
 from fastgpu.process.launch import HangError, UserError
 from fastgpu.rows import rows as rows_module
 from fastgpu.rows.order import BlockSampler
@@ -25,7 +25,7 @@ from support import PROJECT
 from support.ranks import CPU, TIMEOUT_S, needs_gpu, no_host_sync, run_to_end, wait_until
 from support.rows import DENSE_FIELDS, RAGGED_FIELDS, is_ragged, numbers_of, open_feed, rows_before
 
-TWO_READERS = Loader(num_readers=2)
+TWO_READERS = LoaderConfig(num_readers=2)
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def store(dense_file, monkeypatch) -> HDF5Dataset:
     return open_store("data.train", dense_file(120, chunk=5), DENSE_FIELDS)
 
 
-def order_of(store: HDF5Dataset) -> BlockSampler:
+def sampler_of(store: HDF5Dataset) -> BlockSampler:
     return BlockSampler(store.block_rows, 8, pool_batches=2)
 
 
@@ -43,7 +43,7 @@ def make_prefetcher(
     store: HDF5Dataset,
     read: Callable | None = None,
     *,
-    order: BlockSampler | None = None,
+    sampler: BlockSampler | None = None,
     n_readers: int = 2,
     timeout_s: float = TIMEOUT_S,
 ) -> PrefetchLoader:
@@ -52,8 +52,8 @@ def make_prefetcher(
     if read:
         source.read = read
         source.gathers = lambda *_: []
-    loader = Loader.model_construct(num_readers=n_readers, prefetch_pools=1, timeout_s=timeout_s)
-    return PrefetchLoader(source, order or order_of(store), CPU, loader, n_epochs=sys.maxsize if order else 1)
+    loader = LoaderConfig.model_construct(num_readers=n_readers, prefetch_pools=1, timeout_s=timeout_s)
+    return PrefetchLoader(source, sampler or sampler_of(store), CPU, loader, n_epochs=sys.maxsize if sampler else 1)
 
 
 def feed_threads() -> set[str]:
@@ -83,7 +83,7 @@ def test_prefetch_signal_between_thread_starts_is_not_hidden(store, monkeypatch)
 
 
 def test_prefetch_epochs_past_the_last_are_whole(store):
-    with closing(PrefetchLoader(store, order_of(store), CPU, TWO_READERS, n_epochs=2)) as prefetcher:
+    with closing(PrefetchLoader(store, sampler_of(store), CPU, TWO_READERS, n_epochs=2)) as prefetcher:
         n_rows = [sum(len(rows) for _, rows in prefetcher.pools(epoch)) for epoch in range(6)]
     assert n_rows == [n_rows[0]] * 6
     assert n_rows[0] > 0
@@ -107,7 +107,7 @@ def test_prefetch_readers_share_a_pool_at_low_priority(store):
 
 
 def test_prefetch_rows_stay_whole_while_the_loop_is_slow(store):
-    order = order_of(store)
+    sampler = sampler_of(store)
     n_rows_read: list[int] = []
 
     def read(plan, reads, out):
@@ -116,7 +116,7 @@ def test_prefetch_rows_stay_whole_while_the_loop_is_slow(store):
 
     with closing(make_prefetcher(store, read)) as prefetcher:
         for plan, rows in prefetcher.pools(0):
-            n_ahead = rows_before(order, plan.number + 2)
+            n_ahead = rows_before(sampler, plan.number + 2)
             wait_until(lambda n_ahead=n_ahead: sum(n_rows_read) >= n_ahead)  # every slot but this one is filled
             assert numbers_of(rows["images"]) == plan.row_ids.tolist()
 
@@ -126,10 +126,10 @@ def test_prefetch_errors_keep_their_traceback(store, where):
     def fail(*_: object) -> None:
         raise EOFError("cut while in use")
 
-    order = order_of(store)
+    sampler = sampler_of(store)
     if where == "plan":
-        order.pools = lambda *_: map(fail, [order])
-    prefetcher = make_prefetcher(store, fail if where == "reader" else None, order=order)
+        sampler.pools = lambda *_: map(fail, [sampler])
+    prefetcher = make_prefetcher(store, fail if where == "reader" else None, sampler=sampler)
     with pytest.raises(EOFError, match="cut while in use") as error:
         list(prefetcher.pools(0))
     assert any(entry.name == "fail" for entry in error.traceback)
@@ -148,8 +148,8 @@ def test_prefetch_read_that_hangs_shows_its_stack(store, monkeypatch, capfd, met
     offset = store.parts[0].columns["images"].chunks[3, 0]
     monkeypatch.setattr(OpenFile, "cached", lambda *_: None)  # as on a network file system
     monkeypatch.setattr(OpenFile, method, hang)
-    order = BlockSampler(store.block_rows, 8, pool_batches=2, seed=None)
-    prefetcher = make_prefetcher(store, order=order, n_readers=1, timeout_s=0.2)
+    sampler = BlockSampler(store.block_rows, 8, pool_batches=2, seed=None)
+    prefetcher = make_prefetcher(store, sampler=sampler, n_readers=1, timeout_s=0.2)
     try:
         with pytest.raises(HangError, match="no rows have come from .*rows.h5 in loader.timeout_s"):
             list(prefetcher.pools(0))
@@ -184,7 +184,7 @@ def test_prefetch_closes_while_a_read_hangs(store, monkeypatch):
 
 def test_prefetch_closes_at_any_moment(store):
     rng = random.Random(0)
-    prefetcher = make_prefetcher(store, order=order_of(store))
+    prefetcher = make_prefetcher(store, sampler=sampler_of(store))
     for epoch in range(50):  # drops the pools that were prepared
         for plan, rows in islice(prefetcher.pools(epoch), rng.randrange(8)):
             assert numbers_of(rows["images"]) == plan.row_ids.tolist()
@@ -195,11 +195,11 @@ def test_prefetch_closes_at_any_moment(store):
 
 
 def test_prefetch_reads_the_next_epoch_early(store):
-    order = order_of(store)
-    order.pools = Mock(side_effect=order.pools)
-    with closing(make_prefetcher(store, order=order)) as prefetcher:
+    sampler = sampler_of(store)
+    sampler.pools = Mock(side_effect=sampler.pools)
+    with closing(make_prefetcher(store, sampler=sampler)) as prefetcher:
         assert len(list(prefetcher.pools(0))) == 8
-        wait_until(lambda: call(1) in order.pools.mock_calls)
+        wait_until(lambda: call(1) in sampler.pools.mock_calls)
 
 
 @pytest.fixture
@@ -210,8 +210,8 @@ def sparse(ragged_file) -> HDF5Dataset:
 def test_prefetch_pool_with_too_many_values_is_refused(sparse, monkeypatch):
     monkeypatch.setattr(rows_module, "MAX_VALUES", 100)
     message = r"a pool has 1,\d+ values of items, too many to count; use fewer data.pool_batches"
-    order = BlockSampler(sparse.block_rows, 8, pool_batches=500)
-    with closing(open_feed(sparse, order)) as feed, pytest.raises(UserError, match=message):
+    sampler = BlockSampler(sparse.block_rows, 8, pool_batches=500)
+    with closing(open_feed(sparse, sampler)) as feed, pytest.raises(UserError, match=message):
         list(feed.pools(0))
 
 
@@ -220,8 +220,8 @@ def test_prefetch_pool_with_too_many_values_is_refused(sparse, monkeypatch):
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
 def test_prefetch_rows_stay_whole_on_a_gpu(sparse, tier):
     device = torch.device("cuda", 0)
-    order = BlockSampler(sparse.block_rows, 8, pool_batches=3)
-    feed = open_feed(sparse, order, tier, device=device, prefetch_pools=1)
+    sampler = BlockSampler(sparse.block_rows, 8, pool_batches=3)
+    feed = open_feed(sparse, sampler, tier, device=device, prefetch_pools=1)
     kept = []
     list(feed.pools(0))
     torch.cuda.synchronize()
@@ -285,7 +285,7 @@ def test_prefetch_device_without_a_number(store, monkeypatch):
     empty = rows_module.Rows.empty
     monkeypatch.setattr(rows_module.Rows, "empty", lambda fields, n_rows, device, pinned: empty(fields, n_rows, CPU))
     monkeypatch.setattr(rows_module.Rows, "to", lambda rows, device: rows)
-    feed = PrefetchLoader(store, order_of(store), torch.device("cuda"), TWO_READERS, n_epochs=1)
+    feed = PrefetchLoader(store, sampler_of(store), torch.device("cuda"), TWO_READERS, n_epochs=1)
     assert sum(len(batch) for batch in feed.batches(0)) == 120
     feed.close()
     assert devices == [1]

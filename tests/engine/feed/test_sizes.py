@@ -12,7 +12,7 @@ from fastgpu.feed import Splits, describe, resolve_auto, tiers
 from fastgpu.feed.sizes import choose_canonical_ranks
 from fastgpu.feed.tiers import Memory, choose_tier
 from fastgpu.process import machine
-from fastgpu.process.config import Config, Data, Dist, Loader, Optim, Run, Section
+from fastgpu.process.config import Config, Data, Dist, LoaderConfig, Optim, RunConfig, Section
 from fastgpu.process.launch import UserError
 from fastgpu.process.machine import GIB
 from fastgpu.process.world import World
@@ -73,7 +73,7 @@ def choose(
         ("loader.num_readers", 8, Shape(1000), 1, {}),
         ("loader.num_readers", 4, Shape(1000), 8, {}),
         ("loader.num_readers", 1, Shape(1000), 64, {}),
-        ("loader.num_readers", 3, Shape(1000), 8, {"sections": {"loader": Loader(num_readers=3)}}),
+        ("loader.num_readers", 3, Shape(1000), 8, {"sections": {"loader": LoaderConfig(num_readers=3)}}),
         ("loader.num_readers", 32, Shape(1000, decoding="decoded"), 1, {}),
     ],
 )
@@ -169,7 +169,7 @@ def test_sizes_of_the_ranks_to_come_are_checked(monkeypatch, machines, own, sect
     monkeypatch.setenv("PET_NPROC_PER_NODE", own)
     world = World(0, 1, 1, torch.device("cuda", 0))
     chosen = choose(Shape(1000), world, sections=sections, batch_size=63)  # a run that is no check is alone
-    check = {"run": Run(check=True), **sections}
+    check = {"run": RunConfig(check=True), **sections}
     if message:
         with pytest.raises(UserError, match=message):
             choose(Shape(1000), world, sections=check, batch_size=63)
@@ -190,7 +190,7 @@ def test_sizes_of_a_check_count_the_memory_of_each_rank(monkeypatch):
     rows = Shape(33 * 1024, row_bytes=1 << 20)
     assert choose(rows, tier="host").data.tier == "host"
     with pytest.raises(UserError, match="data.tier is host, .* 33.0 GiB a rank and 32.0 GiB are free"):
-        choose(rows, tier="host", sections={"run": Run(check=True)})
+        choose(rows, tier="host", sections={"run": RunConfig(check=True)})
 
 
 def test_sizes_all_together():
@@ -223,7 +223,7 @@ def test_sizes_rows_of_an_epoch():
 
 def test_sizes_of_a_dataset_with_workers():
     source = ItemDataset("mine", TensorDataset(torch.zeros(400)), {"images": "images"})
-    chosen = choose(source, sections={"loader": Loader(num_workers=2)})
+    chosen = choose(source, sections={"loader": LoaderConfig(num_workers=2)})
     assert (chosen.data.tier, chosen.loader.num_workers, chosen.loader.num_readers) == ("disk", 2, "auto")
 
 

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset as TorchDataset
 
 from fastgpu.dataset.source import ItemDataset
 from fastgpu.feed.sources import open_rows, open_splits
-from fastgpu.process.config import Config, Data, Loader
+from fastgpu.process.config import Config, Data, LoaderConfig
 from fastgpu.process.launch import UserError
 from fastgpu.rows.contract import Dataset
 from fastgpu.rows.selection import Subset
@@ -32,7 +32,7 @@ def open_both(
     **options,
 ) -> tuple[Dataset, Dataset]:
     data = Data(train=train, val=val, fields=fields or DENSE_FIELDS, **options)
-    rows, sets = open_splits(data, Loader(num_workers=0), 0)
+    rows, sets = open_splits(data, LoaderConfig(num_workers=0), 0)
     return rows, next(iter(sets.values()))
 
 
@@ -185,7 +185,7 @@ class Ten(TorchDataset):
 def test_sources_dataset_is_opened_with_its_workers(val, n_workers):
     data = Data(train="a", val=val, fields={"x": "x"}, dataset="test_sources:Ten")
     before = {*active_children()}  # of other tests
-    train, sets = open_splits(data, Loader(num_workers=2), 0)
+    train, sets = open_splits(data, LoaderConfig(num_workers=2), 0)
     assert len({*active_children()} - before) == n_workers
     for part in (train, *sets.values()):
         assert part.read_rows(np.array([7, 3]), 0, 0, np.zeros(2, int))["x"].tolist() == [7, 3]

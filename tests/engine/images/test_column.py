@@ -6,8 +6,8 @@ import pytest
 
 from fastgpu.feed import describe, open_rows, resolve_auto
 from fastgpu.images.column import ImageCodec
+from fastgpu.images.crops import centre_box, draw
 from fastgpu.images.decode import EncodedImage
-from fastgpu.images.parts import centre_box, draw
 from fastgpu.process.config import Config, Data
 from fastgpu.process.launch import UserError
 from fastgpu.process.machine import available_cpus, format_bytes

@@ -9,8 +9,8 @@ from scipy import stats
 from fastgpu.convert.images.readers import keep
 from fastgpu.imagefiles.pixels import UprightImage, decode
 from fastgpu.images import decode as module
+from fastgpu.images.crops import N_DRAWS, Box, Preprocessing, centre_box, draw, random_box
 from fastgpu.images.decode import EncodedImage
-from fastgpu.images.parts import N_DRAWS, Box, Preprocessing, centre_box, draw, random_box
 from support.images import KINDS, bytes_of, file_of
 
 PARTS = (

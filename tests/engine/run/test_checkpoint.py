@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from fastgpu.process.config import Run
+from fastgpu.process.config import RunConfig
 from fastgpu.process.launch import UserError
 from fastgpu.run import checkpoint
 from fastgpu.run.checkpoint import (
@@ -198,7 +198,7 @@ def test_checkpoint_survives_a_kill_at_any_call(tmp_path, monkeypatch, case):
             assert weights["bias"][0] == step in (1, 2)
             steps.append(step)
         assert steps == sorted(steps, reverse=True)  # the best one is never older than the last one
-        lock_folder(Run(folder=str(tmp_path), name=run.name, resume="auto"))[1].close()  # as the next start does
+        lock_folder(RunConfig(folder=str(tmp_path), name=run.name, resume="auto"))[1].close()  # as the next start does
         for later in (2, 3):  # the next saves work, and nothing is left over
             assert save_case(run, later)
         assert len(names(run)) == sum(checkpoint.KEPT[kind] for kind in KINDS[case])

@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from fastgpu.feed import Splits
-from fastgpu.process import config, files
+from fastgpu.process import files
+from fastgpu.process.config import RunConfig, Train
 from fastgpu.process.files import FolderLock
 from fastgpu.process.launch import UserError
 from fastgpu.process.world import World
@@ -45,7 +46,7 @@ def started_run(
     **settings: Any,
 ) -> Run:
     """A run of this process. settings: of the sections `run` and `train`. state: more than the model."""
-    of_train = {name: settings.pop(name) for name in settings.keys() & config.Train.model_fields.keys()}
+    of_train = {name: settings.pop(name) for name in settings.keys() & Train.model_fields.keys()}
     cfg = SHORT_CONFIG.resolved(run={"folder": str(folder), "name": "a", **settings}, train=of_train)
     card = describe_model(cfg.flat(), splits, {"classes": ["a", "b"]}, SHORT_ORDER.fingerprint)
     state = {"model": model or nn.Linear(2, 2), **(state or {})}
@@ -70,7 +71,7 @@ def checkpoints(run: Path) -> list[str]:
 
 def locked(folder: Path, name: str = "auto", resume: str = "never") -> Path:
     """The folder that a run takes and gives back."""
-    path, lock = lock_folder(config.Run(folder=str(folder), name=name, resume=resume))
+    path, lock = lock_folder(RunConfig(folder=str(folder), name=name, resume=resume))
     lock.close()
     return path
 

@@ -221,12 +221,12 @@ def test_remote_readers_that_waited_for_the_network_end(bucket, dense_file, monk
     rows = open_store("data.train", put(bucket, dense_file(4000, (3, 32, 32), 50)), DENSE_FIELDS)
     for start in range(0, 1600, 50):  # pools at the beginning are local, as after a kill
         rows[start : start + 1]
-    order = BlockSampler(rows, 50, pool_batches=4, seed=None)
+    sampler = BlockSampler(rows, 50, pool_batches=4, seed=None)
 
     def n_readers() -> int:
         return sum(thread.name.startswith("reader_") for thread in threading.enumerate())
 
-    feed = open_feed(rows, order, "disk", "auto")
+    feed = open_feed(rows, sampler, "disk", "auto")
     batches = feed.batches(0)
     deque(islice(batches, 30), maxlen=0)
     assert n_readers() == 24
@@ -235,7 +235,7 @@ def test_remote_readers_that_waited_for_the_network_end(bucket, dense_file, monk
     feed.close()
     forget()
     rows = open_store("data.train", "s3://b/rows.h5", DENSE_FIELDS)
-    feed = open_feed(rows, order, "disk", n_readers=20)
+    feed = open_feed(rows, sampler, "disk", n_readers=20)
     deque(feed.batches(0), maxlen=0)
     assert n_readers() == 20  # somebody has asked for them
     feed.close()

@@ -148,7 +148,7 @@ def test_messages_of_storage(compare_messages, dense_file, ragged_file, tmp_path
     def reads_sources() -> None:
         with h5py.File(dense_file(8, name="sources.h5"), "a") as file:
             file.create_dataset("fastgpu_source", (8,), "S4", external=[("text.h5", 0, 32)])
-        open_store("data.train", "sources.h5", DENSE_FIELDS).sources()
+        open_store("data.train", "sources.h5", DENSE_FIELDS).origins()
 
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe.h5")

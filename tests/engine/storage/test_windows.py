@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fastgpu.feed import ResidentRows, open_splits
 from fastgpu.feed.tiers import measure_memory
-from fastgpu.process.config import Data, Loader
+from fastgpu.process.config import Data, LoaderConfig
 from fastgpu.process.launch import UserError
 from fastgpu.rows.order import BlockSampler
 from fastgpu.storage import layout as layout_module
@@ -216,7 +216,7 @@ def test_windows_of_recordings_without_steps(tmp_path, capsys):
             file[f"demo_{number}/x"] = np.arange(n_steps)
             file[f"demo_{number}/y"] = number
     data = Data(train=f"{tmp_path}/x.h5::/demo_*", val="10%", fields={"x": "x", "y": "y"}, window=10)
-    train, _ = open_splits(data, Loader(), seed=0)
+    train, _ = open_splits(data, LoaderConfig(), seed=0)
     assert "3 of 5 recordings" in capsys.readouterr().out
     assert {*train.column("y").tolist()} <= {1, 3}
 
@@ -492,7 +492,7 @@ def test_windows_of_a_share_say_which_steps_are_lost(tmp_path, capsys):
 def test_windows_of_a_share_depend_on_no_seed(tmp_path):
     series = write_series(tmp_path / "x.h5", [100] * 10)
     data = Data(train=series.train, val="25%", fields=series.fields, window=10, stride=10)
-    found = [read_windows(open_splits(data, Loader(), seed)[1]["val"], seed=None) for seed in (0, 1, 77)]
+    found = [read_windows(open_splits(data, LoaderConfig(), seed)[1]["val"], seed=None) for seed in (0, 1, 77)]
     assert same(found[:1], found[1:2])
     assert same(found[:1], found[2:])
 

@@ -42,8 +42,8 @@ def evaluate_rows(world: World, n_rows: int) -> dict[str, float]:
     """The metrics of these rows, which are the same in each epoch. All ranks have the running statistics of rank 0."""
     source = ArrayDataset("made up", {"images": numbered(n_rows)}, block_rows=np.diff([*range(0, n_rows, 3), n_rows]))
     shard = Shard(world.rank, world.world_size)
-    order = BlockSampler(source.block_rows, 4, shard=shard, pool_batches=2, seed=None, drop_last=False)
-    feed = open_feed(source, order)
+    sampler = BlockSampler(source.block_rows, 4, shard=shard, pool_batches=2, seed=None, drop_last=False)
+    feed = open_feed(source, sampler)
     norm = nn.BatchNorm1d(1)
     norm.running_mean.fill_(7 + world.rank)
     workload = RowNumbers()

@@ -32,7 +32,7 @@ from fastgpu.convert.splits import Split, limit_parts, read_splits, split_rows
 from fastgpu.convert.tables import Table, parse_labels
 from fastgpu.convert.writer import Compression
 from fastgpu.convert.writing import write_files
-from fastgpu.images.parts import Resize
+from fastgpu.images.crops import Resize
 from fastgpu.process.launch import UserError
 from fastgpu.storage.arrays import ArrayDataset
 from support import PROJECT

@@ -316,7 +316,7 @@ def read_users(path: str) -> dict[str, tuple[list[str], ...]]:
     store = open_store("x", path, {name: name for name in [*fields, "user"]})
     rows, names = read_rows(store), [*map(str, store.attributes["item_ids"])]
     found = {}
-    for row, user in enumerate(store.sources()):
+    for row, user in enumerate(store.origins()):
         parts = (rows[name].values[slice(*rows[name].offsets[row : row + 2])] for name in fields)
         found[user] = tuple([names[number] for number in part] for part in parts)
     return found
@@ -427,8 +427,8 @@ def test_events_leave_last_out(tmp_path, convert, n_events):
         expected = {user: (of_known(items[:place]), of_known([items[place]])) for user, items in users.items()}
         assert read_users(f"y-{part}.h5") == {user: row for user, row in expected.items() if row[1]}
     train, val = (open_store("x", f"y-{part}.h5", {"items": "items", "user": "user"}) for part in ("train", "val"))
-    number_of = dict(zip(train.sources(), train.column("user").tolist(), strict=True))
-    assert number_of.items() >= dict(zip(val.sources(), val.column("user").tolist(), strict=True)).items()
+    number_of = dict(zip(train.origins(), train.column("user").tolist(), strict=True))
+    assert number_of.items() >= dict(zip(val.origins(), val.column("user").tolist(), strict=True)).items()
     Workload(Workload.Options(), train, open_store("x", "y-val.h5", {"items": "items", "held_out": "held_out"}))
 
 

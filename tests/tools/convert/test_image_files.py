@@ -13,7 +13,7 @@ from fastgpu.convert.images.readers import ImageFolder, ImageTable, Masks, Pixel
 from fastgpu.convert.summary import fields_of, inspect
 from fastgpu.dataset.source import open_dataset
 from fastgpu.imagefiles import read_image, read_preprocessing
-from fastgpu.images.parts import Preprocessing
+from fastgpu.images.crops import Preprocessing
 from fastgpu.process.launch import UserError
 from fastgpu.storage.hdf5 import attributes_of
 from fastgpu.storage.store import open_store

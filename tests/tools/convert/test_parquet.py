@@ -50,7 +50,7 @@ def test_parquet_rows_are_those_of_all_row_groups(tmp_path):
     assert [frame["x"].to_list() for frame in files.frames(["x"])] == [
         [*range(start, stop)] for start, stop in pairwise([0, 7, 14, 16, 19])
     ]
-    assert files.sources(np.array([18, 0, 15])) == ["c.parquet: row 2", "a.parquet: row 0", "a.parquet: row 15"]
+    assert files.origins(np.array([18, 0, 15])) == ["c.parquet: row 2", "a.parquet: row 0", "a.parquet: row 15"]
 
 
 def test_parquet_footers_of_wide_files_are_read(tmp_path):

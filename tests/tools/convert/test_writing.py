@@ -23,7 +23,7 @@ from fastgpu.convert.splits import split_rows
 from fastgpu.convert.summary import damaged
 from fastgpu.convert.writer import choose_block_rows, write_rows
 from fastgpu.convert.writing import Writing, write_files
-from fastgpu.process.config import Loader
+from fastgpu.process.config import LoaderConfig
 from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import Field, RaggedArray
 from fastgpu.storage import arrays
@@ -57,7 +57,7 @@ def test_writing_order_is_that_of_the_seed(tmp_path):
 def test_writing_takes_the_threads_asked_for(tmp_path, monkeypatch, asked, expected):
     loaders = []
     monkeypatch.setattr(writing, "available_cpus", lambda: 5)
-    monkeypatch.setattr(writing, "Loader", lambda **options: loaders.append(Loader(**options)) or loaders[-1])
+    monkeypatch.setattr(writing, "Loader", lambda **options: loaders.append(LoaderConfig(**options)) or loaders[-1])
     write_files({"": Numbers(10)}, tmp_path / "x.h5", Writing(n_threads=asked))
     assert [each.num_readers for each in loaders] == [expected]
 

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from fastgpu.dataset.source import ItemDataset
 from fastgpu.diagnose.bench import Bench
 from fastgpu.diagnose.ceilings import Loop, Meter, Supply, copies, first_blocks, open_supplies, read_pool
-from fastgpu.process.config import Config, Loader, Tier
+from fastgpu.process.config import Config, LoaderConfig, Tier
 from fastgpu.process.config_loader import load_config
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Dataset
@@ -52,10 +52,10 @@ def loop_of(step: Callable[[Rows], object], source: Dataset, echo: float = 1.0, 
 @pytest.mark.parametrize("passes", [1, 2])
 def test_ceilings_pools_are_those_of_the_feed(rows, passes):
     """The loop sees each row of an epoch once for each pass, and the feed of few blocks gives only their rows."""
-    source, order = rows
+    source, sampler = rows
     trained: list[list[int]] = []
-    supplies = open_supplies(loop_of(lambda rows: trained.append(numbers_of(rows["images"])), source, passes), order)
-    assert supplies["real"].train(order.pools_per_epoch) == len(trained) == passes * N_ROWS // BATCH_SIZE
+    supplies = open_supplies(loop_of(lambda rows: trained.append(numbers_of(rows["images"])), source, passes), sampler)
+    assert supplies["real"].train(sampler.pools_per_epoch) == len(trained) == passes * N_ROWS // BATCH_SIZE
     assert sorted(chain(*trained)) == sorted([*range(N_ROWS)] * passes)
     assert supplies["real"].drain(8) == 8 * passes * POOL_BATCHES  # steps, of which none is made
     assert len(trained) == passes * N_ROWS // BATCH_SIZE
@@ -70,19 +70,19 @@ def test_ceilings_pools_are_those_of_the_feed(rows, passes):
 def test_ceilings_small_pools_ask_workers_as_often(run_batches, n_asks):
     """Otherwise some of them would wait, and more workers would seem to gain less than they do."""
     source = ItemDataset("made up", TensorDataset(torch.zeros(16_000, 1)), {"x": "x"})
-    order = BlockSampler(source.block_rows, BATCH_SIZE)
+    sampler = BlockSampler(source.block_rows, BATCH_SIZE)
     config = config_of(n_readers=0).resolved(data={"pool_batches": run_batches})
-    supply = Supply(loop_of(lambda _: None, source)._replace(config=config), order)
-    plan = next(supply.feed.order.pools(0))
+    supply = Supply(loop_of(lambda _: None, source)._replace(config=config), sampler)
+    plan = next(supply.feed.sampler.pools(0))
     assert len([*plan.reads.split(supply.feed.readers.rows_per_job)]) == n_asks
-    np.testing.assert_array_equal(plan.row_ids, next(order.pools(0)).row_ids)
+    np.testing.assert_array_equal(plan.row_ids, next(sampler.pools(0)).row_ids)
     supply.feed.close()
 
 
 def test_ceilings_first_blocks(ragged_rows):
     few = first_blocks(ragged_rows, BlockSampler(ragged_rows.block_rows, 8, seed=None))
     assert 2 * 8 <= few.n_rows < len(ragged_rows)
-    batch = read_pool(ragged_rows, BlockSampler(few.selection, few.n_rows, seed=None), Loader())
+    batch = read_pool(ragged_rows, BlockSampler(few.selection, few.n_rows, seed=None), LoaderConfig())
     assert batch["number"].tolist() == list(range(few.n_rows))
     np.testing.assert_array_equal(batch["items"].offsets.diff(), ragged_rows.stored_lengths["items"][: few.n_rows])
 
@@ -118,7 +118,7 @@ def test_ceilings_work_of_a_real_gpu():
 @pytest.mark.gpu
 @needs_gpu
 def test_ceilings_pools_are_copied_to_a_gpu(ragged_rows):
-    pool = read_pool(ragged_rows, BlockSampler(ragged_rows.block_rows, BATCH_SIZE, pool_batches=4), Loader())
+    pool = read_pool(ragged_rows, BlockSampler(ragged_rows.block_rows, BATCH_SIZE, pool_batches=4), LoaderConfig())
     work = copies(loop_of(lambda _: None, ragged_rows)._replace(device=torch.device("cuda", 0)), pool)
     before = torch.cuda.memory_allocated()
     assert work(3) == 12

@@ -150,7 +150,7 @@ def measure_rank(world: World, path: str, times: Times) -> Measured:
     step_s = times.step_s * factor * (2.5 if world.rank == times.slow_rank else 1.0)
     source = open_rows(path, times)
     shard = Shard(world.rank, world.world_size)
-    order = BlockSampler(source, times.batch_size, shard, max(1, int(POOL_BATCHES / factor)))
+    sampler = BlockSampler(source, times.batch_size, shard, max(1, int(POOL_BATCHES / factor)))
 
     def transform(rows: Rows) -> Rows:
         device.queue(times.transform_s * factor)
@@ -167,10 +167,10 @@ def measure_rank(world: World, path: str, times: Times) -> Measured:
         device.queue(times.exchange_s)
 
     config = config_of(n_readers=times.n_readers, echo=times.echo).resolved(data={"pool_batches": RUN_POOL_BATCHES})
-    batch = read_pool(source, order, config.loader).slice(0, times.batch_size)
+    batch = read_pool(source, sampler, config.loader).slice(0, times.batch_size)
     loop = Loop(transform, step, local_step, batch, source, config, CPU)
     copy = partial(repeat, lambda: time.sleep(times.copy_s)) if times.copy_s else None
-    measured = measure(device, loop, order, copy, stop=lambda m: len(m.loop) == 3)
+    measured = measure(device, loop, sampler, copy, stop=lambda m: len(m.loop) == 3)
     source.close()
     return measured
 

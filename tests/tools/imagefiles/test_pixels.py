@@ -8,8 +8,8 @@ from PIL import Image
 
 from fastgpu.convert.images.readers import Masks, keep, read_mask
 from fastgpu.imagefiles.pixels import UprightImage, decode, open_upright, read_preprocessing
+from fastgpu.images.crops import Box, Preprocessing
 from fastgpu.images.decode import EncodedImage
-from fastgpu.images.parts import Box, Preprocessing
 from fastgpu.process.launch import UserError
 from support.images import KINDS, bytes_of, encoded, file_of, pixels
 

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from fastgpu.images.column import ImageCodec
-from fastgpu.images.parts import Preprocessing
+from fastgpu.images.crops import Preprocessing
 from fastgpu.predict.inputs import open_batches, open_inputs, places_of
 from fastgpu.predict.model import export, load_model
 from fastgpu.process.launch import UserError
@@ -64,7 +64,7 @@ def test_rows_to_predict_have_places(tmp_path, monkeypatch):
     rows = open_store("INPUT", ["b.h5", "a.h5"], {"x": "x"})
     files = [("https://h/x.h5?signature=1", "/"), ("https://h/y.h5?signature=2", "/val")]
     monkeypatch.setattr(type(rows), "files", files)
-    monkeypatch.setattr(type(rows), "sources", lambda *_: [])
+    monkeypatch.setattr(type(rows), "origins", lambda *_: [])
     assert {*places_of(rows)["file"]} == {"https://h/x.h5?...", "https://h/y.h5?...::/val"}
 
 

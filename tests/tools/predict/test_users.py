@@ -81,7 +81,7 @@ def test_users_have_the_rows_that_convert_writes(tmp_path, monkeypatch, repeats)
     store = open_store("x", "y-train.h5", {"items": "items"})
     items = read_rows(store)["items"]
     expected = {
-        user: items.values[slice(*items.offsets[row : row + 2])].tolist() for row, user in enumerate(store.sources())
+        user: items.values[slice(*items.offsets[row : row + 2])].tolist() for row, user in enumerate(store.origins())
     }
     expected.pop("last")
     found = read_users("x.csv", store.fields["items"].n_items or 0, store.attributes)

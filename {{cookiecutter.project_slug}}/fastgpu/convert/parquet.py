@@ -116,7 +116,7 @@ class ParquetFiles:
         groups = np.searchsorted(self._starts, rows, "right") - 1
         return groups, rows - self._starts[groups]
 
-    def sources(self, rows: np.ndarray) -> list[str]:
+    def origins(self, rows: np.ndarray) -> list[str]:
         """The origin of each row: its file, and its number in the file, from 0."""
         groups, places = self.groups_of(rows)
         found = [self._groups[group] for group in groups.tolist()]
@@ -124,7 +124,7 @@ class ParquetFiles:
 
     def where(self, row: int) -> str:
         """The origin of one row."""
-        return self.sources(np.array([row]))[0]
+        return self.origins(np.array([row]))[0]
 
     def folder_of(self, group: int) -> Path:
         """The folder of the file that has a row group."""

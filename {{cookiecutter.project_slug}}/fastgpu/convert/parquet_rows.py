@@ -127,8 +127,8 @@ class ParquetRows(Reader):
     def where(self, row: int) -> str:
         return self._files.where(row)
 
-    def sources(self, row_ids: np.ndarray) -> list[str]:
-        return self._files.sources(row_ids)
+    def origins(self, row_ids: np.ndarray) -> list[str]:
+        return self._files.origins(row_ids)
 
     def read_rows(self, rows: np.ndarray, seed: int, epoch: int, repeats: np.ndarray) -> Columns:
         """See `Reader`. Rows of one row group should be neighbours."""

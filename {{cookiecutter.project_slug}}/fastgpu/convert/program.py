@@ -11,7 +11,7 @@ from fastgpu.convert.splits import Split, limit_parts, split_rows
 from fastgpu.convert.summary import Stored, check_rows, damaged, describe_rows, fields_of, inspect
 from fastgpu.convert.writing import Writing, write_files
 from fastgpu.dataset.source import ItemDataset, make_dataset
-from fastgpu.process.config import Loader
+from fastgpu.process.config import LoaderConfig
 from fastgpu.process.launch import UserError, list_first, warn
 from fastgpu.process.machine import available_cpus
 from fastgpu.rows.contract import Dataset
@@ -79,7 +79,7 @@ def _write_items(asked: command.Dataset) -> None:
             "one draw of each, the same in each epoch; leave that to `transform` of the workload"
         )
     if n_workers:
-        source = source.with_workers(n_workers, Loader().timeout_s)
+        source = source.with_workers(n_workers, LoaderConfig().timeout_s)
     with closing(source):
         write(source, asked)
 

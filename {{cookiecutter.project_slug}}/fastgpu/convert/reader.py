@@ -105,7 +105,7 @@ class Reader(ItemSource):
         """The origin of a row, for messages."""
         return f"{self.name}: row {row}"
 
-    def sources(self, row_ids: np.ndarray) -> list[str]:
+    def origins(self, row_ids: np.ndarray) -> list[str]:
         """The origin of each row, which is stored with the rows."""
         return list(map(self.where, row_ids.tolist()))
 

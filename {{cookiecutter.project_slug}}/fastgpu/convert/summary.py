@@ -20,7 +20,7 @@ from fastgpu.rows.contract import Dataset
 from fastgpu.storage.chunks import CHECKSUMS
 from fastgpu.storage.file import OpenFile, split_group
 from fastgpu.storage.filters import filters_of
-from fastgpu.storage.hdf5 import SOURCES, dtype_of, find, look_up, open_file
+from fastgpu.storage.hdf5 import ORIGINS, dtype_of, find, look_up, open_file
 from fastgpu.storage.layout import Layout, open_layout
 from fastgpu.storage.store import open_store
 
@@ -48,7 +48,7 @@ class Contents(NamedTuple):
     file: OpenFile
     datasets: dict[str, h5py.Dataset]
     """{path: dataset of numbers with rows}"""
-    sources: list[h5py.Dataset]
+    origins: list[h5py.Dataset]
     """Origins of rows."""
     left_out: dict[str, str]
     """{path of anything else: the reason why it is not read}"""
@@ -72,8 +72,8 @@ def _open(path: str) -> Iterator[Contents]:
                 if isinstance(item, h5py.Group) and name != CHECKSUMS and item not in seen:
                     seen.add(item)
                     groups.append(item)
-                elif isinstance(item, h5py.Dataset) and name == SOURCES:
-                    found.sources.append(item)
+                elif isinstance(item, h5py.Dataset) and name == ORIGINS:
+                    found.origins.append(item)
                 elif isinstance(item, h5py.Dataset) and item.ndim and len(item) and dtype_of(item).kind in "buif":
                     # In a CSR matrix of ones, the values are a fill value and take no bytes in the file.
                     is_of_ones = name == "data" and "indptr" in parent and item.fillvalue == 1
@@ -153,7 +153,7 @@ def damaged(path: str) -> list[str]:
                 layouts.append(open_layout(f"{path}: {place}", data, found.file))
             except UserError as error:
                 damages.append(str(error))
-        for data in found.sources:
+        for data in found.origins:
             try:
                 for chunk in data.iter_chunks() if data.chunks else [()]:
                     data[chunk]

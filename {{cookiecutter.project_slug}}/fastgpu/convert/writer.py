@@ -23,7 +23,7 @@ import numpy as np
 from fastgpu.process.launch import ESCAPES
 from fastgpu.rows.rows import Field, RaggedArray
 from fastgpu.storage.chunks import CHECKSUMS
-from fastgpu.storage.hdf5 import SOURCES
+from fastgpu.storage.hdf5 import ORIGINS
 from fastgpu.storage.layout import BLOCK_BYTES, COLUMN_BYTES, MIN_BLOCKS
 
 CODECS = {0xFF: "jpeg", 0x89: "png", 0x52: "webp"}
@@ -32,7 +32,7 @@ Compression = Literal["none", "gzip"]
 RAGGED_BLOCK_BYTES = BLOCK_BYTES // 8
 """Blocks of ragged values are smaller, since a block is decoded as a whole, and rows begin inside of it."""
 MIN_CHUNK_BYTES = 16 << 10
-SOURCES_PER_CHUNK = 4096
+ORIGINS_PER_CHUNK = 4096
 INDPTR = Field(np.dtype(np.int64), ())
 STATISTICS_ROWS = 10_000
 """Maximum number of images that the mean is taken of. Its error is then below 1 % of the standard deviation."""
@@ -96,22 +96,22 @@ def write_attributes(group: h5py.Group, attributes: Mapping[str, Any]) -> None:
         group.attrs[name] = array
 
 
-def write_sources(file: h5py.File, sources: Sequence[str]) -> None:
+def write_origins(file: h5py.File, origins: Sequence[str]) -> None:
     """Write the origin of each row, if it is known, as texts of a fixed length, compressed to a few bytes each.
 
     HDF5 keeps texts of variable length in a heap, which no filter compresses, with 32 bytes a row beside the text.
     """
-    if not any(sources):
+    if not any(origins):
         return
-    kind = h5py.string_dtype("utf-8", max(len(_encode_source(each)) for each in sources))
-    how = {"chunks": (min(len(sources), SOURCES_PER_CHUNK),), "compression": 1, "fletcher32": True}
-    data = file.create_dataset(SOURCES, (len(sources),), kind, **how)
-    for start in range(0, len(sources), SOURCES_PER_CHUNK):
-        stop = start + SOURCES_PER_CHUNK
-        data[start:stop] = np.array([_encode_source(each) for each in sources[start:stop]], kind)
+    kind = h5py.string_dtype("utf-8", max(len(_encode_origin(each)) for each in origins))
+    how = {"chunks": (min(len(origins), ORIGINS_PER_CHUNK),), "compression": 1, "fletcher32": True}
+    data = file.create_dataset(ORIGINS, (len(origins),), kind, **how)
+    for start in range(0, len(origins), ORIGINS_PER_CHUNK):
+        stop = start + ORIGINS_PER_CHUNK
+        data[start:stop] = np.array([_encode_origin(each) for each in origins[start:stop]], kind)
 
 
-def _encode_source(text: str) -> bytes:
+def _encode_origin(text: str) -> bytes:
     """An origin in UTF-8, with escapes for characters that cannot be printed."""
     # Few names need escapes, and looking at each character is slow.
     return (text if text.isprintable() else text.translate(ESCAPES)).encode()

@@ -15,11 +15,11 @@ from tqdm import tqdm
 from fastgpu.convert.broken import broken_list, in_order, refuse_broken, skipped_list, write_lines
 from fastgpu.convert.reader import Reader, where_from
 from fastgpu.convert.splits import SPLITS
-from fastgpu.convert.writer import Compression, write_attributes, write_rows, write_sources
+from fastgpu.convert.writer import Compression, write_attributes, write_origins, write_rows
 from fastgpu.dataset.items import Columns
 from fastgpu.dataset.source import ItemDataset
 from fastgpu.feed import PrefetchLoader
-from fastgpu.process.config import Loader
+from fastgpu.process.config import LoaderConfig
 from fastgpu.process.files import flush, new_file
 from fastgpu.process.launch import UserError, warn
 from fastgpu.process.machine import available_cpus, free_host_bytes
@@ -97,8 +97,8 @@ def write_files(
         for name, part in parts.items():
             with h5py.File(partial[name], "r+", locking=False) as file:
                 write_attributes(file, facts)
-                if hasattr(part, "sources"):
-                    write_sources(file, part.sources(np.concatenate(whole[name].row_ids)))
+                if hasattr(part, "origins"):
+                    write_origins(file, part.origins(np.concatenate(whole[name].row_ids)))
             flush(partial[name])  # a full disk raises here, before the first file gets its name
     broken_list(target).unlink(missing_ok=True)  # left by an earlier attempt
     skipped.unlink(missing_ok=True)  # it belongs to the replaced files
@@ -149,7 +149,7 @@ class _WholeRows:
                 elif len(odd_rows):
                     self.n_odd[name] += len(odd_rows)
             self.n_came += len(row_ids)
-            if hasattr(self._part, "sources"):
+            if hasattr(self._part, "origins"):
                 self.row_ids.append(row_ids[is_whole])
             yield columns if is_whole.all() else {name: _keep(column, is_whole) for name, column in columns.items()}
 
@@ -194,10 +194,10 @@ def _read(source: Dataset, how: Writing, name: str) -> Generator[Pool]:
         pool_rows = min(pool_rows, POOL_ROWS_IN_ORDER)
     batch_size = max(1, BLOCK_BYTES // source.row_bytes)
     pool_batches = -(-pool_rows // batch_size)
-    order = BlockSampler(source, batch_size, pool_batches=pool_batches, seed=how.seed, drop_last=False)
+    sampler = BlockSampler(source, batch_size, pool_batches=pool_batches, seed=how.seed, drop_last=False)
     n_workers = source.n_workers if isinstance(source, ItemDataset) else 0
-    loader = Loader(num_readers=how.n_threads or available_cpus(), num_workers=n_workers, prefetch_pools=1)
-    feed = PrefetchLoader(source, order, torch.device("cpu"), loader, n_epochs=1)
+    loader = LoaderConfig(num_readers=how.n_threads or available_cpus(), num_workers=n_workers, prefetch_pools=1)
+    feed = PrefetchLoader(source, sampler, torch.device("cpu"), loader, n_epochs=1)
     with closing(feed), tqdm(total=len(source), unit="rows", unit_scale=True, desc=name, disable=None) as bar:
         for pool in feed.pools(0):
             yield pool

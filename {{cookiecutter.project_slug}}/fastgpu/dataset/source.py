@@ -208,9 +208,9 @@ class ItemDataset(ItemSource):
         return None
 
 
-def rows_per_ask(source: Dataset, order: BlockSampler) -> int:
+def rows_per_ask(source: Dataset, sampler: BlockSampler) -> int:
     """Number of rows in a request to a worker."""
-    of_pool = max(order.batch_size, order.max_pool_rows // ASKS_PER_POOL)
+    of_pool = max(sampler.batch_size, sampler.max_pool_rows // ASKS_PER_POOL)
     return max(1, min(of_pool, ASK_BYTES // source.row_bytes))
 
 

@@ -49,7 +49,7 @@ class Bench:
             first = next(iter(self._other.batches(0)))
             batch = first.take(torch.arange(len(first)))  # a loader may use the memory of a batch again
         else:
-            batch = read_pool(parts.splits.train, self._next_order(), self.config.loader).to(world.device)
+            batch = read_pool(parts.splits.train, self._next_sampler(), self.config.loader).to(world.device)
         self.loop = _make_loop(train, self.parts, batch, world)._replace(other=self._other)
         self.loop.step()  # DDP needs a step before the bare model runs, so this is the first
         self.loop.local_step(self.loop.transform(self.loop.batch))
@@ -62,8 +62,8 @@ class Bench:
         """Every part of the training loop."""
         copy = None
         if self.world.device.type == "cuda" and self.loop.tier != "device" and not self._other:
-            copy = ceilings.copies(self.loop, read_pool(self.loop.source, self._next_order(), self.config.loader))
-        return ceilings.measure(self.meter, self.loop, self._next_order(), copy)
+            copy = ceilings.copies(self.loop, read_pool(self.loop.source, self._next_sampler(), self.config.loader))
+        return ceilings.measure(self.meter, self.loop, self._next_sampler(), copy)
 
     def try_readers(self) -> tuple[str, float]:
         """The setting for twice as many readers, and the seconds per step of the supply with this setting."""
@@ -83,7 +83,7 @@ class Bench:
 
     def trace(self, n_steps: int, path: Path) -> None:
         """Write a profile of some steps of the loop, on rank 0."""
-        supply = open_supplies(self.loop, self._next_order())["real"]
+        supply = open_supplies(self.loop, self._next_sampler())["real"]
         steps = (step for _ in count() for step in supply.steps())
         next(steps)
         with torch.profiler.profile() as profile:
@@ -96,14 +96,14 @@ class Bench:
 
     def _supply_s(self, loop: Loop) -> float:
         """Seconds per step of the supply of a loop, without the pools that are ready at the start."""
-        supply = Supply(loop, self._next_order())
+        supply = Supply(loop, self._next_sampler())
         supply.drain(supply.n_ready)
         _, _, ranks_s = self.meter.run(supply.drain, 4 * supply.n_joint)
         supply.close()
         return max(ranks_s)
 
-    def _next_order(self) -> BlockSampler:
-        """Another order each time, so that a later measurement does not find its blocks in the page cache."""
+    def _next_sampler(self) -> BlockSampler:
+        """A sampler with another order each time: a later measurement must not find its blocks in the page cache."""
         self._seed += 1
         data, rows, n_ranks = self.config.data, self.parts.splits.train, self.world.world_size
         shard = Shard(self.world.rank, n_ranks, int(data.canonical_ranks))

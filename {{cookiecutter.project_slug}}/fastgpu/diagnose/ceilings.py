@@ -26,7 +26,7 @@ from fastgpu.feed.loader import Loader
 from fastgpu.feed.prefetch import PrefetchLoader
 from fastgpu.feed.readers import choose_readers
 from fastgpu.feed.tiers import ResidentRows, one_ahead, open_loader
-from fastgpu.process import config
+from fastgpu.process.config import Config, LoaderConfig
 from fastgpu.process.machine import available_cpus
 from fastgpu.process.world import World
 from fastgpu.rows.contract import Dataset
@@ -57,7 +57,7 @@ class Loop(NamedTuple):
     batch: Rows
     """One batch, which stays on the device."""
     source: Dataset
-    config: config.Config
+    config: Config
     """Without `auto`."""
     device: torch.device
     other: Loader | None = None
@@ -86,24 +86,24 @@ class Supply:
     n_joint = 1
     """Pools that may arrive at the same time, because as many worker processes started at the same time."""
 
-    def __init__(self, loop: Loop, order: BlockSampler):
+    def __init__(self, loop: Loop, sampler: BlockSampler):
         source, (_, n_readers) = loop.source, loop.readers
         self._loop = loop
-        order_of_run = order
+        sampler_of_run = sampler
         if loop.tier != "device":
             self.n_ready = loop.config.loader.prefetch_pools + 1
         if loop.tier == "disk" and isinstance(source, ItemDataset):
             # A pool of a run, which may be larger, has work for all workers: a small one is cut into smaller parts.
-            epoch_batches = order.pools_per_epoch * order.pool_batches
+            epoch_batches = sampler.pools_per_epoch * sampler.pool_batches
             n_parts = min(PARTS * max(1, n_readers), int(loop.config.data.pool_batches), epoch_batches)
-            order = copy(order)
-            order.batch_size = min(order.batch_size, max(1, order.max_pool_rows // n_parts))
+            sampler = copy(sampler)
+            sampler.batch_size = min(sampler.batch_size, max(1, sampler.max_pool_rows // n_parts))
             self.n_joint = max(1, min(self.n_ready, ceil(n_readers / n_parts)))
         settings = loop.config.resolved(train={"epochs": MAX_EPOCHS})
-        self.feed = open_loader(source, order, ResidentRows([source], settings, loop.device), settings)
-        self.feed.order = order_of_run
+        self.feed = open_loader(source, sampler, ResidentRows([source], settings, loop.device), settings)
+        self.feed.sampler = sampler_of_run
         self.feed.prepare()  # reads rows that stay in memory before the feed is measured
-        self.n_first = self.n_ready + order_of_run.pools_per_epoch
+        self.n_first = self.n_ready + sampler_of_run.pools_per_epoch
         self._pools = (pool for epoch in count() for pool in self.feed.pools(epoch))
 
     def steps(self) -> Iterator[object]:
@@ -155,32 +155,32 @@ class OtherSupply:
 Supplies = Mapping[str, Supply | OtherSupply]
 
 
-def open_supplies(loop: Loop, order: BlockSampler) -> Supplies:
+def open_supplies(loop: Loop, sampler: BlockSampler) -> Supplies:
     """real: the feed of a run; cached: a feed that reads the same few blocks of files again and again."""
     if loop.other:
         return {"real": OtherSupply(loop, loop.other)}
-    supplies: dict[str, Supply | OtherSupply] = {"real": Supply(loop, order)}
+    supplies: dict[str, Supply | OtherSupply] = {"real": Supply(loop, sampler)}
     stored = loop.source.whole or loop.source
     reads_apart = isinstance(stored, HDF5Dataset) and not stored.file.is_direct  # from decoding
     if loop.tier == "disk" and reads_apart:
-        supplies["cached"] = Supply(loop, first_blocks(loop.source, order))
+        supplies["cached"] = Supply(loop, first_blocks(loop.source, sampler))
     return supplies
 
 
-def first_blocks(source: Dataset, order: BlockSampler) -> BlockSampler:
-    """An order of the same kind over the first blocks.
+def first_blocks(source: Dataset, sampler: BlockSampler) -> BlockSampler:
+    """A sampler of the same kind over the first blocks.
 
     These are two pools for all ranks, and at least one block for each canonical rank.
     """
-    n_rows = 2 * order.pool_batches * order.global_batch_size
+    n_rows = 2 * sampler.pool_batches * sampler.global_batch_size
     n_blocks = int(np.searchsorted(np.cumsum(source.block_rows), n_rows)) + 1
-    block_rows = source.block_rows[: max(order.canonical_ranks, n_blocks)]
-    return BlockSampler(block_rows, order.batch_size, order.shard, order.pool_batches, seed=order.seed)
+    block_rows = source.block_rows[: max(sampler.canonical_ranks, n_blocks)]
+    return BlockSampler(block_rows, sampler.batch_size, sampler.shard, sampler.pool_batches, seed=sampler.seed)
 
 
-def read_pool(source: Dataset, order: BlockSampler, loader: config.Loader) -> Rows:
+def read_pool(source: Dataset, sampler: BlockSampler, loader: LoaderConfig) -> Rows:
     """The first pool of epoch 0 on the host, in memory of its own, without gaps between ragged values."""
-    feed = PrefetchLoader(source, order, torch.device("cpu"), one_ahead(loader))
+    feed = PrefetchLoader(source, sampler, torch.device("cpu"), one_ahead(loader))
     rows = next(feed.pools(0)).rows
     pool = rows.take(torch.arange(len(rows)))
     feed.close()
@@ -278,7 +278,7 @@ class _Round(NamedTuple):
 def measure(
     meter: Meter,
     loop: Loop,
-    order: BlockSampler,
+    sampler: BlockSampler,
     copy: Work | None = None,
     *,
     stop: Callable[[Measured], bool] = is_enough,
@@ -291,7 +291,7 @@ def measure(
     observed = partial(repeat, lambda: loop.local_step(loop.transform(loop.batch)), OBSERVED_STEPS)
     busy_s = world.all_reduce_max(meter.busy_s(observed)) / OBSERVED_STEPS
     syncs = tuple(meter.syncs(observed))
-    supplies = open_supplies(loop, order)
+    supplies = open_supplies(loop, sampler)
     tasks = _tasks(loop, supplies, copy, world)
     n_units = {name: task.multiple for name, task in tasks.items()}
     has_workers = isinstance(loop.source, ItemDataset) and loop.tier == "disk" and not loop.other
@@ -304,7 +304,7 @@ def measure(
         world.print_once(f"measuring: round {number + 1} of at most {MAX_ROUNDS}")
         rounds.append(_measure_round(meter, tasks, n_units, n_workers))
         measured = Measured(
-            batch_size=order.global_batch_size,
+            batch_size=sampler.global_batch_size,
             **_join(rounds),
             busy_s=busy_s or None,
             syncs=syncs,

@@ -62,21 +62,21 @@ class PoolLoader(Loader):
     factor of about 4 with random augmentation, and less without.
     """
 
-    def __init__(self, source: Dataset, order: BlockSampler, echo: float = 1.0):
-        """order: the sampler that plans the pools. echo: passes over each pool; 2.5 means 2, 3, 2, 3, ...
+    def __init__(self, source: Dataset, sampler: BlockSampler, echo: float = 1.0):
+        """sampler: plans the pools. echo: passes over each pool; 2.5 means 2, 3, 2, 3, ...
 
         Raises ValueError if `echo` is above 1 and the sampler may give batches that are not full.
         """
         self.source = source
-        self.order = order
+        self.sampler = sampler
         self._milli_echo = round(1000 * echo)
-        if self._milli_echo > 1000 and not order.drop_last:
+        if self._milli_echo > 1000 and not sampler.drop_last:
             raise ValueError("an echo above 1 needs full batches: use a sampler with drop_last=True")
 
     @property
     def fingerprint(self) -> Mapping[str, object]:
         return {
-            **self.order.fingerprint,
+            **self.sampler.fingerprint,
             **self.source.cut,
             "echo": self._milli_echo / 1000,
             "content": self.source.fingerprint,
@@ -94,32 +94,34 @@ class PoolLoader(Loader):
         self.prepare()
         # Find the pool of step `start`, and the number of its steps that are done.
         number = 0
-        while number < self.order.pools_per_epoch and start >= self.steps_on_pool(epoch, number):
+        while number < self.sampler.pools_per_epoch and start >= self.steps_on_pool(epoch, number):
             start -= self.steps_on_pool(epoch, number)
             number += 1
         return islice(chain.from_iterable(map(self.echo, self.pools(epoch, number))), start, None)
 
     def steps_per_epoch(self, epoch: int) -> int:
-        n_pools = self.order.pools_per_epoch
+        n_pools = self.sampler.pools_per_epoch
         # The last pool of an epoch may be smaller.
-        n_missing = self.order.pool_batches - self.order.batches_in(n_pools - 1)
-        return self._passes(epoch, 0, n_pools) * self.order.pool_batches - self._passes(epoch, n_pools - 1) * n_missing
+        n_missing = self.sampler.pool_batches - self.sampler.batches_in(n_pools - 1)
+        return (
+            self._passes(epoch, 0, n_pools) * self.sampler.pool_batches - self._passes(epoch, n_pools - 1) * n_missing
+        )
 
     def steps_on_pool(self, epoch: int, number: int) -> int:
         """Number of batches that `echo` makes of this pool."""
-        return self._passes(epoch, number) * self.order.batches_in(number)
+        return self._passes(epoch, number) * self.sampler.batches_in(number)
 
     def echo(self, pool: Pool) -> Iterator[Rows]:
         """The batches of a pool. The first pass yields views; each further pass shuffles the pool and yields copies."""
-        size, n_rows, n_real = self.order.batch_size, pool.plan.n_rows, pool.plan.n_real_rows
+        size, n_rows, n_real = self.sampler.batch_size, pool.plan.n_rows, pool.plan.n_real_rows
         for begin in range(0, n_rows, size):
             # Cut off the padding at the end of the pool.
             yield pool.rows.slice(min(begin, n_real), min(begin + size, n_real))
         # The sizes of ragged batches depend on the order, and the host has to know them.
         has_ragged = any(isinstance(column, Ragged) for column in pool.rows.columns.values())
         device = torch.device("cpu") if has_ragged else pool.rows.device
-        for order in self._new_orders(pool.plan, device):
-            yield from map(pool.rows.take, order.split(size))
+        for places in self._new_orders(pool.plan, device):
+            yield from map(pool.rows.take, places.split(size))
 
     def _new_orders(self, plan: PoolPlan, device: torch.device) -> Iterator[Tensor]:
         """(n_rows,) places of a pool, shuffled again for each pass after the first pass.
@@ -130,12 +132,12 @@ class PoolLoader(Loader):
         n_more = self._passes(plan.epoch, plan.number) - 1
         if not n_more:  # without an echo, batches may be short
             return
-        n_ranks = self.order.canonical_ranks // self.order.num_replicas
-        ranks = range(self.order.rank * n_ranks, (self.order.rank + 1) * n_ranks)
+        n_ranks = self.sampler.canonical_ranks // self.sampler.num_replicas
+        ranks = range(self.sampler.rank * n_ranks, (self.sampler.rank + 1) * n_ranks)
         # The 1 distinguishes these seeds from the seeds of steps.
-        seeds = [make_seed(self.order.seed, plan.epoch, plan.number, rank, 1) for rank in ranks]
+        seeds = [make_seed(self.sampler.seed, plan.epoch, plan.number, rank, 1) for rank in ranks]
         rngs = [torch.Generator(device).manual_seed(seed) for seed in seeds]
-        places = torch.arange(plan.n_rows, device=device).view(-1, n_ranks, self.order.batch_size // n_ranks)
+        places = torch.arange(plan.n_rows, device=device).view(-1, n_ranks, self.sampler.batch_size // n_ranks)
         by_rank = places.transpose(0, 1)
         places_of_ranks = by_rank.reshape(n_ranks, -1)
         for _ in range(n_more):
@@ -145,5 +147,5 @@ class PoolLoader(Loader):
 
     def _passes(self, epoch: int, number: int, n_pools: int = 1) -> int:
         """Passes over `n_pools` pools from this one on, which follow from its number in the run: no state is saved."""
-        start = epoch * self.order.pools_per_epoch + number
+        start = epoch * self.sampler.pools_per_epoch + number
         return (start + n_pools) * self._milli_echo // 1000 - start * self._milli_echo // 1000

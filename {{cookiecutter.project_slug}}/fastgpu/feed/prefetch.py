@@ -38,7 +38,7 @@ import torch
 from fastgpu.dataset.source import ItemSource
 from fastgpu.feed.loader import Loader, PoolLoader
 from fastgpu.feed.readers import Readers
-from fastgpu.process import config
+from fastgpu.process.config import LoaderConfig
 from fastgpu.process.launch import HangError
 from fastgpu.process.world import with_index
 from fastgpu.rows.contract import Dataset, Out, Pool, PoolPlan, Reads
@@ -89,9 +89,9 @@ class PrefetchLoader(PoolLoader):
     def __init__(
         self,
         source: Dataset,
-        order: BlockSampler,
+        sampler: BlockSampler,
         device: torch.device,
-        loader: config.Loader = config.Loader(),  # noqa: B008 (immutable)
+        loader: LoaderConfig = LoaderConfig(),  # noqa: B008 (immutable)
         *,
         echo: float = 1.0,
         n_epochs: int = sys.maxsize,
@@ -102,7 +102,7 @@ class PrefetchLoader(PoolLoader):
         past the last epoch; after it the threads end, until another epoch is asked for. 0: every epoch counts as the
         last. Raises UserError if the processes cannot be started.
         """
-        super().__init__(source, order, echo)
+        super().__init__(source, sampler, echo)
         self._n_epochs = n_epochs
         self._timeout_s = loader.timeout_s
         self._hang_error = HangError(f"no rows have come from {source.name} in loader.timeout_s ({loader.timeout_s} s)")
@@ -112,7 +112,7 @@ class PrefetchLoader(PoolLoader):
         if self._stream:
             # Kernels of a previous owner of the slots' memory may still run on the loop's stream.
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        self.readers = Readers(source, order, loader)
+        self.readers = Readers(source, sampler, loader)
         self._threads: list[threading.Thread] = []
         self._next: tuple[int, int] | None = None  # (epoch, number) of the pools that are being read now
         # The threads are daemons, so that a thread that hangs does not keep Python from ending. But a thread that runs
@@ -120,7 +120,9 @@ class PrefetchLoader(PoolLoader):
         atexit.register(self.close)
 
     def _make_slot(self) -> _Slot:
-        host = Rows.empty(self.source.fields, self.order.max_pool_rows, torch.device("cpu"), pinned=bool(self._stream))
+        host = Rows.empty(
+            self.source.fields, self.sampler.max_pool_rows, torch.device("cpu"), pinned=bool(self._stream)
+        )
         if self._stream is None:
             return _Slot(host, host)
         copied = torch.cuda.Event(blocking=True)  # blocking: a thread that waits sleeps instead of occupying a CPU
@@ -129,11 +131,11 @@ class PrefetchLoader(PoolLoader):
     def pools(self, epoch: int, first_pool: int = 0) -> Iterator[Pool]:
         """See `PoolLoader`. Raises the error of a reader, with its traceback."""
         self.prepare()
-        if first_pool == self.order.pools_per_epoch:
+        if first_pool == self.sampler.pools_per_epoch:
             return
         if self._next != (epoch, first_pool):
-            later = map(self.order.pools, range(epoch + 1, self._n_epochs))
-            self._start(chain(self.order.pools(epoch, first_pool), chain.from_iterable(later)))
+            later = map(self.sampler.pools, range(epoch + 1, self._n_epochs))
+            self._start(chain(self.sampler.pools(epoch, first_pool), chain.from_iterable(later)))
         self._next = None  # until all pools of this epoch have been taken
         while True:
             while not self.readers.n_threads and self._ready.empty():
@@ -152,7 +154,7 @@ class PrefetchLoader(PoolLoader):
                 torch.cuda.current_stream(self._device).wait_event(slot.copied)
             yield Pool(plan, slot.device.slice(0, plan.n_rows))
             self._release(slot)
-            if plan.number + 1 == self.order.pools_per_epoch:
+            if plan.number + 1 == self.sampler.pools_per_epoch:
                 if epoch + 1 < self._n_epochs:
                     self._next = (epoch + 1, 0)
                 else:

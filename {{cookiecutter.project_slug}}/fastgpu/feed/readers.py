@@ -7,7 +7,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from fastgpu.dataset.source import ItemDataset, rows_per_ask
-from fastgpu.process.config import Loader
+from fastgpu.process.config import LoaderConfig
 from fastgpu.process.launch import read_launch
 from fastgpu.process.machine import cpus_of_rank, lower_priority
 from fastgpu.rows.contract import Dataset
@@ -22,7 +22,7 @@ JOB_BYTES = 1 << 20
 """Minimum size of a job of a reader thread. A pool has at most 8 jobs for each thread."""
 
 
-def choose_readers(source: Dataset, loader: Loader, n_local: int) -> tuple[str, int]:
+def choose_readers(source: Dataset, loader: LoaderConfig, n_local: int) -> tuple[str, int]:
     """(key of section `loader`, number): reader threads of each rank, or worker processes for a torch Dataset.
 
     auto: one for each CPU of the rank. Threads that only copy are at most MAX_READERS; threads that wait for a network
@@ -41,17 +41,17 @@ def choose_readers(source: Dataset, loader: Loader, n_local: int) -> tuple[str, 
 class Readers:
     """The work of the reader threads of a loader, and an account of their time."""
 
-    def __init__(self, source: Dataset, order: BlockSampler, loader: Loader):
+    def __init__(self, source: Dataset, sampler: BlockSampler, loader: LoaderConfig):
         """Start worker processes for a torch Dataset that has none yet. Raises UserError if that is impossible."""
         n_local = read_launch().local_world_size
         _, n_readers = choose_readers(source, loader, n_local)
         self.source = source
         self.n_threads = n_readers
         self.rows_per_job = max(
-            1, JOB_BYTES // max(1, source.row_bytes), order.max_pool_rows // (8 * max(1, n_readers))
+            1, JOB_BYTES // max(1, source.row_bytes), sampler.max_pool_rows // (8 * max(1, n_readers))
         )
         if isinstance(source, ItemDataset):
-            self.rows_per_job = rows_per_ask(source, order)
+            self.rows_per_job = rows_per_ask(source, sampler)
             if n_readers and not source.n_workers:  # a training run has started them when it opened the Dataset
                 self.source = source = source.with_workers(n_readers, loader.timeout_s)
             # While one thread of a worker copies rows to their places, the worker reads for the other thread. Without

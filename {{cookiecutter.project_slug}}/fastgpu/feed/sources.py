@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fastgpu.dataset.source import open_dataset
-from fastgpu.process.config import Config, Data, Loader, share_of
+from fastgpu.process.config import Config, Data, LoaderConfig, share_of
 from fastgpu.process.launch import UserError, read_launch, warn
 from fastgpu.process.machine import cpus_of_rank
 from fastgpu.rows.contract import Dataset
@@ -42,7 +42,7 @@ def open_rows(config: Config) -> Splits:
         return Splits(Dataset(), {}, error)
 
 
-def open_splits(data: Data, loader: Loader, seed: int) -> tuple[Dataset, dict[str, Dataset]]:
+def open_splits(data: Data, loader: LoaderConfig, seed: int) -> tuple[Dataset, dict[str, Dataset]]:
     """The training rows, and {group of the metrics: validation rows}.
 
     This starts the worker processes of a torch Dataset: call it before the process uses CUDA or NCCL. `close` of the
@@ -70,7 +70,9 @@ def _key_of(tag: str) -> str:
     return f"data.{tag.replace('/', '.')}"
 
 
-def _open(key: str, named: str | list[str] | dict[str, float], data: Data, loader: Loader, *, seed: int) -> Dataset:
+def _open(
+    key: str, named: str | list[str] | dict[str, float], data: Data, loader: LoaderConfig, *, seed: int
+) -> Dataset:
     """All rows that a key names, with pixels in place of encoded images."""
     is_train = key == "data.train"
     fields = data.fields if is_train else data.val_fields or data.fields

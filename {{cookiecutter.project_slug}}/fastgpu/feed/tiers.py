@@ -14,7 +14,7 @@ import torch
 from fastgpu.dataset.source import ItemDataset
 from fastgpu.feed.loader import PoolLoader
 from fastgpu.feed.prefetch import PrefetchLoader
-from fastgpu.process.config import Config, Data, Loader, Tier
+from fastgpu.process.config import Config, Data, LoaderConfig, Tier
 from fastgpu.process.launch import UserError, warn
 from fastgpu.process.machine import format_bytes, free_host_bytes
 from fastgpu.rows.contract import Dataset, Pool
@@ -121,18 +121,18 @@ class ResidentRows:
             del self._unread[0]
 
 
-def one_ahead(loader: Loader) -> Loader:
+def one_ahead(loader: LoaderConfig) -> LoaderConfig:
     """The settings with one pool read ahead, which saves memory."""
     return loader.model_copy(update={"prefetch_pools": 1})
 
 
-def _read_all(source: Dataset, rows: Rows, loader: Loader) -> None:
+def _read_all(source: Dataset, rows: Rows, loader: LoaderConfig) -> None:
     """Read all rows of the files in their order. Two pools of host memory are enough."""
     # A batch of 4 MiB is one request to a worker of a Dataset. The plan of a pool has a number for each of its rows.
     batch_size = min(len(rows), max(1, (4 << 20) // source.row_bytes), MAX_BATCH_ROWS)
-    order = BlockSampler(source.block_rows, batch_size, pool_batches=16, seed=None)
+    sampler = BlockSampler(source.block_rows, batch_size, pool_batches=16, seed=None)
     start = 0
-    with closing(PrefetchLoader(source, order, rows.device, loader, n_epochs=1)) as feed:
+    with closing(PrefetchLoader(source, sampler, rows.device, loader, n_epochs=1)) as feed:
         for plan, part in feed.pools(0):
             rows.slice(start, start + plan.n_real_rows).copy_(part.slice(0, plan.n_real_rows))
             start += plan.n_real_rows
@@ -141,19 +141,19 @@ def _read_all(source: Dataset, rows: Rows, loader: Loader) -> None:
 class ResidentLoader(PoolLoader):
     """A loader of rows that stay on the device. One gather makes a pool; no row is read from disk or host memory."""
 
-    def __init__(self, memory: ResidentRows, source: Dataset, order: BlockSampler, echo: float):
-        super().__init__(source, order, echo)
+    def __init__(self, memory: ResidentRows, source: Dataset, sampler: BlockSampler, echo: float):
+        super().__init__(source, sampler, echo)
         self._memory = memory
         self._rows = memory.rows(source)
         # Memory for one pool is enough, because the kernels that fill and use it run in order.
-        self._pool = Rows.empty(source.fields, order.max_pool_rows, self._rows.device)
+        self._pool = Rows.empty(source.fields, sampler.max_pool_rows, self._rows.device)
 
     def prepare(self) -> None:
         self._memory.load()
 
     def pools(self, epoch: int, first_pool: int = 0) -> Iterator[Pool]:
         self.prepare()
-        for plan in self.order.pools(epoch, first_pool):
+        for plan in self.sampler.pools(epoch, first_pool):
             for name, lengths in self.source.stored_lengths.items():
                 self._pool.make_room(name, int(lengths[plan.row_ids].sum(dtype=np.int64)))
             yield Pool(plan, self.source.gather(plan, self._rows, self._pool))
@@ -166,11 +166,18 @@ class HostLoader(PrefetchLoader):
     """A loader of rows that stay in host memory. Pools are copied from there to the device, ahead of the loop."""
 
     def __init__(
-        self, memory: ResidentRows, source: Dataset, order: BlockSampler, loader: Loader, *, echo: float, n_epochs: int
+        self,
+        memory: ResidentRows,
+        source: Dataset,
+        sampler: BlockSampler,
+        loader: LoaderConfig,
+        *,
+        echo: float,
+        n_epochs: int,
     ):
         whole = source.whole or source
         kept = ArrayDataset(source.name, memory.rows(source).numpy(), block_rows=whole.block_rows, fields=whole.fields)
-        super().__init__(source.over(kept), order, memory.device, loader, echo=echo, n_epochs=n_epochs)
+        super().__init__(source.over(kept), sampler, memory.device, loader, echo=echo, n_epochs=n_epochs)
         self.source = source  # the fingerprint is of the rows in the files, not of the arrays
         self._memory = memory
 
@@ -178,14 +185,14 @@ class HostLoader(PrefetchLoader):
         self._memory.load()
 
 
-def open_loader(source: Dataset, order: BlockSampler, memory: ResidentRows, cfg: Config) -> PoolLoader:
+def open_loader(source: Dataset, sampler: BlockSampler, memory: ResidentRows, cfg: Config) -> PoolLoader:
     """A loader of these rows on the tier of the config. cfg: without `auto`. memory: made with the same config."""
     echo, loader = cfg.data.echo, cfg.loader
-    is_validation = not order.shuffle
+    is_validation = not sampler.shuffle
     if is_validation:  # it takes each row once, and one pool ahead is enough
         echo, loader = 1.0, one_ahead(loader)
     if cfg.data.tier == "device":
-        return ResidentLoader(memory, source, order, echo)
+        return ResidentLoader(memory, source, sampler, echo)
     # If steps decide when the run ends or validates, the last epoch or validation is not known in advance. The pools
     # that were read ahead of the end are then lost.
     by_steps = cfg.train.steps or (cfg.train.validate_every_steps and is_validation)
@@ -193,5 +200,5 @@ def open_loader(source: Dataset, order: BlockSampler, memory: ResidentRows, cfg:
     if is_validation and len(cfg.data.val_sets) > 1:
         n_epochs = 0  # do not read ahead to the next validation, so that only the set in use has threads
     if cfg.data.tier == "host":
-        return HostLoader(memory, source, order, loader, echo=echo, n_epochs=n_epochs)
-    return PrefetchLoader(source, order, memory.device, loader, echo=echo, n_epochs=n_epochs)
+        return HostLoader(memory, source, sampler, loader, echo=echo, n_epochs=n_epochs)
+    return PrefetchLoader(source, sampler, memory.device, loader, echo=echo, n_epochs=n_epochs)

@@ -15,8 +15,8 @@ import numpy as np
 from PIL import Image, ImageOps
 from torch import Tensor
 
+from fastgpu.images.crops import Preprocessing, Resize, centre_box
 from fastgpu.images.decode import EncodedImage, open_whole, resize_pixels, to_rgb
-from fastgpu.images.parts import Preprocessing, Resize, centre_box
 from fastgpu.process.content import open_regular
 from fastgpu.process.launch import UserError
 

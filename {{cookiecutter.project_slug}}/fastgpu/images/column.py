@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fastgpu.images.crops import Preprocessing, centre_box, draw, random_box
 from fastgpu.images.decode import EncodedImage, decode_plain
-from fastgpu.images.parts import Preprocessing, centre_box, draw, random_box
 from fastgpu.rows.contract import PoolPlan
 from fastgpu.rows.rows import Field
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from PIL import Image, ImageFile, UnidentifiedImageError
 from torch import Tensor
 
-from fastgpu.images.parts import Box
+from fastgpu.images.crops import Box
 from fastgpu.storage.file import scratch
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "TGA", "ICO", "PCX", "SGI", "QOI")

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from fastgpu.feed import PrefetchLoader
 from fastgpu.feed.sources import image_codecs
 from fastgpu.predict.model import Trained
-from fastgpu.process.config import Loader
+from fastgpu.process.config import LoaderConfig
 from fastgpu.process.launch import UserError, without_secrets
 from fastgpu.process.machine import available_cpus
 from fastgpu.rows import BlockSampler
@@ -155,8 +155,8 @@ def places_of(rows: Dataset) -> dict[str, np.ndarray]:
     places = {column: row_ids - np.array(stored.first_rows)[numbers]}
     if len(names) > 1:
         places = {"file": names[numbers], **places}
-    if any(sources := stored.sources(row_ids)):
-        places["source"] = np.array(sources, object)
+    if any(origins := stored.origins(row_ids)):
+        places["source"] = np.array(origins, object)
     return places
 
 
@@ -192,7 +192,7 @@ def _open_arrays(path: str, names: Sequence[str]) -> ArrayDataset:
 def open_batches(source: Dataset, batch_size: int, device: torch.device) -> Iterator[Iterator[Rows]]:
     """Batches on the device of all rows, once and in order. Threads read ahead; a terminal shows a progress bar."""
     pool_batches = max(1, (64 << 20) // (source.row_bytes * batch_size))  # 64 MiB; three pools are in memory
-    order = BlockSampler(source, batch_size, pool_batches=pool_batches, seed=None)
-    loader = Loader(num_readers=available_cpus())
-    with closing(PrefetchLoader(source, order, device, loader, n_epochs=1)) as feed:
+    sampler = BlockSampler(source, batch_size, pool_batches=pool_batches, seed=None)
+    loader = LoaderConfig(num_readers=available_cpus())
+    with closing(PrefetchLoader(source, sampler, device, loader, n_epochs=1)) as feed:
         yield iter(tqdm(feed.batches(0), total=ceil(len(source) / batch_size), unit=" batches", disable=None))

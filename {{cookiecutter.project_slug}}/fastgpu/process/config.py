@@ -83,7 +83,7 @@ class Section(BaseModel):
     )
 
 
-class Run(Section):
+class RunConfig(Section):
     """Name, place, seed and checkpoints of a run."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "auto"
@@ -173,7 +173,7 @@ class Data(Section):
         return next((share for share in map(share_of, self.val_sets.values()) if share is not None), None)
 
 
-class Loader(Section):
+class LoaderConfig(Section):
     """How rows are read ahead of the training loop."""
 
     num_readers: Threads | Auto = "auto"
@@ -264,9 +264,9 @@ class Config(Section):
 
     workload: Annotated[str, Field(pattern=r"^[a-z_][a-z0-9_]*$")]
     """The module in workloads/ that defines the model, the transform, the loss and the metrics."""
-    run: Run = Run()
+    run: RunConfig = RunConfig()
     data: Data
-    loader: Loader = Loader()
+    loader: LoaderConfig = LoaderConfig()
     model: dict[str, Any] = {}
     """Settings of the workload, checked by its class `Options`."""
     optim: Optim = Optim()

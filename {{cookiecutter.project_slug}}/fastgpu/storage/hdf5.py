@@ -21,8 +21,8 @@ from fastgpu.storage.file import OpenFile, is_url, split_group
 
 OR_CONVERT = "or convert it once: python convert.py --help says how"
 """The cure for files of images, tables and arrays."""
-SOURCES = "fastgpu_source"
-"""Dataset of texts beside the fields of a file: the source of each row, such as an image file. Not read in training."""
+ORIGINS = "fastgpu_source"
+"""Dataset of texts beside the fields of a file: the origin of each row, such as an image file. Not read in training."""
 MAX_LINKS = 16
 """Maximum number of soft links on the way to an item, as in the HDF5 library."""
 Member = TypeVar("Member", h5py.Group, h5py.Dataset)

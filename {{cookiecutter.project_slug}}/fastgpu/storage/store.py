@@ -21,7 +21,7 @@ from fastgpu.rows.contract import Dataset, Out, PoolPlan, Range, Reads
 from fastgpu.rows.selection import Runs
 from fastgpu.storage.columns import Codec, DecodedColumn, InMemory
 from fastgpu.storage.file import OpenFile, is_url, side_by_side
-from fastgpu.storage.hdf5 import SOURCES, expand, find, look_up, open_file, refuse_large
+from fastgpu.storage.hdf5 import ORIGINS, expand, find, look_up, open_file, refuse_large
 from fastgpu.storage.layout import COLUMN_BYTES, Layout, PlainRows
 from fastgpu.storage.meaning import check_meaning
 from fastgpu.storage.part import Part, Recordings, Request, open_parts
@@ -94,14 +94,14 @@ class HDF5Dataset(Dataset):
             return None
         return np.concatenate([each.rows if isinstance(each, InMemory) else each.read_all() for each in columns])
 
-    def sources(self, row_ids: np.ndarray | slice = slice(None)) -> list[str]:
-        """The source of each row, such as an image file, as convert.py wrote it. Empty texts if the file has none."""
+    def origins(self, row_ids: np.ndarray | slice = slice(None)) -> list[str]:
+        """The origin of each row, such as an image file, as convert.py wrote it. Empty texts if the file has none."""
         found = []
         for part in self.parts:
             with open_file(part.path, part.path) as (_, h5):
-                data = look_up(find(h5, part.group, h5py.Group, part.path), SOURCES, part.path)
+                data = look_up(find(h5, part.group, h5py.Group, part.path), ORIGINS, part.path)
                 is_known = isinstance(data, h5py.Dataset) and data.shape == (part.n_rows,) and data.dtype.kind in "SO"
-                refuse_large(f"{part.path}: {SOURCES}", part.n_rows * data.dtype.itemsize if is_known else 0)
+                refuse_large(f"{part.path}: {ORIGINS}", part.n_rows * data.dtype.itemsize if is_known else 0)
                 found.append(data[:] if is_known else np.zeros(part.n_rows, "S1"))
         return [text.decode(errors="backslashreplace") for text in np.concatenate(found)[row_ids].tolist()]
 

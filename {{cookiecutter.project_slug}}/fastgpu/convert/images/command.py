@@ -90,7 +90,7 @@ class Images(ImageCommand):
     def run(self) -> None:
         from fastgpu.convert.images.readers import ImageFiles, ImageFolder, ImageReader, ImageTable, Masks
         from fastgpu.convert.program import write
-        from fastgpu.images.parts import Preprocessing
+        from fastgpu.images.crops import Preprocessing
 
         how: dict[str, Any] = {
             "encoded": self.keep_encoded,

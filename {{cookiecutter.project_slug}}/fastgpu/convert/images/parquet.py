@@ -55,8 +55,8 @@ class ParquetImages(ImageReader):
     def where(self, row: int) -> str:
         return self._files.where(row)
 
-    def sources(self, row_ids: np.ndarray) -> list[str]:
-        return self._files.sources(row_ids)
+    def origins(self, row_ids: np.ndarray) -> list[str]:
+        return self._files.origins(row_ids)
 
 
 def is_image(kind: pl.DataType) -> bool:

@@ -22,8 +22,8 @@ from fastgpu.convert.splits import SPLIT_OF_WORD, read_splits
 from fastgpu.convert.writer import CODECS
 from fastgpu.imagefiles.folders import is_image, list_images
 from fastgpu.imagefiles.pixels import EXIF_ON_ITS_SIDE, EXIF_ORIENTATION, UprightImage, decode, fit
+from fastgpu.images.crops import Box, Preprocessing
 from fastgpu.images.decode import open_whole
-from fastgpu.images.parts import Box, Preprocessing
 from fastgpu.process.content import open_regular
 from fastgpu.process.launch import UserError, list_first, warn
 

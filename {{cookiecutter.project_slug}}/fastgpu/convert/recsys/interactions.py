@@ -50,7 +50,7 @@ class UserRows(ArrayDataset):
         super().__init__(name, columns, attributes, fields=dict.fromkeys(columns, items))
         self.user_ids = user_ids
 
-    def sources(self, row_ids: np.ndarray) -> list[str]:
+    def origins(self, row_ids: np.ndarray) -> list[str]:
         """The ids of the users of these rows, as text. Empty if users have no ids."""
         return [] if self.user_ids is None else [*map(str, self.user_ids[row_ids].tolist())]
 
