@@ -381,7 +381,8 @@ def made_words() -> dict[str, str]:
     for what in {fill.what for fill in FILLS.values()}:
         ((result, _),) = newest(what)
         machine, command = result["machine"], result["command"].removeprefix("python ")
-        place = f"{machine['cores']} cores of an {machine['cpu']}, torch {machine['torch']}, {machine['date'][:10]}"
+        cpu = machine["cpu"].replace("(R)", "")
+        place = f"{machine['cores']} cores of an {cpu}, torch {machine['torch']}, {machine['date'][:10]}"
         words[f"made-{what}"] = f"{place}, `{command}` of the template"
     return words
 

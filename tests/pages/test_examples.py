@@ -301,7 +301,7 @@ def test_example_baselines_measure_like_the_workloads():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["sasrec", "two_towers"])
+@pytest.mark.parametrize("name", ["two_towers", pytest.param("sasrec", marks=pytest.mark.nightly)])
 def test_example_of_events_is_resumed(own_copy, name):
     project = own_copy("recsys")
     take_example(project, name)
@@ -312,6 +312,7 @@ def test_example_of_events_is_resumed(own_copy, name):
         assert weights_of(project / "runs/whole")["drawn"].sum() == 2 * 4 * (2928 // 128 * 128)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["sasrec", "two_towers"])
 def test_example_of_events_is_better_than_baselines(own_copy, name):
@@ -338,7 +339,10 @@ def test_example_of_events_is_better_than_baselines(own_copy, name):
 @pytest.mark.parametrize(
     ("name", "settings", "best", "baseline"),
     [
-        ("gpt", "data.window=17 data.stride=16 model.dim=32", "nats_per_token", "baseline_nats_per_token"),
+        pytest.param(
+            *("gpt", "data.window=17 data.stride=16 model.dim=32", "nats_per_token", "baseline_nats_per_token"),
+            marks=pytest.mark.nightly,
+        ),
         ("forecast", "model.hidden_dim=16", "mse", "last_season_mse"),
     ],
 )
@@ -360,7 +364,7 @@ def test_example_of_windows_learns_and_is_resumed(own_copy, name, settings, best
     ("page", "heading", "shown"),
     [
         ("docs/data.md", "### Tokens of a language model", "The class "),
-        ("docs/examples/README.md", "## A forecast", "tensor("),
+        pytest.param("docs/examples/README.md", "## A forecast", "tensor(", marks=pytest.mark.nightly),
     ],
 )
 def test_page_of_an_example_of_windows_is_run(own_copy, page, heading, shown):
@@ -381,7 +385,10 @@ def test_page_of_an_example_of_windows_is_run(own_copy, page, heading, shown):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "setting"), [("gan", "model.noise_dim=8"), ("contrastive", "model.queue=96")])
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [("gan", "model.noise_dim=8"), pytest.param("contrastive", "model.queue=96", marks=pytest.mark.nightly)],
+)
 def test_example_with_a_state_is_resumed(own_copy, name, setting):
     project = own_copy("both")
     take_example(project, name)
@@ -416,6 +423,7 @@ class Digits(Dataset):
 WORDS = ["data.dataset=digits:Digits", "data.val=10%", "dist.device=cpu", "loader.num_workers=1"]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_torch_loader_trains_resumes_and_is_diagnosed(own_copy):
     """The words and the code of the page: two ranks learn (10 % is chance) without the rows that are held out, and do
@@ -477,6 +485,7 @@ class Workload(minimal.Workload):
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_second_model_that_is_averaged_is_resumed(folder):
     """A momentum encoder, as the page says: its own file of a checkpoint, and no part of the model to use."""
@@ -537,6 +546,7 @@ class Workload(minimal.Workload):
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_large_table_with_sparse_gradients_is_resumed(folder):
     """The changes of the page train it on two ranks, with clipping and accumulation; without them it is one line."""

@@ -157,8 +157,8 @@ RECIPES = {
 }
 WITHOUT_COMMANDS = ("recsys", "contrastive", "gan", "forecast")
 """Recipes whose data are included, or those of the user."""
-SLOW = ("cifar10", "gpt", "forecast", "sasrec", "two_towers")
-"""Recipes that are not only tried at night."""
+DAILY = ("cifar10",)
+"""Recipes that are not only tried at night. The examples have other tests, too."""
 
 
 def commands_in(text: str, program: str) -> list[list[str]]:
@@ -174,7 +174,7 @@ def test_recipes_are_all_known():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in SLOW else pytest.mark.nightly) for name in RECIPES]
+    "name", [pytest.param(name, marks=() if name in DAILY else pytest.mark.nightly) for name in RECIPES]
 )
 def test_recipe_works_with_every_command(name, own_copy):
     recipe = RECIPES[name]

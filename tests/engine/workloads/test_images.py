@@ -253,6 +253,7 @@ def test_images_easy_ones_are_learned(image_folder):
     assert metrics_of(image_folder / "runs/a")[-1]["val/top1_pct"] >= 90
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # torch warns of its own parts while it traces
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")

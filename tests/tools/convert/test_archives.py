@@ -29,7 +29,7 @@ def shard(path: Path, numbers: range) -> Path:
     return write_tar(path, files)
 
 
-@pytest.mark.parametrize("n_rows", [1, 3, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n_rows", [1, 3, 500, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.nightly])])
 def test_tar_shards_are_those_that_tarfile_reads(tmp_path, convert, n_rows):
     size = max(1, -(-n_rows // 3))
     starts = range(0, n_rows, size)

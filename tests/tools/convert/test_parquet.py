@@ -79,7 +79,7 @@ def test_parquet_row_groups_are_read_once_for_neighbours(tmp_path, monkeypatch):
 # ---------------------------------------------------------------------------------------------- images
 
 
-@pytest.mark.parametrize("n_rows", [1, 3, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n_rows", [1, 3, 4000, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.nightly])])
 def test_parquet_images_are_those_that_polars_reads(tmp_path, convert, n_rows):
     size = max(1, -(-n_rows // 3))
     for number, start in enumerate(range(0, n_rows, size)):
