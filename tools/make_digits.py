@@ -7,6 +7,7 @@ E. Alpaydin and C. Kaynak, CC BY 4.0). A fifth of each class is for validation. 
 random order with a fixed seed, so the file is the same each time.
 """
 
+import hashlib
 from pathlib import Path
 
 import h5py
@@ -35,9 +36,17 @@ def main() -> None:
             group.attrs["class_names"] = [str(digit) for digit in range(N_CLASSES)]
             group.attrs["mean"] = [mean]
             group.attrs["std"] = [std]
-            group.create_dataset("images", data=images[row_ids], chunks=(CHUNK_ROWS, 1, 8, 8))
-            group.create_dataset("labels", data=labels[row_ids], chunks=(CHUNK_ROWS * 8,))
+            write_field(group, "images", images[row_ids], CHUNK_ROWS)
+            write_field(group, "labels", labels[row_ids], CHUNK_ROWS * 8)
             print(f"{name}: {len(row_ids)} rows, {np.bincount(labels[row_ids]).tolist()} of each class")
+
+
+def write_field(group: h5py.Group, name: str, rows: np.ndarray, chunk_rows: int) -> None:
+    """Write rows, and the SHA-256 of each block, as convert.py does."""
+    group.create_dataset(name, data=rows, chunks=(chunk_rows, *rows.shape[1:]))
+    blocks = (rows[start : start + chunk_rows] for start in range(0, len(rows), chunk_rows))
+    checksums = b"".join(hashlib.sha256(block.tobytes()).digest() for block in blocks)
+    group.create_dataset(f"fastgpu_sha256/{name}", data=np.frombuffer(checksums, np.uint8).reshape(-1, 32))
 
 
 def split_rows(labels: np.ndarray) -> dict[str, np.ndarray]:

@@ -57,7 +57,9 @@ def test_writing_order_is_that_of_the_seed(tmp_path):
 def test_writing_takes_the_threads_asked_for(tmp_path, monkeypatch, asked, expected):
     loaders = []
     monkeypatch.setattr(writing, "available_cpus", lambda: 5)
-    monkeypatch.setattr(writing, "LoaderConfig", lambda **options: loaders.append(LoaderConfig(**options)) or loaders[-1])
+    monkeypatch.setattr(
+        writing, "LoaderConfig", lambda **options: loaders.append(LoaderConfig(**options)) or loaders[-1]
+    )
     write_files({"": Numbers(10)}, tmp_path / "x.h5", Writing(n_threads=asked))
     assert [each.num_readers for each in loaders] == [expected]
 
