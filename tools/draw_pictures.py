@@ -79,16 +79,16 @@ def draw_bars(axes: Axes, title: str, speeds: dict[str, list[float]]) -> None:
 def draw_peers() -> None:
     """Samples/s of this project, DataLoaders and peers, each in the fastest of its ways."""
     rows = {
-        "this project": "fastgpu, disk",
-        "DataLoader over h5py": "h5py",
-        "DataLoader over RAM": "RAM",
-        **{name: first for first, name in PEERS.items()},
+        "this project": ("fastgpu, disk",),
+        "DataLoader over h5py": ("h5py",),
+        "DataLoader over RAM": ("RAM",),
+        **{name: (first,) for first, name in PEERS.items()},
     }
     files = {
-        "this project": "fastgpu, JPEG",
-        "DataLoader, Pillow": "DataLoader + Pillow",
-        "DataLoader, simplejpeg": "DataLoader + simplejpeg",
-        **{name: f"{first}, JPEG" for first, name in PEERS.items()},
+        "this project": ("fastgpu, JPEG",),
+        "DataLoader, Pillow": ("DataLoader + Pillow", "DataLoader of batches + Pillow"),
+        "DataLoader, simplejpeg": ("DataLoader + simplejpeg", "DataLoader of batches + simplejpeg"),
+        **{name: (f"{first}, JPEG",) for first, name in PEERS.items()},
     }
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.4), constrained_layout=True)
     panels = [
@@ -97,7 +97,7 @@ def draw_peers() -> None:
     ]
     for panel, (what, case, names, title) in zip(axes, panels, strict=True):
         ((result, _),) = publish.newest(what)
-        fastest = {name: publish.speeds(result, case, [start]) for name, start in names.items()}
+        fastest = {name: publish.speeds(result, case, ways) for name, ways in names.items()}
         draw_bars(panel, title, {name: rates for name, rates in fastest.items() if rates})
         panel.set_xlabel(source_of(result), fontsize=8, loc="left")
     save("peers", figure)
