@@ -119,6 +119,7 @@ LOADERS: dict[str, Callable[[Task], Contender]] = {
     "h5py, workers, 1 GiB cache": partial(loader, rows=partial(h5py_rows, cache_bytes=1 << 30)),
     PLAIN_H5PY: partial(loader, rows=partial(h5py_rows, is_plain=True)),
     RAM: partial(loader, rows=ram_rows),
+    "RAM, in process": partial(loader, rows=ram_rows, workers=0),
     H5PY_BATCHES: partial(loader, rows=h5py_batches, in_batches=True),
     "h5py, plain file, batches, in process": partial(loader, rows=h5py_batches, in_batches=True, workers=0),
     "RAM, batches, workers": partial(loader, rows=ram_batches, in_batches=True),

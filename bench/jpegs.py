@@ -307,6 +307,7 @@ OURS = "fastgpu, JPEG"
 BARE = "simplejpeg in bare threads"
 PILLOW = "DataLoader + Pillow"
 PILLOW_BATCHES = "DataLoader of batches + Pillow"
+SIMPLEJPEG_BATCHES = "DataLoader of batches + simplejpeg"
 HALF_RAW = "ffcv, half JPEG"
 PEERS = tuple(f"{peer}, JPEG" for peer in PEER_NAMES)
 """First words of the peers that read the same JPEG files."""
@@ -317,7 +318,7 @@ CONTENDERS: dict[str, Callable[[Task], Contender]] = {
     OURS: feed,
     "DataLoader + simplejpeg": partial(data_loader, read=by_simplejpeg),
     PILLOW: partial(data_loader, read=by_pillow),
-    "DataLoader of batches + simplejpeg": partial(data_loader, read=by_simplejpeg, in_batches=True),
+    SIMPLEJPEG_BATCHES: partial(data_loader, read=by_simplejpeg, in_batches=True),
     PILLOW_BATCHES: partial(data_loader, read=by_pillow, in_batches=True),
     BARE: partial(in_threads, decode=by_simplejpeg),
     CONVERT: convert,

@@ -69,8 +69,8 @@ SUITES = {
         list(jpegs.CONTENDERS),
         (DataSpec("500x375", 2_000, (3, 375, 500), 256), DataSpec("256x256", 4_000, (3, 256, 256), 256)),
         data.make_jpegs,
-        paced=(jpegs.OURS, jpegs.PILLOW),
-        cold=(jpegs.OURS, jpegs.PILLOW),
+        paced=(jpegs.OURS, jpegs.PILLOW, jpegs.PILLOW_BATCHES, jpegs.SIMPLEJPEG_BATCHES),
+        cold=(jpegs.OURS, jpegs.PILLOW, jpegs.PILLOW_BATCHES, jpegs.SIMPLEJPEG_BATCHES),
     ),
     "layouts": Suite(
         list(contenders.LAYOUTS),
