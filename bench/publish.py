@@ -226,7 +226,14 @@ USUAL = [
         ("cifar: batches in the Dataset",),
         "cifar: disk tier, batches augmented",
     ),
-    Usual("32 x 32, only read; DataLoader: from RAM", "loader", "cifar", ("RAM, workers", "RAM, in process"), ("RAM, batches",), OURS),
+    Usual(
+        "32 x 32, only read; DataLoader: from RAM",
+        "loader",
+        "cifar",
+        ("RAM, workers", "RAM, in process"),
+        ("RAM, batches",),
+        OURS,
+    ),
     Usual(
         "218 x 178, only read; DataLoader: by h5py",
         "loader",
