@@ -335,14 +335,12 @@ def test_example_of_events_is_better_than_baselines(own_copy, name):
     assert (project / "a.pt2").exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "settings", "best", "baseline"),
     [
-        pytest.param(
-            *("gpt", "data.window=17 data.stride=16 model.dim=32", "nats_per_token", "baseline_nats_per_token"),
-            marks=pytest.mark.nightly,
-        ),
+        ("gpt", "data.window=17 data.stride=16 model.dim=32", "nats_per_token", "baseline_nats_per_token"),
         ("forecast", "model.hidden_dim=16", "mse", "last_season_mse"),
     ],
 )
@@ -511,6 +509,7 @@ def test_second_model_that_is_frozen_is_in_no_checkpoint(folder):
     assert set(weights_of(folder / "runs/whole")) == {"0.weight", "0.bias", "2.weight", "2.bias"}
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_scheduler_of_torch_is_resumed(folder):
     project = copy_project(folder)
