@@ -302,7 +302,8 @@ def first_screen() -> str:
         "256 MiB ([how random a batch is](bench/README.md#results)). The pages say what else differs.\n"
         '- Rates are medians of three rounds. "Times as fast" is the median of the ratios of the rounds, so it can '
         "differ from the quotient of two medians.\n"
-        f"- Files are in the page cache; {_list_machines(machines)}.\n"
+        f"- Files are in the page cache; {_list_machines(machines)}. Files that are larger than the memory have "
+        f"[a page of their own](bench/results/{newest('beyond-ram')[0][1]}.md).\n"
     )
 
 
