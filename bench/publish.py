@@ -264,7 +264,7 @@ BESIDE = [
     ("32 x 32, raw", "loader", "cifar", OURS, "{}"),
     ("JPEG of 256 x 256, whole", "encoded", "256x256", OURS_JPEG, "{}, JPEG"),
     ("JPEG of 500 x 375, random crops", "encoded", "500x375", OURS_JPEG, "{}, JPEG"),
-    ("the same; half of FFCV's images as pixels", "encoded", "500x375", OURS_JPEG, "{}, half JPEG"),
+    ("the same, but FFCV stores half of its images as pixels", "encoded", "500x375", OURS_JPEG, "{}, half JPEG"),
 ]
 """(text, benchmark, case, our contender, what its peers' names begin with, after the first word) of the second table"""
 
@@ -290,14 +290,13 @@ def first_screen() -> str:
         beside.append([f"[{words}](bench/results/{page}.md)", *cells])
     text += "\n" + Table("", ["times as fast as", *PEERS.values()], beside).markdown()
     return (
-        f"{text}\n- JPEG with random crops: this template is {pillow} times as fast as a DataLoader with Pillow, where "
-        f"at least {required} is [required](bench/README.md#results), and {simplejpeg} times as fast as one with "
-        "simplejpeg.\n"
-        "- In the first row, this CPU augments the batches, which takes most of the time of both ways of whole "
-        "batches. On a GPU, the template augments there.\n"
-        "- The faster of the two DataLoaders counts (whole batches: `BatchSampler`, `batch_size=None`), and the "
-        'fastest documented way of each other project. An empty cell or "not measured": the page has no such '
-        "contender.\n"
+        f"{text}\n- JPEG with random crops: this template is {pillow} times as fast as a DataLoader with Pillow (our "
+        f"[target](bench/README.md#results) is {required}), and {simplejpeg} times as fast as one with simplejpeg.\n"
+        "- In the first row, augmentation on the CPU takes most of the time, both for whole batches in a DataLoader "
+        "and for the template. With a GPU, the template augments on the GPU.\n"
+        '- "Times as fast" compares with the faster of the two DataLoaders (whole batches: `BatchSampler`, '
+        "`batch_size=None`), and with the fastest documented way of each other project. An empty cell: the page has "
+        "no such contender.\n"
         "- The order differs: nearly all others shuffle all rows. This template shuffles blocks, then rows in pools of "
         "256 MiB ([how random a batch is](bench/README.md#results)). The pages say what else differs.\n"
         '- Rates are medians of three rounds. "Times as fast" is the median of the ratios of the rounds, so it can '

@@ -101,10 +101,12 @@ def make(config: Config, train: Dataset, val: Mapping[str, Dataset]) -> Workload
 
 
 def load(name: str) -> type[Workload]:
-    """The class `Workload` of workloads/<name>.py. Raises UserError if there is no such file."""
+    """The class `Workload` of workloads/<name>.py. Raises UserError if the file or a member is missing."""
     names = sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py"))
     if name not in names:
         there_are = f"there are: {', '.join(names)}"
         raise UserError(f"workload is {name}, but workloads/{name}.py does not exist; {there_are}")
     kind: type[Workload] = import_module(f"workloads.{name}").Workload
+    if missing := sorted(getattr(kind, "__abstractmethods__", ())):
+        raise UserError(f"workloads/{name}.py: Workload has no {', '.join(missing)}; minimal.py shows all members")
     return kind

@@ -65,8 +65,9 @@ class Workload(workloads.Workload):
         labels = train.fields["labels"]
         if labels.is_ragged or labels.dtype.kind not in "ui" or labels.shape:
             raise UserError(
-                f"{train.name}: labels are {labels}; allowed are integers (N,), the class of each image: write (N, 1) "
-                "as labels[:, 0], and one-hot rows as labels.argmax(1); 0 and 1 (N, K) are for workload=attributes"
+                f"{train.name}: labels are {labels}; allowed are integers (N,), the class of each image: int(label) in "
+                "a Dataset, (N, 1) as labels[:, 0], one-hot rows as labels.argmax(1); 0 and 1 (N, K) are for "
+                "workload=attributes, and other numbers for a workload of your own"
             )
         self.set_up(options, train)
         self.n_outputs = count_classes(train)

@@ -237,14 +237,14 @@ def test_config_tasks_of_srun_train_only_with_torchrun(load, monkeypatch):
 def test_config_missing_names_the_folder_of_the_project(load):
     Path("config.yaml").unlink()
     with pytest.raises(
-        SharedError, match=rf"config.yaml cannot be read .*; start it in {re.escape(str(Path.cwd()))}, or"
+        SharedError, match=rf"config.yaml does not exist .*; start it in {re.escape(str(Path.cwd()))}, or"
     ):
         load_config([])
 
 
 def test_config_of_another_workload_is_one_line(load):
     text = "workload: images\nmodel: {a: 1, b: 2, note: 3}"
-    with pytest.raises(SharedError, match=r"^workload=other has no model.a, model.b of the file; write 'model=\{\}' "):
+    with pytest.raises(SharedError, match=r"^workload=other has no model.a, model.b of the file; add 'model=\{\}' to"):
         read_options(load(text, words=("workload=other",)), Options)
     config = load(text, words=("workload=other", "model={}", "model.flip=true"))
     assert read_options(config, Options) == Options(flip=True)

@@ -6,6 +6,7 @@ import torch
 from contract import check_workload
 
 import workloads
+from fastgpu.process.launch import UserError
 from fastgpu.rows.rows import Rows
 from fastgpu.storage.arrays import ArrayDataset
 from workloads.minimal import Workload
@@ -36,3 +37,12 @@ def test_minimal_lacking_a_method_cannot_be_made():
 
     with pytest.raises(TypeError, match="abstract .*card.*loss"):
         Hollow(Workload.Options(), None, None)
+
+
+def test_minimal_lacking_a_method_is_one_line(monkeypatch):
+    class Hollow(workloads.Workload):
+        pass
+
+    monkeypatch.setattr("workloads.minimal.Workload", Hollow)
+    with pytest.raises(UserError, match="workloads/minimal.py: Workload has no .*card, .*loss"):
+        workloads.load("minimal")

@@ -198,6 +198,9 @@ def test_verdict_table_and_json():
     numbers = json.loads(json.dumps(result.as_json("title", slow, verdict)))
     assert (numbers["feed_ratio"], numbers["supply"]) == (0.25, [0.04] * 3)
     assert numbers["verdict"] == verdict._asdict()
+    echoed = result.table("title", slow, judge(slow))  # not twice, and it says what it counts
+    assert echoed.count("data.echo=") == 1
+    assert "predicted: 6,400 rows/s, repeated ones included" in echoed
 
 
 def test_verdict_advice_on_a_bucket():

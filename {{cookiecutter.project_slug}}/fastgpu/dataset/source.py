@@ -80,8 +80,10 @@ class ItemDataset(ItemSource):
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
             raise UserError(f"data.dataset: {name} is no map-style Dataset; rows need a length and numbers")
         n_rows = len(dataset)
-        if not 0 < n_rows <= MAX_ROWS:
-            raise UserError(f"data.dataset: {name} has {n_rows:,} rows; allowed are 1 to {MAX_ROWS:,}")
+        if not n_rows:
+            raise UserError(f"data.dataset: {name} is empty; is this what data.train or data.val should name?")
+        if n_rows > MAX_ROWS:
+            raise UserError(f"data.dataset: {name} has {n_rows:,} rows; use at most {MAX_ROWS:,}")
         self.block_rows = np.ones(n_rows, np.int32)
         self.attributes = read_classes(f"data.dataset: {name}", dataset)
         self._workers: Workers | None = None

@@ -33,11 +33,13 @@ def table(title: str, m: Measured, verdict: Verdict) -> str:
         lines.append(f"  {'device busy, part of compute':<28}{1000 * m.busy_s:>12.3f}")
     lines.append(f"feed ratio {feed_ratio:.2f}, the feed costs {m.lost} of the time")
     lines.append(f"{verdict.cause}: {verdict.why}")
+    is_echo = verdict.change.startswith("data.echo=")
     if verdict.change:
         rows_per_s = verdict.gain * m.batch_size / m.loop.median
         lines.append(f"  change    {verdict.change}")
-        lines.append(f"  gain      {verdict.gain:.2f} x the speed, predicted: {rows_per_s:,.0f} rows/s")
-    if verdict.free_echo:
+        rows = "rows/s, repeated ones included" if is_echo else "rows/s"
+        lines.append(f"  gain      {verdict.gain:.2f} x the speed, predicted: {rows_per_s:,.0f} {rows}")
+    if verdict.free_echo and not is_echo:
         lines.append(f"  echo      data.echo={verdict.free_echo:g} trains on each row that often in the same time")
     lines.append(f"  see also  {advice(verdict.cause, m)}")
     return "\n".join(lines)

@@ -132,6 +132,11 @@ def _read_file(path: str, cure: str) -> tuple[dict[str, Any], dict[str, str]]:
     try:
         with Path(expand_home(path)).open(encoding="utf-8") as file:
             text = file.read(MAX_TEXT + 1)
+    except FileNotFoundError:
+        names = [each.name for each in Path(expand_home(path)).parent.glob("*.yaml")]
+        near = get_close_matches(Path(path).name, names, 1, 0.75)
+        cure = f"; did you mean {Path(path).with_name(near[0])}?" if near else cure
+        raise SharedError(f"{path} does not exist (looked in {Path.cwd()}){cure}") from None
     except (OSError, ValueError) as error:  # ValueError: the file is no text, or its name has a zero byte
         raise SharedError(f"{path} cannot be read ({error}){cure}") from None
     tree, places = read_yaml(text, path, Config)
@@ -163,7 +168,7 @@ def read_options(config: Config, options: type[SectionT]) -> SectionT:
     fields = options.model_fields
     others = [name for name in config.model if name not in fields and texts[name] is None]
     if others and config._origins.get("workload") == COMMAND_LINE:
-        cure = "write 'model={}' beside it, or a file of its own (--config)"
+        cure = "add 'model={}' to the command, or name a file for this workload (--config)"
         raise SharedError(f"workload={config.workload} has no model.{', model.'.join(others)} of the file; {cure}")
     values = {name: _as_asked(fields.get(name), texts[name], value) for name, value in config.model.items()}
     return _check(options, values, config._origins, "model")
