@@ -1,3 +1,4 @@
+import random
 from functools import partial
 from multiprocessing import active_children
 from pathlib import Path
@@ -166,6 +167,29 @@ def test_messages_of_sources(compare_messages, dense_file):
             "windows of fields of other lengths": lambda: ragged_windows({"x": "x", "z": "z"}),
         }
     )
+
+
+class Drawn(TorchDataset):
+    """Ten random numbers."""
+
+    def __init__(self, path: str):
+        pass
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, row: int) -> float:
+        return random.random()
+
+
+def test_sources_that_draw_do_so_in_validation(capsys):
+    """If validation rows are a share of the training rows; a Dataset of their own may know it."""
+    words = {"fields": {"x": "x"}, "dataset": "test_sources:Drawn"}
+    open_both("a", "b", **words)
+    assert "warning" not in capsys.readouterr().out
+    open_both("a", "20%", **words)
+    shown = capsys.readouterr().out
+    assert "warning: data.val is 20%, but the items of Drawn('a') of data.train draw random numbers (random), " in shown
 
 
 class Ten(TorchDataset):

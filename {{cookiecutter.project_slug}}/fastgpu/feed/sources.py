@@ -53,11 +53,17 @@ def open_splits(data: Data, loader: LoaderConfig, seed: int) -> tuple[Dataset, d
     if data.stride and not data.window:
         raise UserError(f"data.stride is {data.stride}, but data.window is 0: rows are samples; set data.window, too")
     train = _open("data.train", data.train, data, loader, seed=seed)
+    drawn = sorted(getattr(train, "drawn", ()))
     val: dict[str, Dataset] = {}
     for tag, paths in data.val_sets.items():
         if share_of(paths) is None:
             val[tag] = _open(_key_of(tag), paths, data, loader, seed=seed)
         else:
+            if drawn:
+                warn(
+                    f"{_key_of(tag)} is {paths}, but the items of {train.name} draw random numbers "
+                    f"({', '.join(drawn)}), also the validation items: leave that to `transform` of the workload"
+                )
             train, val[tag] = _hold_out(f"{_key_of(tag)} is {paths}", data, train)
     for tag, rows in val.items():
         _warn_of_shared_rows(data, train, tag, rows)
