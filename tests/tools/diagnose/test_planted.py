@@ -188,7 +188,7 @@ PLANTED: dict[str, tuple[Times, Cause, str, dict[str, Any]]] = {
     "a slow disk": (Times(disk_s=0.012), "READ", "loader.num_readers=2", {"n_readers": 2}),
     "slow decoding": (Times(decode_s=0.012), "DECODE", "loader.num_readers=2", {"n_readers": 2}),
     "items that wait": (Times(items="wait"), "READ", "loader.num_workers=2", {"n_readers": 2}),
-    "items that share a disk": (Times(items="share a disk", item_s=0.002, step_s=0.02), "READ", "data.echo=", {}),
+    "items that share a disk": (Times(items="share a disk", step_s=0.02), "READ", "data.echo=", {}),
     "items that compute": (Times(items="compute"), "DECODE", "loader.num_workers=2", {"n_readers": 2}),
     "a slow bus": (Times(copy_s=0.024), "COPY", "data.echo=4", {}),
     "a transform": (Times(transform_s=0.004), "AUGMENT", "make `transform` lighter", {"transform_s": 0.0}),
