@@ -152,14 +152,13 @@ def targets(folder: Path = RESULTS) -> str:
 
 
 def is_missed(measured: str, required: str) -> bool:
-    """Whether a measured cell is worse than its required value. Upper limits are `<= 1.7x`, or have a lower goal."""
+    """Whether a measured cell, `0.80x [0.70-0.96]`, is below its required value, or above one such as `<= 1.7x`."""
     found = re.match(r"[\d.]+", measured)
-    if not found or not re.match(r"(<=? )?\d", required):
+    limit = re.match(r"(<=? )?([\d.]+)", required)
+    if not found or not limit:
         return False
-    value = float(found[0])
-    limit, *goal = (float(number) for number in re.findall(r"[\d.]+", required))
-    is_upper = required.startswith("<") or (goal and goal[0] < limit)
-    return value > limit if is_upper else value < limit
+    value, bound = float(found[0]), float(limit[2])
+    return value > bound if limit[1] else value < bound
 
 
 def _hardware(facts: Mapping[str, str]) -> str:

@@ -65,7 +65,7 @@ def encoded_targets(results: Mapping[str, Any]) -> list[list[str]]:
         [parts + "feed / best peer", against(large, jpegs.OURS, *jpegs.PEERS), "1 / 1.3"],
         [parts + "feed / FFCV, half of the images as pixels", ratio(large, jpegs.HALF_RAW), ""],
         [parts + "feed / decoder and resize in bare threads", ratio(large, jpegs.BARE), "0.9 / 0.97"],
-        [parts + "CPU time of the feed / FFCV", costs, "1 / 0.8"],
+        [parts + "CPU time of the feed / FFCV", costs, "<= 1 / 0.8"],
         worst_feed_ratio(results, jpegs.OURS),
         [whole + "feed / best peer", against(small, jpegs.OURS, *jpegs.PEERS), "0.95 / 1.2"],
         [whole + "feed / decoder in bare threads", ratio(small, jpegs.BARE), "0.97"],

@@ -192,8 +192,7 @@ def test_loop_threads_outlive_a_validation(folder, monkeypatch):
     def readers() -> set[threading.Thread]:
         return {each for each in threading.enumerate() if each.name.startswith(("reader_", "feeder"))} - others
 
-    others: set[threading.Thread] = set()
-    others = readers()  # of a test that failed in this process
+    others = {*threading.enumerate()}  # a test that failed in this process may have left some
     evaluate = script.training.evaluate
     monkeypatch.setattr(script.training, "evaluate", look)
     train("data.tier=disk", "data.echo=2.5", "loader.num_readers=2", "train.validate_every_steps=7")

@@ -100,12 +100,11 @@ class PoolLoader(Loader):
         return islice(chain.from_iterable(map(self.echo, self.pools(epoch, number))), start, None)
 
     def steps_per_epoch(self, epoch: int) -> int:
-        n_pools = self.sampler.pools_per_epoch
+        sampler = self.sampler
+        n_pools = sampler.pools_per_epoch
         # The last pool of an epoch may be smaller.
-        n_missing = self.sampler.pool_batches - self.sampler.batches_in(n_pools - 1)
-        return (
-            self._passes(epoch, 0, n_pools) * self.sampler.pool_batches - self._passes(epoch, n_pools - 1) * n_missing
-        )
+        n_missing = sampler.pool_batches - sampler.batches_in(n_pools - 1)
+        return self._passes(epoch, 0, n_pools) * sampler.pool_batches - self._passes(epoch, n_pools - 1) * n_missing
 
     def steps_on_pool(self, epoch: int, number: int) -> int:
         """Number of batches that `echo` makes of this pool."""

@@ -62,7 +62,7 @@ def open_splits(data: Data, loader: LoaderConfig, seed: int) -> tuple[Dataset, d
             if drawn:
                 warn(
                     f"{_key_of(tag)} is {paths}, but the items of {train.name} draw random numbers "
-                    f"({', '.join(drawn)}), also the validation items: leave that to `transform` of the workload"
+                    f"({', '.join(drawn)}), so validation items are random, too: augment in `transform` of the workload"
                 )
             train, val[tag] = _hold_out(f"{_key_of(tag)} is {paths}", data, train)
     for tag, rows in val.items():
